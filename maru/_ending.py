@@ -4,6 +4,7 @@
     1      a check failed: what was looked at is not as it must be
     2      usage or configuration: what was asked for cannot be
     3      the environment: a disk, a server, a package, memory or descriptors that are not there
+    5, 6, 7    a server that was told to end has dropped stores, other requests, or both
     70     a fault of the program itself: the one end with a traceback
     129, 130, 141, 143    SIGHUP, SIGINT, SIGPIPE, SIGTERM: 128 and the signal's number
 
@@ -44,6 +45,7 @@ class ExitCode(IntEnum):
     CHECK_FAILED = 1
     USAGE = 2
     ENVIRONMENT = 3
+    DROPPED = 5
     OUR_FAULT = 70
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``offload demo | replay | scenario | incident | pinned-pool | size | top | bench``.
+"""The command line: ``offload demo | replay | scenario | incident | serve | pinned-pool | size | top | bench``.
 
 The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch. The table
 below names the module of each command, which has a click command.
@@ -21,6 +21,10 @@ from maru._commands import Commands as Commands
         "replay": ("offload.replay:command", "Replay a request trace and report hit rates, times and bytes."),
         "scenario": ("offload.scenario:command", "Run, fuzz, shrink and explore scenarios in virtual time."),
         "incident": ("offload._recorder.command:command", "Save and print what was decided in the last minutes."),
+        "serve": (
+            "offload.daemon._command:command",
+            "Serve the tiers and pipelines of this host to its inference engines.",
+        ),
         "pinned-pool": (
             "backends.pinned_pool._command:command",
             "Keep pinned host memory for many processes, in chunks.",

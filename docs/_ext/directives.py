@@ -11,7 +11,7 @@ import collections.abc
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeGuard
@@ -38,6 +38,9 @@ from offload._engine import config as _engine_config
 from offload._engine import engine_knobs
 from offload._pipeline import lifecycle
 from offload._pipeline.lifecycle import GATE, MOVES
+from offload.daemon import MESSAGES, daemon_knobs
+from offload.daemon import _config as _daemon_config
+from offload.daemon import _messages as _daemon_messages
 
 
 def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:
@@ -68,6 +71,7 @@ KNOBS: dict[str, Callable[[], Iterable[Knob]]] = {
     "server": lambda: maru._config.knobs(ServerConfig, section="server"),
     "client": lambda: maru._config.knobs(MaruConfig, section="client"),
     "pinned_pool": _pinned_pool_config.knobs,
+    "daemon": daemon_knobs,
 }
 """By the table of a file that they are in."""
 
@@ -78,21 +82,51 @@ class Knobs(SphinxDirective):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        for module in (_config, _engine_config, maru._config, _pinned_pool_config):
+        for module in (_config, _engine_config, maru._config, _pinned_pool_config, _daemon_config):
             self.env.note_dependency(str(module.__file__))
         section = self.arguments[0] if self.arguments else "pipeline"
-        table = nodes.table("", classes=["knobs"])
-        group = nodes.tgroup("", cols=4)
-        table += group
-        group += [nodes.colspec("", colwidth=width) for width in (26, 10, 22, 42)]
-        head, body = nodes.thead(), nodes.tbody()
-        group += [head, body]
         titles = ("Knob", "Default", "Must be", "What it does, and why so; its variable")
-        head += _row([nodes.Text(title) for title in titles])
-        for knob in KNOBS[section]():
-            name = nodes.literal("", knob.name.removeprefix(f"{section}."))
-            body += _row([name, nodes.literal("", default_of(knob)), nodes.Text(knob.bound), _reason(knob)])
-        return [table]
+        rows = [
+            [
+                nodes.literal("", knob.name.removeprefix(f"{section}.")),
+                nodes.literal("", default_of(knob)),
+                nodes.Text(knob.bound),
+                _reason(knob),
+            ]
+            for knob in KNOBS[section]()
+        ]
+        return [_table(titles, (26, 10, 22, 42), rows)]
+
+
+class Messages(SphinxDirective):
+    """The table of the daemon's messages, made from the table that both sides dispatch by."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_dependency(str(_daemon_messages.__file__))
+        rows: list[list[nodes.Node]] = [
+            [
+                nodes.Text(str(kind.code)),
+                nodes.literal("", kind.name),
+                nodes.literal("", ", ".join(kind.request.__struct_fields__[1:])),
+                nodes.literal("", ", ".join(kind.answer.__struct_fields__[2:])),
+                nodes.Text(kind.purpose),
+            ]
+            for kind in MESSAGES
+        ]
+        return [_table(("Code", "Name", "Asks with", "Is answered with", "What for"), (6, 16, 24, 24, 30), rows)]
+
+
+def _table(titles: Sequence[str], widths: Sequence[int], rows: Sequence[list[nodes.Node]]) -> nodes.table:
+    table = nodes.table("", classes=["knobs"])
+    group = nodes.tgroup("", cols=len(titles))
+    table += group
+    group += [nodes.colspec("", colwidth=width) for width in widths]
+    head, body = nodes.thead(), nodes.tbody()
+    group += [head, body]
+    head += _row([nodes.Text(title) for title in titles])
+    for row in rows:
+        body += _row(row)
+    return table
 
 
 def default_of(knob: Knob) -> str:
@@ -272,6 +306,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("container-path", _picture("ContainerPath", draw_container_path))
     app.add_directive("packages", _picture("Packages", draw_architecture))
     app.add_directive("knobs", Knobs)
+    app.add_directive("messages", Messages)
     app.setup_extension("sphinx.ext.autodoc")
     app.add_directive("public", Public)
     app.connect("autodoc-process-docstring", unhang, priority=400)  # before napoleon

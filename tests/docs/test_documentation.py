@@ -24,7 +24,9 @@ import pytest
 
 from backends.pinned_pool import pinned_pool_config
 from maru._config import client_config, server_config
+from maru.configuration import Document
 from offload import EngineConfig, config_from_toml
+from offload.daemon import daemon_config
 from tests.support.maru_processes import PATIENCE, Server, temporary_pool
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +144,11 @@ def test_command_runs(line: str, tmp_path: Path) -> None:
         environ = {"OFFLOAD_PINNED_POOL__PORT": "0", "OFFLOAD_PINNED_POOL__RUNTIME_DIR": str(tmp_path / "sockets")}
         run_until_ready([sys.executable, "-m", *shlex.split(line)], tmp_path, environ)
         return
+    if line.startswith("offload serve") and "--check" not in line:
+        with temporary_pool() as directory:  # in memory, and of a short name
+            environ = {"OFFLOAD_DAEMON__RUNTIME_DIR": str(directory)}
+            run_until_ready([sys.executable, "-m", *shlex.split(line)], tmp_path, environ)
+        return
     line = line.replace("offload", f"{shlex.quote(sys.executable)} -m offload", 1)
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
@@ -196,6 +203,7 @@ def test_configuration_can_be(block: Block) -> None:
         "server": server_config,
         "client": client_config,
         "pinned_pool": pinned_pool_config,
+        "daemon": lambda text, others, environ: daemon_config(Document("a page", text), environ=environ),
     }
     tables = set(tomllib.loads(block.text))
     assert tables <= set(loaders), f"{block.name}: nobody reads {tables - set(loaders)}"

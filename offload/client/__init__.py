@@ -1,0 +1,40 @@
+"""An engine's side of a daemon (:mod:`offload.daemon`): the daemon's tiers as one tier, so that the engine's own faces stay.
+
+``offload.open_engine(cache, [DaemonTier()])`` for trio, ``offload.from_thread.open_engine(cache, [DaemonTier()])`` for
+threads and
+asyncio: one line is another one than with tiers of its own. :func:`open_client` says it shorter. For the daemon to copy in
+place, the tensors of the cache lie in :class:`SharedMemory`, or on a CUDA device.
+"""
+
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
+
+if TYPE_CHECKING:
+    from ._opening import open_client as open_client
+    from ._tier import DaemonTier as DaemonTier
+    from ._shared import SharedMemory as SharedMemory
+    from ._places import SharedPlace as SharedPlace
+    from ._places import CacheDescription as CacheDescription
+    from ._connection import open_connection as open_connection
+    from ._connection import DaemonConnection as DaemonConnection
+    from ._errors import DaemonUnavailable as DaemonUnavailable
+    from ._errors import DaemonRefused as DaemonRefused
+    from ._errors import DaemonBusy as DaemonBusy
+    from ..daemon._handover import CannotHandOver as CannotHandOver
+
+_HOMES = {
+    "open_client": "._opening",
+    "DaemonTier": "._tier",
+    "SharedMemory": "._shared",
+    "SharedPlace": "._places",
+    "CacheDescription": "._places",
+    "open_connection": "._connection",
+    "DaemonConnection": "._connection",
+    "DaemonUnavailable": "._errors",
+    "DaemonRefused": "._errors",
+    "DaemonBusy": "._errors",
+    "CannotHandOver": "..daemon._handover",
+}
+
+lazily(__name__, _HOMES)

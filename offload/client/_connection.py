@@ -1,0 +1,448 @@
+"""A session with a daemon: requests and answers, begun anew when it is lost.
+
+Rule 1. What was asked is answered, or raises :class:`DaemonUnavailable`: what is lost is never a miss.
+Rule 2. A request that has the daemon read or write this process's memory ends only when that is over for certain: by its
+        answer; by the daemon's word that the session it was asked in is given back, which the next hello asks for; or by
+        the end of the daemon's process, which the kernel tells. Until one of these comes it waits.
+Rule 3. A request whose task was cancelled is not forgotten: what its answer holds is released, what it has under way is
+        cancelled.
+Rule 4. What a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Final, TypeVar
+
+import attrs
+import trio
+
+from backends.abc import Unproven
+from maru.exception_groups import raise_unwrapped
+from maru.transport import ChannelClient, Expected, open_channel
+
+from ..daemon._config import default_url
+from ..daemon._handover import hand_over
+from ..daemon._messages import (
+    OLDEST,
+    VERSION,
+    Answer,
+    BadFrame,
+    Cancel,
+    Found,
+    Hello,
+    Refused,
+    Release,
+    Request,
+    Status,
+    Welcome,
+    decode_answer,
+    encode,
+)
+from ._errors import DaemonBusy, DaemonRefused, DaemonUnavailable
+
+_HEARTBEATS: Final = 3
+"""In the time of a lease: one may be late, and one be lost."""
+_AGAIN: Final = 0.2
+"""Seconds until a daemon that is draining, or has no place, is asked for a session again."""
+_SEQ: Final = (1 << 32) - 1
+
+A = TypeVar("A", bound=Answer)
+
+_log = logging.getLogger("offload.client")
+
+
+@attrs.define(eq=False)
+class Session:
+    """One session with a daemon, which is over for good when it is over."""
+
+    epoch: int
+    """The start of the daemon that it is with."""
+    token: bytes = attrs.field(repr=False)
+    tenant: str
+    lease: float
+    block_bytes: int
+    """Size of the daemon's blocks; 0: as far as this session knows, no cache has decided it."""
+    handover_path: str
+    process: int = attrs.field(repr=False)
+    """A descriptor of the daemon's process; -1 where there is none to be had."""
+
+    def close(self) -> None:
+        """Close what it has open in this process. Idempotent."""
+        if self.process >= 0:
+            os.close(self.process)
+            self.process = -1
+
+
+@attrs.define(eq=False)
+class _Call:
+    expected: Expected
+    touches_memory: bool
+    abandoned: bool = False
+    """Whether the task that asked was cancelled."""
+    ended: Callable[[], object] | None = None
+    """Called when it has ended although it was abandoned."""
+    answer: Answer | None = None
+
+    def deliver(self, answer: Answer) -> None:
+        self.answer = answer
+        self.expected.deliver(answer)
+        if self.abandoned and self.ended is not None:
+            self.ended()
+
+    def fail(self, error: BaseException) -> None:
+        self.expected.fail(error)
+        if self.abandoned and self.ended is not None:
+            self.ended()
+
+
+class DaemonConnection:
+    """Asks a daemon. Made by :func:`open_connection`; for any number of tasks of one trio run.
+
+    Attributes:
+        url: where the daemon is.
+        session: the current one; ``None`` while there is none.
+        sessions: how many have begun.
+    """
+
+    def __init__(self, url: str, name: str, credential: bytes) -> None:
+        """Use :func:`open_connection` instead."""
+        self.url: str = url
+        self.session: Session | None = None
+        self.sessions: int = 0
+        self._name, self._credential = name, credential
+        self._channel: ChannelClient
+        self._nursery: trio.Nursery
+        self._calls: dict[int, _Call] = {}
+        self._unproven: list[_Call] = []
+        """Calls of lost sessions that may still have the daemon at this process's memory."""
+        self._previous = b""
+        self._last = 0
+        self._cause = "it has not answered yet"
+        self._refusal: DaemonRefused | None = None
+        self._changed = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<DaemonConnection to {self.url}: {self._cause if self.session is None else 'connected'}>"
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        make: Callable[[int], Request],
+        answer: type[A],
+        *,
+        session: Session | None = None,
+        touches_memory: bool = False,
+        sent: Callable[[int], object] | None = None,
+        ended: Callable[[], object] | None = None,
+    ) -> A:
+        """Send a request, and wait for its answer.
+
+        Args:
+            make: makes the request of its number.
+            answer: what is expected.
+            session: the one that what it names belongs to; by default whichever there is.
+            touches_memory: whether the daemon reads or writes this process's memory for it: rule 2.
+            sent: told the number once it was sent.
+            ended: called when it has ended, where this was cancelled before.
+
+        Raises:
+            DaemonUnavailable: there is no session, or it was lost before the answer came.
+            DaemonRefused: the daemon cannot do what was asked.
+            DaemonBusy: the session has too much under way.
+        """
+        current = self.session
+        if current is None or (session is not None and session is not current):
+            await trio.lowlevel.checkpoint()
+            raise self._unavailable("the session that this belongs to is over" if session is not None else "")
+        self._last = seq = self._last % _SEQ + 1
+        frame = encode(make(seq))
+        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory, ended=ended)
+        try:
+            await self._send(frame)
+        except BaseException:
+            self._calls.pop(seq, None)
+            raise
+        if sent is not None:
+            sent(seq)
+        try:
+            got = await call.expected.wait()
+        except trio.Cancelled:
+            call.abandoned = True
+            if call.answer is not None:  # it came in the tick of the cancel
+                self._let_go(call.answer)
+                call.deliver(call.answer)
+            elif seq in self._calls:
+                self.tell(lambda number: Cancel(number, [seq]))
+            raise
+        return self._checked(got, answer)
+
+    async def ask_to_the_end(
+        self, make: Callable[[int], Request], answer: type[A], *, session: Session, leave_after: float
+    ) -> A:
+        """Like :meth:`ask`, for a request that writes this process's memory: it returns only when that is over.
+
+        Cancelled, it cancels the request, and waits for its end.
+
+        Raises:
+            Unproven: cancelled, it did not end within ``leave_after`` seconds: the memory must not be used again.
+        """
+        outcome: list[A | Exception] = []
+        numbers: list[int] = []
+        over = trio.Event()
+
+        async def run() -> None:
+            try:
+                got = await self.ask(make, answer, session=session, touches_memory=True, sent=numbers.append)
+                outcome.append(got)
+            except Exception as exc:
+                outcome.append(exc)
+            finally:
+                over.set()
+
+        self._nursery.start_soon(run)
+        try:
+            await over.wait()
+        except trio.Cancelled:
+            self.tell(lambda seq: Cancel(seq, numbers))
+            with trio.CancelScope(shield=True), trio.move_on_after(leave_after):
+                await over.wait()
+            if not over.is_set():
+                raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
+            raise
+        if not outcome:  # the connection was closed meanwhile
+            raise Unproven(f"the connection to the daemon at {self.url} was closed during a load")
+        (got,) = outcome
+        if isinstance(got, Exception):
+            raise got
+        return got
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            self._channel.send_nowait([frame])
+        except trio.WouldBlock:
+            await self._channel.send([frame])
+
+    def tell(self, make: Callable[[int], Request]) -> None:
+        """Send a request whose answer nothing waits for. Never waits.
+
+        Where it cannot be sent, the end of the session does the same.
+        """
+        if self.session is None:
+            return
+        self._last = seq = self._last % _SEQ + 1
+        self._calls[seq] = _Call(self._channel.expect(), touches_memory=False, abandoned=True)
+        try:
+            self._channel.send_nowait([encode(make(seq))])
+        except trio.WouldBlock:
+            del self._calls[seq]
+
+    def _checked(self, got: Answer, answer: type[A]) -> A:
+        if isinstance(got, answer):
+            return got
+        if isinstance(got, Refused):
+            if got.kind == "full":
+                raise DaemonBusy(got.text)
+            if got.kind in ("session", "draining", "unavailable"):
+                raise DaemonUnavailable(self.url, got.text)
+            raise DaemonRefused(got.text)
+        raise DaemonUnavailable(self.url, f"it answers {type(got).__name__}, where {answer.__name__} is due")
+
+    def _unavailable(self, why: str = "") -> DaemonUnavailable:
+        return DaemonUnavailable(self.url, why or self._cause)
+
+    async def hand_over(self, descriptor: int, session: Session) -> int:
+        """Hand a descriptor of memory over; it stays the caller's. Returns its number in this session.
+
+        Raises:
+            OSError: it was refused, or there is no daemon.
+        """
+        return await hand_over(session.handover_path, session.token, descriptor)
+
+    async def wait_session(self) -> Session:
+        """Wait until there is a session.
+
+        Raises:
+            DaemonRefused: the daemon refuses this client.
+        """
+        while self.session is None:
+            if self._refusal is not None:
+                raise self._refusal
+            await self._changed.wait()
+        await trio.lowlevel.checkpoint()
+        return self.session
+
+    # --- what comes -------------------------------------------------------------------------------------------------
+
+    def _on_messages(self, batch: Sequence[Sequence[bytes]]) -> None:
+        for frames in batch:
+            try:
+                answer = decode_answer(frames[-1])
+            except BadFrame as exc:
+                _log.warning("the daemon at %s sends what is no answer: %s", self.url, exc)
+                continue
+            call = self._calls.pop(answer.seq, None)
+            if call is None:
+                continue
+            if call.abandoned:
+                self._let_go(answer)
+            call.deliver(answer)
+
+    def _let_go(self, answer: Answer) -> None:
+        """Release what an answer holds that nothing waits for any more."""
+        if isinstance(answer, Found):
+            self.tell(lambda seq: Release(seq, [answer.hold]))
+
+    def _on_lost(self, unsent: object) -> None:
+        session, self.session = self.session, None
+        self._cause = "the connection is lost"
+        calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            if call.touches_memory and session is not None:
+                self._unproven.append(call)
+            else:
+                call.fail(self._unavailable())
+        if session is not None:
+            self._previous = session.token
+            self._nursery.start_soon(self._until_dead, session, list(self._unproven))
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _until_dead(self, session: Session, calls: list[_Call]) -> None:
+        """End these calls when the daemon's process is dead: it has left our memory alone then."""
+        try:
+            if session.process >= 0 and calls:
+                await trio.lowlevel.wait_readable(session.process)
+                self._prove(calls)
+        finally:
+            session.close()
+
+    def _prove(self, calls: list[_Call]) -> None:
+        for call in calls:
+            call.fail(self._unavailable("it was lost; nothing of this request is under way any more"))
+            if call in self._unproven:
+                self._unproven.remove(call)
+
+    def _close(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Begin a session, and another one when it is lost, until cancelled."""
+        while True:
+            try:
+                await self._greet()
+            except DaemonUnavailable as exc:
+                self._cause = exc.why
+                await trio.sleep(_AGAIN)
+                continue
+            except (DaemonRefused, DaemonBusy) as exc:
+                self._cause = str(exc)
+                self._refusal = exc if isinstance(exc, DaemonRefused) else None
+                self._notify()
+                await trio.sleep(_AGAIN)
+                continue
+            self._refusal = None
+            self._notify()
+            await self._beat()
+
+    async def _greet(self) -> None:
+        self._last = seq = self._last % _SEQ + 1
+        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory=False)
+        await self._send(encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous)))
+        welcome = self._checked(await call.expected.wait(), Welcome)
+        self._previous = b""
+        self._prove(list(self._unproven))  # a session begins only when the one before is given back: rule 2
+        self.session = Session(
+            welcome.epoch,
+            welcome.token,
+            welcome.tenant,
+            welcome.lease,
+            welcome.block_bytes,
+            welcome.handover,
+            _process(self._channel.peer_pid),
+        )
+        self.sessions += 1
+
+    async def _beat(self) -> None:
+        """Be heard by the daemon until the session is lost."""
+        session = self.session
+        while session is not None and self.session is session:
+            changed = self._changed
+            with trio.move_on_after(session.lease / _HEARTBEATS):
+                await changed.wait()
+            if self.session is session:
+                try:
+                    await self.ask(Status, Answer, session=session)
+                except DaemonUnavailable:
+                    return
+
+
+def _process(pid: int) -> int:
+    """A descriptor that becomes readable when this process ends; -1 where there is none to be had."""
+    if not pid:
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def path_of(url: str) -> str:
+    """The path of a daemon's socket.
+
+    Raises:
+        ValueError: it is not on this host: a daemon serves by shared memory.
+    """
+    if not url:
+        url = default_url()
+    if not url.startswith("ipc://") or len(url) <= len("ipc://"):
+        raise ValueError(f"daemon_url = {url!r}: must be ipc://PATH, since a daemon is on the host of its engines")
+    return url.removeprefix("ipc://")
+
+
+@asynccontextmanager
+async def open_connection(
+    url: str = "", *, name: str = "", credential: str = "", wait: float = inf
+) -> AsyncIterator[DaemonConnection]:
+    """A connection to the daemon of this host, for the length of an ``async with`` block.
+
+    Args:
+        url: ``ipc://PATH`` of its socket; by default that of this user's daemon.
+        name: of this engine, for the daemon's log.
+        credential: what shows which tenant this is, where the daemon has tenants.
+        wait: seconds to wait for the first session.
+
+    Raises:
+        ValueError: the URL is of another host.
+        DaemonUnavailable: there was no session in that time.
+        DaemonRefused: the daemon refuses this client.
+    """
+    path = path_of(url)
+    connection = DaemonConnection(f"ipc://{path}", name or f"process {os.getpid()}", credential.encode())
+    with raise_unwrapped():
+        async with (
+            open_channel(path, connection._on_messages, connection._on_lost) as connection._channel,
+            trio.open_nursery() as connection._nursery,
+        ):
+            connection._nursery.start_soon(connection._keep)
+            try:
+                with trio.move_on_after(wait) as waiting:
+                    await connection.wait_session()
+                if waiting.cancelled_caught:
+                    raise connection._unavailable(f"there was no session within {wait:g} s: {connection._cause}")
+                yield connection
+            finally:
+                connection._nursery.cancel_scope.cancel()
+                connection._close()

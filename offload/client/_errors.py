@@ -1,0 +1,22 @@
+"""What a client of a daemon raises, each saying who must act."""
+
+from __future__ import annotations
+
+from .._errors import OffloadError
+
+
+class DaemonUnavailable(OffloadError, ConnectionError):
+    """The daemon cannot be reached, has ended, or holds no longer what was asked for: never a miss. It may be back soon."""
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(f"the daemon at {url}: {why}")
+        self.why = why
+        """What became of it, in words."""
+
+
+class DaemonRefused(OffloadError, ValueError):
+    """The daemon refuses what this client asks for: another version, a credential, a layout. The caller must change it."""
+
+
+class DaemonBusy(OffloadError):
+    """The daemon has as much of this session under way as may be. The caller releases something, or tries again."""

@@ -1,0 +1,32 @@
+"""Opening an engine whose only tier is a daemon."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from backends.abc import Source
+
+from .._engine import Engine, open_engine
+from .._engine.config import DAEMON
+from ._tier import DaemonTier
+
+
+def open_client(
+    source: Source, url: str = "", *, name: str = "", credential: str = "", **options: Any
+) -> AbstractAsyncContextManager[Engine]:
+    """An engine that stores into a daemon, and loads from it, for the length of an ``async with`` block.
+
+    It is :func:`offload.open_engine` with one tier, ``daemon``, and so the same engine. The daemon looks itself for what it has
+    already, so it is not asked before each store.
+
+    Args:
+        source: where blocks are stored from: a :class:`~backends.device.DeviceTier` over :class:`SharedMemory` or a CUDA
+            device is copied in place, any other by way of a staging area.
+        url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
+        name: of this engine, for the daemon's log.
+        credential: what shows which tenant this is, where the daemon has tenants.
+        options: those of :func:`offload.open_engine`.
+    """
+    tier = DaemonTier(url, block_bytes=source.block_bytes, name=name, credential=credential)
+    return open_engine(source, {DAEMON: tier}, **options)

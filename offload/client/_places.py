@@ -1,0 +1,179 @@
+"""The places of this process that a daemon can copy from and to: caches that it has mapped, and a staging area for all others.
+
+Rule 1. A source whose tensors lie in :class:`SharedMemory`, or on a CUDA device, is registered when blocks of it are first
+        stored or loaded, once for each session. The daemon then copies it in place.
+Rule 2. Blocks of any other place pass through a staging area, which is such memory: one copy more, here.
+Rule 3. A slot of the staging area is used again only when the daemon is done with it for certain.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import attrs
+import msgspec
+import trio
+
+from backends.pages import Pages
+
+from ..daemon._messages import CudaMemory, Registered, RegisterKVCache, TensorLayout, UnregisterKVCache
+from ._connection import DaemonConnection, Session
+from ._errors import DaemonUnavailable
+from ._shared import SharedMemory, memory_of
+
+STAGING_BYTES: Final = 32 << 20
+"""Of the staging area: more than a batch. It holds at least one block."""
+MAX_PLACES: Final = 32
+"""Caches that are registered at once; an engine has one."""
+
+
+@attrs.frozen(eq=False)
+class CacheDescription:
+    """The tensors of a cache, and the memory that they lie in."""
+
+    tensors: Sequence[TensorLayout]
+    """``memory`` is a position in one of the next two."""
+    memories: Sequence[SharedMemory] = ()
+    cuda: Sequence[CudaMemory] = ()
+
+
+class SharedPlace(Protocol):
+    """A place that can be registered and is no :class:`~backends.device.DeviceTier`; recognised by the method."""
+
+    def description(self) -> CacheDescription:
+        """Where its blocks lie."""
+        ...
+
+
+def describe(place: Any) -> CacheDescription | None:
+    """Where the blocks of a place lie that a daemon can map; ``None`` for a place that it cannot."""
+    if hasattr(place, "description"):
+        description: CacheDescription = place.description()
+        return description
+    layers, axes = getattr(place, "layers", None), getattr(place, "block_axes", None)
+    if layers is None or axes is None:
+        return None
+    if layers[0].device.type == "cuda":
+        from ..daemon._cuda import describe_cuda
+
+        on_device, cuda = describe_cuda(layers, axes)
+        return CacheDescription(on_device, cuda=cuda)
+    memories: list[SharedMemory] = []
+    tensors: list[TensorLayout] = []
+    for layer, axis in zip(layers, axes, strict=True):
+        shape, strides = list(layer.shape), list(layer.stride())
+        extent = (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * layer.element_size()
+        found = memory_of(layer.data_ptr(), extent)
+        if found is None:
+            return None
+        memory, offset = found
+        if memory not in memories:
+            memories.append(memory)
+        number = memories.index(memory)
+        tensors.append(TensorLayout(number, offset, layer.element_size(), shape, strides, axis % layer.ndim))
+    return CacheDescription(tensors, memories)
+
+
+@attrs.define(eq=False)
+class _Entry:
+    description: CacheDescription | None
+    session: Session | None = None
+    cache: int = 0
+    lock: trio.Lock = attrs.field(factory=trio.Lock)
+
+
+class Places:
+    """The registered caches of one connection, and its staging area."""
+
+    def __init__(self, connection: DaemonConnection, block_bytes: int) -> None:
+        self._connection = connection
+        self._entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
+        self.staging: Staging = Staging(block_bytes)
+
+    async def cache_of(self, place: object, session: Session) -> int | None:
+        """The number of the cache that a place is in this session; ``None`` if the daemon cannot map it.
+
+        Raises:
+            DaemonUnavailable: the session is over.
+            DaemonRefused: the daemon does not take this cache.
+        """
+        entry = self._entries.get(place)
+        if entry is None:
+            if len(self._entries) >= MAX_PLACES:
+                return None
+            entry = self._entries[place] = _Entry(describe(place))
+        if entry.description is None:
+            return None
+        async with entry.lock:  # two first stores at once register it once
+            if entry.session is not session:
+                entry.cache = await self._register(entry.description, session)
+                entry.session = session
+        return entry.cache
+
+    def forget(self, place: object, session: Session) -> None:
+        """Unregister a cache that is not used any more."""
+        entry = self._entries.pop(place, None)
+        if entry is not None and entry.session is session:
+            cache = entry.cache
+            self._connection.tell(lambda seq: UnregisterKVCache(seq, cache))
+
+    async def _register(self, description: CacheDescription, session: Session) -> int:
+        tensors, cuda = list(description.tensors), list(description.cuda)
+        if not cuda:
+            try:
+                numbers = [
+                    await self._connection.hand_over(memory.descriptor, session) for memory in description.memories
+                ]
+            except OSError as exc:
+                raise DaemonUnavailable(self._connection.url, f"it did not take the memory: {exc}") from exc
+            tensors = [msgspec.structs.replace(tensor, memory=numbers[tensor.memory]) for tensor in tensors]
+        registered = await self._connection.ask(
+            lambda seq: RegisterKVCache(seq, tensors, cuda), Registered, session=session
+        )
+        session.block_bytes = registered.block_bytes
+        return registered.cache
+
+
+class Staging:
+    """Shared memory that blocks of other places pass through. It is a place itself, made at its first use."""
+
+    def __init__(self, block_bytes: int, slots: int = 0) -> None:
+        self.block_bytes = block_bytes
+        self.slots: int = slots or max(1, STAGING_BYTES // max(1, block_bytes))
+        """Blocks that pass through at once; further ones wait."""
+        self._memory: SharedMemory | None = None
+        self._free = list(range(self.slots))
+        self._turn = trio.Lock()
+        self._returned = trio.Event()
+
+    def description(self) -> CacheDescription:
+        """How it is registered: one run of bytes for each block."""
+        memory, size = self.memory, self.block_bytes
+        return CacheDescription([TensorLayout(0, 0, 1, [self.slots, size], [size, 1], 0)], [memory])
+
+    @property
+    def memory(self) -> SharedMemory:
+        """The memory."""
+        if self._memory is None:
+            self._memory = SharedMemory(self.slots * self.block_bytes)
+        return self._memory
+
+    def pages(self, slots: Sequence[int]) -> Pages:
+        """The addresses of these slots."""
+        return self.memory.pages(self.block_bytes).at(slots)
+
+    async def take(self, most: int) -> list[int]:
+        """Take up to so many slots, at least one, waiting for them in turn."""
+        async with self._turn:
+            while not self._free:
+                await self._returned.wait()
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Give slots back that the daemon is done with."""
+        self._free += slots
+        self._returned.set()
+        self._returned = trio.Event()

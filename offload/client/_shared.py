@@ -1,0 +1,93 @@
+"""Memory that a daemon can map: what an engine allocates its KV cache in, so that the daemon copies from and to it by itself.
+
+A memfd that is sealed against any change of its size: the daemon maps nothing else, since memory that shrinks under a mapping
+ends the process that touches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from backends.pages import Pages
+from maru._memory.memory import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_lock = threading.Lock()
+_all: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+class SharedMemory:
+    """So many bytes of memory, which are freed when nothing refers to them any more, here and in the daemon.
+
+    Args:
+        nbytes: how many.
+
+    Raises:
+        OSError: there is no memory for them, or no descriptor.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        descriptor = os.memfd_create("offload-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory: Memory = Memory(descriptor, 0, nbytes, write=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor: int = descriptor
+        """Handed over to the daemon."""
+        self.nbytes: int = nbytes
+        with _lock:
+            _all.add(self)
+
+    def __del__(self, close: Any = os.close) -> None:
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)
+
+    def __repr__(self) -> str:
+        return f"<SharedMemory of {self.nbytes} bytes>"
+
+    def buffer(self) -> memoryview:
+        """All of it as bytes, writable. The view, and whatever refers to it, keeps this object."""
+        whole: Any = (ctypes.c_char * self.nbytes).from_address(self.memory.address)
+        whole.owner = self
+        return memoryview(whole).cast("B")
+
+    def pages(self, page_bytes: int) -> Pages:
+        """As many pages of this size as it has room for."""
+        n = self.nbytes // page_bytes
+        first = self.memory.address
+        return Pages(range(first, first + n * page_bytes, page_bytes), page_bytes, self.memory)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A tensor in it, which begins at this byte and keeps the memory.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        import torch
+
+        return torch.frombuffer(self.buffer(), dtype=dtype, count=math.prod(shape), offset=offset).view(*shape)
+
+
+def memory_of(address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
+    """The shared memory of this process that these bytes lie in, and where; ``None`` if they lie elsewhere."""
+    with _lock:
+        every = list(_all)
+    for shared in every:
+        offset = address - shared.memory.address
+        if offset >= 0 and offset + nbytes <= shared.nbytes:
+            return shared, offset
+    return None

@@ -1,0 +1,37 @@
+"""The daemon of a host: owns the tiers and pipelines, and serves inference engines in other processes (``offload serve``).
+
+Blocks outlive the engines that stored them. An engine comes by :mod:`offload.client`.
+
+To read it: ``_messages`` is what both sides say, ``_sessions`` what an engine holds and the order in which it is given back,
+``_memory`` how the memory of engines is read and written, ``_service`` what is done for each message, ``_server`` the tasks
+around it, ``_command`` the command.
+"""
+
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
+
+if TYPE_CHECKING:
+    from ._server import open_daemon as open_daemon
+    from ._server import Daemon as Daemon
+    from ._server import DaemonInUse as DaemonInUse
+    from ._server import Dropped as Dropped
+    from ._config import DaemonConfig as DaemonConfig
+    from ._config import daemon_config as daemon_config
+    from ._config import daemon_knobs as daemon_knobs
+    from ._config import default_url as default_url
+    from ._messages import MESSAGES as MESSAGES
+
+_HOMES = {
+    "open_daemon": "._server",
+    "Daemon": "._server",
+    "DaemonInUse": "._server",
+    "Dropped": "._server",
+    "DaemonConfig": "._config",
+    "daemon_config": "._config",
+    "daemon_knobs": "._config",
+    "default_url": "._config",
+    "MESSAGES": "._messages",
+}
+
+lazily(__name__, _HOMES)

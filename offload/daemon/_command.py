@@ -1,0 +1,213 @@
+"""The command ``offload serve``: settings from a file, the environment and options; one ready line; an end with a code.
+
+SIGTERM and SIGINT drain, for ``drain_timeout``. The exit code is 0 if nothing was dropped, and else says what was:
+5 stores, 6 other requests, 7 both. SIGHUP reads the settings again. What is needed to serve is imported when the settings are
+read, and torch only when a cache of torch tensors is registered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import click
+
+from maru._commands import age, given_knobs, knob_option
+from maru._ending import ExitCode
+from maru._errors import MaruError
+from maru.exception_groups import leaves
+
+from .._errors import ConfigError
+from ._config import SECTION, daemon_knobs
+from ._settings import Settings, as_toml, keep_unreloadable, read_settings, refused_changes
+
+if TYPE_CHECKING:
+    from ._server import Daemon, Dropped
+
+_LAST_RESORT: Final = 0.4
+"""Seconds after ``drain_timeout`` until the process ends, whatever is still under way: a copy may hang in the kernel."""
+
+_log = logging.getLogger("offload.daemon")
+
+
+@click.pass_context
+def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_config: bool, **values: object) -> None:
+    """Serve the tiers and pipelines of this host to its inference engines.
+
+    Without CONFIG.toml there are two tiers: host memory, and pages of a Maru server that the daemon embeds. Engines of this
+    user find it with offload.client.
+    """
+    try:
+        settings = read_settings(config_file or "", given_knobs(SECTION, values))
+        if check:
+            check_settings(settings)
+    except (ConfigError, ValueError, LookupError) as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.FileError(error.filename or config_file or "", error.strerror or str(error)) from error
+    if print_config:
+        click.echo(as_toml(settings, os.environ))
+    elif check:
+        click.echo(f"{config_file or 'the defaults'}: valid; {len(settings.engine.tiers)} tiers")
+    else:
+        ctx.exit(run(settings))
+
+
+def check_settings(settings: Settings) -> None:
+    """Make what the settings name, without entering it, and drop it again: what is wrong raises.
+
+    Raises:
+        ConfigError: a tier, a tenant or a policy cannot be what it is said to be.
+    """
+    from backends.closing import closing
+
+    from .._engine.factories import make_tier
+    from ._config import read_tenants
+    from ._engine import unpopulated
+
+    read_tenants(settings.daemon.tenants_file)
+    block_bytes = settings.daemon.block_bytes or 4_096  # the size that the first cache would say
+    for name, tier in unpopulated(settings.engine.tiers).items():
+        with closing(make_tier(f"tiers.{name}", tier, block_bytes)):
+            pass
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    import gc
+
+    # What is imported until the daemon is ready stays: looking through it for garbage costs a tenth of the start.
+    gc.disable()
+    import trio
+
+    from .._errors import OffloadError
+    from ._engine import CannotOpen
+
+    _configure_logging(settings.daemon.log_level)
+    failures: list[BaseException] = []
+    dropped: list[Dropped] = []
+    try:
+        dropped.append(trio.run(_serve, settings, restrict_keyboard_interrupt_to_checkpoints=True))
+    except* (OffloadError, MaruError, CannotOpen, ModuleNotFoundError, OSError) as group:
+        failures = leaves(group)
+    for failure in failures:
+        click.echo(f"offload serve: {failure}", err=True)
+    if failures:
+        return ExitCode.ENVIRONMENT
+    return _exit_code(dropped[0])
+
+
+def _exit_code(dropped: Dropped) -> int:
+    if not dropped:
+        return ExitCode.DONE
+    click.echo(f"offload serve: {dropped}: they had not ended within drain_timeout", err=True)
+    return ExitCode.DROPPED + bool(dropped.stores) + 2 * bool(dropped.loads) - 1
+
+
+async def _serve(settings: Settings) -> Dropped:
+    import gc
+
+    import trio
+
+    from ._notify import notify
+    from ._server import open_daemon
+
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with open_daemon(settings.daemon, settings.engine, maru=_maru_config(settings)) as daemon:
+            print(ready_line(daemon), flush=True)
+            notify("READY", f"serving at {daemon.url}")
+            gc.freeze()
+            gc.enable()
+            async for number in signals:
+                if number != signal.SIGHUP:
+                    break
+                notify("RELOADING", "reading the settings again")
+                settings = _reload(daemon, settings)
+                notify("READY", f"serving at {daemon.url}")
+            _log.info("%s: draining, for at most %g s", signal.Signals(number).name, daemon.config.drain_timeout)
+            notify("STOPPING", "draining")
+            _end_at_last(daemon.config.drain_timeout + _LAST_RESORT)
+            dropped = await daemon.drain()
+    return dropped
+
+
+def _maru_config(settings: Settings) -> Any:
+    """The configuration of the embedded Maru server, where there is one."""
+    if not settings.embeds_maru:
+        return None
+    from maru import ServerConfig
+
+    pool_bytes = int(settings.daemon.maru_pool_size_gb * (1 << 30))
+    return ServerConfig(
+        rm_address="",
+        pool_path=settings.maru_directory,
+        capacity_bytes=2 * pool_bytes
+        + (64 << 20),  # beside this daemon's region that of the one before, which is still read
+        log_level=settings.daemon.log_level,
+    )
+
+
+def _reload(daemon: Daemon, settings: Settings) -> Settings:
+    """Take over what may change; everything else is named and left as it is."""
+    try:
+        fresh = read_settings(settings.path, settings.options)
+        daemon.reload(keep_unreloadable(settings.daemon, fresh.daemon))
+    except (ConfigError, OSError) as exc:
+        _log.error("SIGHUP: nothing was changed: %s", exc)
+        return settings
+    for name in refused_changes(settings, fresh):
+        _log.error("SIGHUP: %s was not changed: it needs a restart", name)
+    logging.getLogger("offload").setLevel(daemon.config.log_level.upper())
+    _log.info("SIGHUP: the settings were read again")
+    return attrs.evolve(settings, daemon=daemon.config)
+
+
+def _end_at_last(seconds: float) -> None:
+    """End the process then, if it has not ended."""
+
+    def end() -> None:
+        os.write(2, b"offload serve: a copy has not come to its end; leaving it\n")
+        os._exit(ExitCode.DROPPED + 2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def ready_line(daemon: Daemon) -> str:
+    """Where it listens, and how long it took."""
+    return (
+        f"offload serve is ready at {daemon.url} (epoch {daemon.epoch:016x}, after {age():.3f} s, pid {os.getpid()}"
+        f"{''.join(f', health at {bind}' for bind in daemon.health_at)})"
+    )
+
+
+def _configure_logging(level: str) -> None:
+    """Write the logs of this project to the standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("offload", "backends", "maru"):
+        root = logging.getLogger(name)
+        root.handlers[:] = [handler]
+        root.propagate = False
+        root.setLevel(level.upper() if name == "offload" else "WARNING")
+
+
+command: click.Command = click.Command(
+    "serve",
+    callback=_command,
+    help=_command.__doc__,
+    short_help="Serve the tiers of this host to its inference engines.",
+    params=[
+        click.Argument(["config_file"], required=False, metavar="[CONFIG.toml]"),
+        click.Option(["--check"], is_flag=True, help="Say whether the settings are valid, and leave."),
+        click.Option(["--print-config"], is_flag=True, help="Print every setting and where it was set, and leave."),
+        *[knob_option(knob, SECTION) for knob in daemon_knobs()],
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)

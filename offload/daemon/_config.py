@@ -1,0 +1,253 @@
+"""Every setting of a daemon: its default, its bound, and the reason for both. Pure, except for reading files.
+
+A daemon's file has two tables: ``[daemon]``, which is declared here, and ``[engine]``, its tiers and routes
+(:mod:`offload._engine.config`). Without tiers there, it has two: host memory, and pages of a Maru server, which it embeds
+unless ``maru_server_url`` names one. The options of the command, ``OFFLOAD_DAEMON__...`` and the file set the same: the
+first one wins.
+"""
+
+# ruff: noqa: RUF009  # the functions called in the class bodies make fields
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import attrs
+
+from maru.configuration import Document, Knob, Knobs
+
+from .._config import PipelineConfig
+from .._engine.config import EngineConfig
+from .._errors import ConfigError
+from ._sessions import Limits
+from ._tenants import Tenants
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+SECTION: Final = "daemon"
+CHANNEL_NAME: Final = "daemon.sock"
+"""In the runtime directory: where engines come."""
+HANDOVER_NAME: Final = "memory.sock"
+"""Where they hand their memory over."""
+MARU_NAME: Final = "maru"
+"""The directory of the embedded Maru server's sockets."""
+
+_knob: Final = Knobs("OFFLOAD", ConfigError)
+
+
+def _check_gib(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 65_536:
+        raise ConfigError(attribute.name, value, "must be GiB from 0 to 65536")
+
+
+def _as_number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+@attrs.frozen
+class DaemonConfig:
+    """The settings of a daemon. The reason for each bound and default is in :func:`daemon_knobs`."""
+
+    runtime_dir: str = _knob.text(
+        "",
+        "a path",
+        r"[^\x00]*",
+        "Directory of the sockets, made with mode 0700; one daemon has it at a time. Empty: /dev/shm/offload-daemon-UID, where "
+        "engines look.",
+        lambda: default_directory(),
+    )
+    block_bytes: int = _knob.size(
+        0,
+        0,
+        1 << 34,
+        "Size of every block. 0: the first cache that is registered says it, and the tiers are opened then. A daemon holds "
+        "blocks of one size.",
+    )
+    host_bytes: int = _knob.size(
+        1 << 30, 1 << 12, 1 << 50, "Host memory for blocks, where [engine] names no tiers. Populated behind the start."
+    )
+    maru_server_url: str = _knob.text(
+        "",
+        "ipc://path, tcp://host:port, or empty",
+        r"(?:ipc|tcp)://.+|",
+        "The Maru server of the last tier, where [engine] names no tiers. Empty: one that the daemon embeds.",
+    )
+    maru_pool_size_gb: float = _knob.field(
+        1.0,
+        "GiB from 0 to 65536",
+        "Bytes that this daemon owns in the Maru server's pool, where [engine] names no tiers. 0: no such tier.",
+        _check_gib,
+        _as_number,
+    )
+    maru_instance_id: str = _knob.text(
+        "", "a text", r"[^\x00]*", "The name by which the Maru server knows this daemon. Empty: host name and process."
+    )
+    max_sessions: int = _knob.integer(
+        64, 1, 4_096, "Engines at once, and those whose memory is being given back. Further ones are turned away."
+    )
+    lease: float = _knob.seconds(
+        30.0,
+        0.1,
+        3_600.0,
+        "How long an engine may be silent. Then its session ends, and what it held is given back. Its client is heard from "
+        "three times as often, unless its process is stopped.",
+    )
+    drain_timeout: float = _knob.seconds(
+        10.0,
+        0.0,
+        3_600.0,
+        "How long the end waits for stores and loads under way. What has not ended then is dropped, and the exit code says so.",
+    )
+    tenants_file: str = _knob.text(
+        "",
+        "a path",
+        r"[^\x00]*",
+        'A TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant. Engines show one. '
+        "Read again at SIGHUP. Empty: there is one tenant, and no credential.",
+    )
+    health: str = _knob.text(
+        "",
+        "ipc, host:port, or empty",
+        r"ipc|(?:127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|",
+        "Where /healthz and /readyz are served over HTTP, without a credential. ipc: health.sock in runtime_dir. Only of this "
+        "host: they tell whether there is a daemon.",
+    )
+    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of what engines may have."""
+        return Limits(sessions=self.max_sessions, lease=self.lease)
+
+
+RELOADED: Final = frozenset({"log_level", "lease", "tenants_file", "drain_timeout"})
+"""Settings that SIGHUP reads again; all others need a restart."""
+
+
+def default_directory() -> str:
+    """Where a daemon of this user makes its sockets, and where its engines look for them."""
+    return f"{'/dev/shm' if os.access('/dev/shm', os.W_OK) else '/tmp'}/offload-daemon-{os.geteuid()}"
+
+
+def default_url() -> str:
+    """Where engines look for the daemon of this user."""
+    return f"ipc://{default_directory()}/{CHANNEL_NAME}"
+
+
+def daemon_knobs() -> tuple[Knob, ...]:
+    """Every setting, in the order of declaration."""
+    return tuple(_knob.of(DaemonConfig, SECTION))
+
+
+def read_document(path: str) -> Document:
+    """A daemon's file; without a path, an empty one.
+
+    Raises:
+        ConfigError: not TOML.
+        OSError: it cannot be read.
+    """
+    return _knob.read(Path(path) if path else "")
+
+
+def daemon_config(
+    document: Document,
+    *,
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, object]] | None = None,
+) -> DaemonConfig:
+    """The ``[daemon]`` table, the environment and options; the last one wins.
+
+    Args:
+        document: the file.
+        environ: the environment; by default that of this process.
+        options: by the name of the knob (``daemon.lease``), what to call it in an error (``--lease``) and its value.
+
+    Raises:
+        ConfigError: an unknown name, or a value out of its bound.
+    """
+    return _knob.load(DaemonConfig, document, section=SECTION, others=("engine",), environ=environ, options=options)
+
+
+def engine_config(
+    document: Document, daemon: DaemonConfig, embedded_url: str, *, environ: Mapping[str, str] | None = None
+) -> EngineConfig:
+    """The ``[engine]`` table and the environment; the two default tiers where it names none.
+
+    Args:
+        document: the file.
+        daemon: the settings of the daemon.
+        embedded_url: where the embedded Maru server listens.
+        environ: the environment; by default that of this process.
+
+    Raises:
+        ConfigError: an unknown name, a value out of its bound, or a source: a daemon's source are its engines.
+    """
+    config = EngineConfig.from_document(document, others=(SECTION,), environ=environ)
+    if config.source is not None:
+        raise ConfigError(
+            "engine.source", config.source, "must not be set: a daemon stores from the caches of its engines"
+        )
+    config = attrs.evolve(config, pipeline=_for_a_daemon(config.pipeline, document, environ))
+    if config.tiers:
+        return config
+    tiers: dict[str, Any] = {"host": {"type": "memory", "capacity_bytes": daemon.host_bytes}}
+    if daemon.maru_pool_size_gb:
+        tiers["maru"] = {
+            "type": "maru",
+            "server_url": daemon.maru_server_url or embedded_url,
+            "pool_size": math.ceil(daemon.maru_pool_size_gb * (1 << 30)),
+            **({"instance_id": daemon.maru_instance_id} if daemon.maru_instance_id else {}),
+        }
+    return attrs.evolve(config, tiers=tiers)
+
+
+def _for_a_daemon(pipeline: PipelineConfig, document: Document, environ: Mapping[str, str] | None) -> PipelineConfig:
+    """Two defaults that are others than an engine's, where neither the file nor the environment says them.
+
+    A cache that outlives its engines is full most of the time: it evicts. And engines have put their blocks into batches before
+    they come here: waiting for more would only be late.
+    """
+    said = document.parse().get("engine", {}).get("pipeline", {})
+    environ = os.environ if environ is None else environ
+    if "on_destination_full" not in said and "OFFLOAD_ENGINE__PIPELINE__ON_DESTINATION_FULL" not in environ:
+        pipeline = attrs.evolve(pipeline, on_destination_full="evict")
+    batch = pipeline.batch_config
+    if (
+        "min_batch_size" not in said.get("batch_config", {})
+        and "OFFLOAD_ENGINE__PIPELINE__BATCH_CONFIG__MIN_BATCH_SIZE" not in environ
+    ):
+        pipeline = attrs.evolve(pipeline, batch_config=attrs.evolve(batch, min_batch_size=1))
+    return pipeline
+
+
+def embeds_maru(document: Document, daemon: DaemonConfig) -> bool:
+    """Whether the daemon runs a Maru server of its own: no tiers are named, and no server."""
+    tiers = document.parse().get("engine", {}).get("tiers")
+    return not tiers and not daemon.maru_server_url and bool(daemon.maru_pool_size_gb)
+
+
+def read_tenants(path: str) -> Tenants:
+    """The tenants of a file; none without a path.
+
+    Raises:
+        ConfigError: it is open to other users, or is no such file.
+        OSError: it cannot be read.
+    """
+    if not path:
+        return Tenants()
+    if os.stat(path).st_mode & 0o077:
+        raise ConfigError("daemon.tenants_file", path, f"must be closed to other users: chmod 600 {path}")
+    table = _knob.read(Path(path)).parse().get("tenants", {})
+    if not table or not all(isinstance(value, str) and len(value) >= 16 for value in table.values()):
+        raise ConfigError(
+            "daemon.tenants_file", path, "must have a table [tenants] of texts with at least 16 characters, by name"
+        )
+    if len(set(table.values())) != len(table):
+        raise ConfigError("daemon.tenants_file", path, "must have another credential for each tenant")
+    return Tenants({name: value.encode() for name, value in table.items()})

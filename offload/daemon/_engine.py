@@ -1,0 +1,169 @@
+"""The engine of a daemon: its tiers and pipelines, over the caches of all engines as their one source.
+
+Tiers hold blocks of one size. Where the configuration does not say it, the first cache that is registered does, and opens them;
+any other size is refused from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import attrs
+import trio
+
+from backends.abc import Key, Tier
+from backends.memory import MemoryTier
+from backends.threads import run_in_thread
+
+from .._engine import Engine, EngineConfig, TierLike, open_engine
+from .._engine.config import TierTable
+from .._pipeline.container import OffloadContainer
+from ._layout import BadLayout
+from ._memory import Caches
+
+_log = logging.getLogger("offload.daemon")
+
+
+class CannotOpen(Exception):
+    """The tiers could not be opened: the cause says why."""
+
+
+@attrs.define(eq=False)
+class _Attempt:
+    """One attempt to open the tiers."""
+
+    over: trio.Event = attrs.field(factory=trio.Event)
+    error: Exception | None = None
+
+
+class DaemonEngine:
+    """Keeps the tiers open while :meth:`run` runs.
+
+    Args:
+        config: of the tiers and routes; its source is replaced.
+        block_bytes: size of every block; 0: the first cache says it.
+
+    Attributes:
+        caches: what engines have registered.
+        engine: ``None`` until the tiers are open.
+        on_settled: called for each container of the first pipeline that has settled. Must not raise.
+    """
+
+    def __init__(self, config: EngineConfig, block_bytes: int) -> None:
+        self.caches: Caches = Caches(block_bytes)
+        self.engine: Engine | None = None
+        self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
+        self._config = config
+        self._wanted = trio.Event()
+        self._attempt = _Attempt()
+        if block_bytes:
+            self._wanted.set()
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block; 0: not known yet."""
+        return self.caches.block_bytes
+
+    @property
+    def state(self) -> Literal["starting", "ready"]:
+        """Whether it can be stored to, or could as soon as a cache is registered."""
+        return "ready" if self.engine is not None or not self._wanted.is_set() else "starting"
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Open the tiers when the size of a block is known, and keep them open until cancelled.
+
+        Started at once where the size is to be told, and otherwise when they are open.
+
+        Raises:
+            CannotOpen: the tiers of a configured size cannot be opened. Those that an engine asks for are refused to it
+                instead.
+        """
+        configured = self._wanted.is_set()
+        if not configured:
+            task_status.started()
+        while True:
+            await self._wanted.wait()
+            try:
+                await self._open(task_status if configured else trio.TASK_STATUS_IGNORED)
+            except Exception as exc:
+                if configured or self.engine is not None:
+                    raise CannotOpen(str(exc)) from exc
+                _log.exception("the tiers cannot be opened for blocks of %d bytes", self.block_bytes)
+                self._refuse(exc)
+            finally:
+                self.engine = None
+
+    async def _open(self, task_status: trio.TaskStatus[None]) -> None:
+        """Open the tiers, and keep them open until cancelled."""
+        config = attrs.evolve(self._config, source=self.caches, block_bytes=0, tiers=unpopulated(self._config.tiers))
+        async with open_engine(config) as engine:
+            engine.pipelines[0].add_instrument(_SettlementWatch(self))
+            self.engine = engine
+            self._attempt.over.set()
+            task_status.started()
+            # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.
+            for tier in engine.tiers.values():
+                if isinstance(tier, MemoryTier):
+                    for start in tier.unpopulated():
+                        await run_in_thread(tier.populate, start)
+            await trio.sleep_forever()
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell those that wait that the tiers cannot be opened; the next cache may have blocks that they can hold."""
+        self._attempt.error = error
+        self._attempt.over.set()
+        self.caches.block_bytes = 0
+        self._wanted, self._attempt = trio.Event(), _Attempt()
+
+    async def wait_open(self, block_bytes: int) -> None:
+        """Wait until the tiers are open, for blocks of this size; the first call without a configured size opens them.
+
+        Raises:
+            BadLayout: they hold blocks of another size, or cannot be opened for this one.
+        """
+        if not self.block_bytes:
+            self.caches.block_bytes = block_bytes
+            self._wanted.set()
+        elif self.block_bytes != block_bytes:
+            raise BadLayout(
+                f"blocks of {block_bytes} bytes, where this daemon holds blocks of {self.block_bytes}: "
+                "start another one for them (block_bytes in [daemon])"
+            )
+        attempt = self._attempt
+        await attempt.over.wait()
+        if attempt.error is not None:
+            raise BadLayout(f"the tiers cannot hold blocks of {block_bytes} bytes: {attempt.error}")
+
+    async def contains(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of these keys a tier has. A tier that does not answer is left out."""
+        there: set[Key] = set()
+        for name, tier in self.engine._places if self.engine is not None else ():
+            try:
+                there |= tier.contains_nowait(keys) if isinstance(tier, Tier) else await tier.contains(keys)
+            except Exception as exc:
+                _log.info("%s could not be asked for %d blocks: %r", name, len(keys), exc)
+        return [key in there for key in keys]
+
+
+class _SettlementWatch:
+    """An instrument that tells of each container that has settled."""
+
+    def __init__(self, daemon_engine: DaemonEngine) -> None:
+        self._daemon_engine = daemon_engine
+
+    def settled(self, container: OffloadContainer) -> None:
+        self._daemon_engine.on_settled(container)
+
+
+def unpopulated(tiers: Mapping[str, TierLike]) -> dict[str, TierLike]:
+    """The same tiers, where those of memory are not populated when they are made: that would hold up the loop."""
+    return {name: _with_populate(tier) for name, tier in tiers.items()}
+
+
+def _with_populate(tier: TierLike) -> TierLike:
+    if not isinstance(tier, Mapping) or tier.get("type") != "memory" or "populate" in tier:
+        return tier
+    table = {**tier, "populate": False}
+    return TierTable(table, tier.document, tier.section) if isinstance(tier, TierTable) else table

@@ -1,0 +1,144 @@
+"""Takes the descriptors of engines' memory: one packet for each, with the token of a session, and the descriptor attached.
+
+A socket of its own beside the channel, whose frames carry no descriptors of others: what is attached there is a frame itself.
+
+Rule 1. Only processes of this user come in (the kernel tells). A packet that is none costs its connection.
+Rule 2. Every descriptor that arrives is closed here, unless a session has taken it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from array import array
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import msgspec
+import trio
+
+from maru._listeners import peer_uid
+from maru.transport._packet_listener import PacketListener
+from maru.transport._packets import descriptors_in, reachable
+
+from ._layout import BadLayout
+from ._memory import EngineMemory, adopt
+from ._messages import TOKEN_BYTES, cut
+from ._requests import Refusal
+
+_MAX_BYTES: Final = 2_048
+_MOST: Final = 64
+"""Connections at once. Each lasts for a moment."""
+_IDLE: Final = 10.0
+"""Seconds that a connection may be silent."""
+
+_log = logging.getLogger("offload.daemon")
+
+
+class _HandOver(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+class _Taken(msgspec.Struct, array_like=True, frozen=True):
+    memory: int
+    """Its number; -1: refused."""
+    kind: str
+    text: str
+
+
+class CannotHandOver(OSError):
+    """The daemon did not take the memory; the text says why."""
+
+
+class Handover:
+    """The daemon's side: listens from its construction until it is closed.
+
+    Args:
+        path: of the Unix socket, in a directory that only this user enters.
+        take: keeps the memory for the session with this token, and returns its number; raises ``Refusal``.
+
+    Raises:
+        PoolUnusable: no socket can be made there.
+    """
+
+    def __init__(self, path: str, take: Callable[[bytes, EngineMemory], int]) -> None:
+        self.path: str = path
+        self._take = take
+        self._listener = PacketListener(path)
+        self._open = 0
+
+    def __enter__(self) -> Handover:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._listener.close()
+
+    async def run(self) -> None:
+        """Take descriptors until cancelled."""
+        async with trio.open_nursery() as nursery:
+
+            def begin(sock: socket.socket) -> bool:
+                if self._open >= _MOST:
+                    return False
+                self._open += 1
+                nursery.start_soon(self._serve, sock)
+                return True
+
+            await self._listener.run(begin, lambda: None)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        try:
+            with trio.socket.from_stdlib_socket(accepted) as sock, trio.move_on_after(_IDLE):
+                while True:
+                    message, attached, _, _ = await sock.recvmsg(
+                        _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+                    )
+                    answer = self._answer(message, descriptors_in(attached))
+                    if not message:  # it has hung up
+                        break
+                    await sock.send(msgspec.msgpack.encode(answer))
+        except (OSError, msgspec.MsgspecError) as exc:
+            _log.info("a connection that hands memory over has ended: %s", exc)
+        finally:
+            self._open -= 1
+
+    def _answer(self, message: bytes, descriptors: list[int]) -> _Taken:
+        try:
+            if not message:
+                return _Taken(-1, "invalid", "nothing came")
+            request = msgspec.msgpack.decode(message, type=_HandOver)
+            if len(descriptors) != 1:
+                return _Taken(-1, "invalid", f"{len(descriptors)} descriptors came, and one at a time is taken")
+            return _Taken(self._take(request.token, adopt(descriptors.pop())), "", "")
+        except Refusal as exc:
+            return _Taken(-1, exc.kind, cut(exc))
+        except BadLayout as exc:
+            return _Taken(-1, "invalid", cut(exc))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+async def hand_over(path: str, token: bytes, descriptor: int) -> int:
+    """An engine's side: hand a descriptor over, which stays the caller's. Returns the number of the memory.
+
+    Raises:
+        PermissionError: another user's process listens there. Nothing was sent.
+        CannotHandOver: it was refused.
+        OSError: there is no daemon, or it hung up.
+    """
+    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        with reachable(path) as name:
+            await sock.connect(name)
+        if peer_uid(sock) not in (os.geteuid(), 0):
+            raise PermissionError(f"{path!r} is served by another user")
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+        await sock.sendmsg([msgspec.msgpack.encode(_HandOver(token))], attached)
+        answer = await sock.recv(_MAX_BYTES)
+    if not answer:
+        raise CannotHandOver(f"{path!r} hung up")
+    taken = msgspec.msgpack.decode(answer, type=_Taken)
+    if taken.memory < 0:
+        raise CannotHandOver(taken.text)
+    return taken.memory

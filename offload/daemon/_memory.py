@@ -1,0 +1,358 @@
+"""The memory of engines as the daemon reads and writes it, and all registered caches as one source.
+
+An engine hands over the descriptor of its memory. It may be hostile, or be ended at any moment; its memory must not end the
+daemon:
+
+Rule 1. What is mapped can never shrink: only a memfd that is sealed against it (``F_SEAL_SHRINK``), of ordinary pages. A page
+        that is gone under a mapping is a SIGBUS, which ends the process.
+Rule 2. Any other file, such as one in ``/dev/shm``, is read and written by calls. Where it was cut off, the call is short: that
+        block fails, and no other.
+Rule 3. Memory is given back with the last reference to it. A copy that is under way holds one, so ending a session never
+        takes memory from under a copy, and a descriptor number is never used for another file while a thread still reads by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from backends.abc import EVICTED, DamagedBlock, Destination, ExternalBlocks, Key
+from backends.pages import Pages, copy_pages
+from backends.slots import Storage
+from maru._errors import CannotMap
+from maru._memory.memory import Memory
+
+from ._layout import BadLayout, CacheLayout
+
+_CACHE_SHIFT: Final = 32
+"""A reference is the number of a cache, and of a block in it."""
+_BLOCK_MASK: Final = (1 << _CACHE_SHIFT) - 1
+
+
+class EngineMemory(Protocol):
+    """Memory that an engine has handed over."""
+
+    size: int
+
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+        """The blocks of a cache, of which this is the first memory; the others are of the same kind."""
+        ...
+
+
+def adopt(descriptor: int) -> EngineMemory:
+    """The memory behind a descriptor, which this takes over, also when it raises.
+
+    Raises:
+        BadLayout: it is nothing that can be read and written.
+    """
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
+            raise BadLayout("this descriptor is no memory: a memfd or a file with a size is")
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise BadLayout("this descriptor was opened for one direction; blocks are read and written")
+        if _never_shrinks(descriptor, status.st_size):
+            return MappedMemory(Memory(descriptor, 0, status.st_size, write=True))
+        return FileMemory(os.dup(descriptor), status.st_size)
+    except (OSError, CannotMap) as exc:
+        raise BadLayout(f"this memory cannot be used: {exc}") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _never_shrinks(descriptor: int, size: int) -> bool:
+    """Whether no process can ever take a page of this file away: rule 1."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        return False
+    if not seals & fcntl.F_SEAL_SHRINK or seals & fcntl.F_SEAL_WRITE:
+        return False
+    if size < 2 * mmap.PAGESIZE:
+        return True
+    # Of huge pages there may be none left when one is touched, which is a SIGBUS, too. They cannot be mapped from here on.
+    with contextlib.suppress(CannotMap):
+        Memory(descriptor, mmap.PAGESIZE, mmap.PAGESIZE, write=True)
+        return True
+    return False
+
+
+# --- mapped -------------------------------------------------------------------------------------------------------------
+
+
+class MappedMemory:
+    """Memory that can never shrink, in the address space of the daemon."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory: Memory = memory
+        self.size: int = memory.length
+
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+        """See :class:`EngineMemory`. Blocks of several pieces are gathered by torch, which is imported here."""
+        mapped = [memory.memory for memory in memories if isinstance(memory, MappedMemory)]
+        if len(mapped) != len(memories):
+            raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
+        if layout.is_one_run:
+            return OneRun(mapped[layout.tensors[0].memory], layout)
+        return TensorStorage(_host_tensors(layout, mapped), layout)
+
+
+class OneRun:
+    """Blocks that are one run of mapped bytes each."""
+
+    def __init__(self, memory: Memory, layout: CacheLayout) -> None:
+        self.block_bytes: int = layout.block_bytes
+        (plane,) = layout.layouts[0].planes
+        self._memory = memory
+        self._first = memory.address + layout.tensors[0].offset + plane.offset
+        self._stride = plane.stride_bytes
+
+    def pages(self, slots: Sequence[int]) -> Pages:
+        """See :class:`~backends.slots.Storage`."""
+        first, stride = self._first, self._stride
+        return Pages([first + slot * stride for slot in slots], self.block_bytes, self._memory)
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`."""
+        copy_pages(pages, self.pages(slots))
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`."""
+        copy_pages(self.pages(slots), pages)
+
+
+class TensorStorage:
+    """Blocks in torch tensors over the memory of an engine, on the host or on a device."""
+
+    def __init__(self, tensors: Sequence[Any], layout: CacheLayout) -> None:
+        from backends.device import DeviceTier
+
+        self._device = DeviceTier(tensors, block_axis=[tensor.block_axis for tensor in layout.tensors])
+        self.block_bytes: int = layout.block_bytes
+
+    def pages(self, slots: Sequence[int]) -> Pages | None:
+        """See :class:`~backends.slots.Storage`."""
+        return self._device.views(slots)
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`."""
+        self._device.copy_out(slots, pages)
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`."""
+        self._device.into(slots).copy_in(0, pages)
+
+
+def _host_tensors(layout: CacheLayout, memories: Sequence[Memory]) -> list[Any]:
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [
+        torch.frombuffer(
+            memories[tensor.memory].buffer(), dtype=kinds[tensor.item_bytes], offset=tensor.offset
+        ).as_strided(tensor.shape, tensor.strides)
+        for tensor in layout.tensors
+    ]
+
+
+# --- read and written by calls ------------------------------------------------------------------------------------------
+
+
+class FileMemory:
+    """Memory that may shrink at any moment: rule 2. Owns its descriptor."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor: int = descriptor
+        self.size: int = size
+
+    def __del__(self, close: Any = os.close) -> None:
+        close(self.descriptor)
+
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+        """See :class:`EngineMemory`."""
+        files = [memory for memory in memories if isinstance(memory, FileMemory)]
+        if len(files) != len(memories):
+            raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
+        return FileStorage(files, layout)
+
+
+class FileStorage:
+    """Blocks in files, piece by piece."""
+
+    def __init__(self, files: Sequence[FileMemory], layout: CacheLayout) -> None:
+        self.block_bytes: int = layout.block_bytes
+        self._pieces = [
+            (files[tensor.memory], tensor.offset + plane.offset, plane.stride_bytes, plane.run_bytes)
+            for tensor, planes in zip(layout.tensors, layout.layouts, strict=True)
+            for plane in planes.planes
+        ]
+
+    def pages(self, slots: Sequence[int]) -> None:
+        """``None``: they are not mapped."""
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`.
+
+        Raises:
+            OSError: the file ends before a block does.
+        """
+        for slot, page in zip(slots, pages, strict=True):
+            start = 0
+            for file, offset, stride, size in self._pieces:
+                _read_all(file.descriptor, page[start : start + size], offset + slot * stride)
+                start += size
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.slots.Storage`.
+
+        Raises:
+            OSError: the file ends before a block does.
+        """
+        for slot, page in zip(slots, pages, strict=True):
+            start = 0
+            for file, offset, stride, size in self._pieces:
+                at = offset + slot * stride
+                if os.fstat(file.descriptor).st_size < at + size:  # a write would make it longer again
+                    raise OSError(f"the file of an engine ends before byte {at + size}")
+                os.pwrite(file.descriptor, page[start : start + size], at)
+                start += size
+
+
+def _read_all(descriptor: int, view: memoryview, at: int) -> None:
+    while view:
+        count = os.preadv(descriptor, [view], at)
+        if not count:
+            raise OSError(f"the file of an engine ends at byte {at}")
+        view, at = view[count:], at + count
+
+
+# --- all of them --------------------------------------------------------------------------------------------------------
+
+
+class Caches:
+    """All registered caches, as the one source of the daemon's engine. For the trio thread, but for :meth:`copy_out`."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes: int = block_bytes
+        self._storages: dict[int, Storage] = {}
+        self._blocks: dict[int, int] = {}
+        self._last = 0
+
+    def __repr__(self) -> str:
+        return f"<{len(self._storages)} registered caches>"
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def add(self, storage: Storage, blocks: int) -> int:
+        """Register a cache. Returns its number, which is never given twice."""
+        self._last += 1
+        self._storages[self._last] = storage
+        self._blocks[self._last] = blocks
+        return self._last
+
+    def remove(self, cache: int) -> None:
+        """Forget a cache. Copies that are under way hold its memory until they end."""
+        self._storages.pop(cache, None)
+        self._blocks.pop(cache, None)
+
+    def blocks(
+        self, cache: int, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int] | None
+    ) -> ExternalBlocks:
+        """Blocks of a cache, which its engine keeps as they are.
+
+        Raises:
+            ValueError: there is no such block, or the columns do not fit together.
+        """
+        self._check(cache, ids)
+        return ExternalBlocks(self, keys, [cache << _CACHE_SHIFT | block for block in ids], depths or None)
+
+    def into(self, cache: int, ids: Sequence[int]) -> Destination:
+        """Blocks of a cache to load into.
+
+        Raises:
+            ValueError: there is no such block, or one is named twice.
+        """
+        self._check(cache, ids)
+        if len(set(ids)) != len(ids):
+            raise ValueError("a block of the cache is named twice")
+        return _Into(self._storages[cache], list(ids))
+
+    def _check(self, cache: int, ids: Sequence[int]) -> None:
+        blocks = self._blocks.get(cache)
+        if blocks is None:
+            raise ValueError(f"there is no cache {cache}")
+        if ids and max(ids) >= blocks:
+            raise ValueError(f"cache {cache} has no block {max(ids)}")
+
+    # --- Source ---------------------------------------------------------------------------------------------------
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Nothing here is found by key: engines name blocks by their numbers."""
+        return [EVICTED] * len(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Nothing is counted: a block stays until its engine has an answer."""
+
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        """The addresses of these blocks, where all of them are mapped runs."""
+        parts = [(self._storages[cache].pages(ids), at) for cache, at, ids in self._by_cache(refs)]
+        if len(parts) == 1:
+            return parts[0][0]
+        addresses = [0] * len(refs)
+        for pages, at in parts:
+            if pages is None:
+                return None
+            for position, address in zip(at, pages.addresses, strict=True):
+                addresses[position] = address
+        return Pages(addresses, self.block_bytes, [pages for pages, _ in parts])
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each block into the page at the same position. In a copy thread.
+
+        Raises:
+            DamagedBlock: a block cannot be read. The caller copies the others one by one: a batch may be of several
+                engines, and one that has cut off its memory must not cost another one its blocks.
+        """
+        for cache, at, ids in self._by_cache(refs):
+            storage = self._storages.get(cache)
+            try:
+                if storage is None:
+                    raise OSError("its engine is gone")
+                storage.copy_out(ids, pages.at(at))
+            except (OSError, RuntimeError) as exc:  # of torch, for a device
+                raise DamagedBlock(self, b"", f"not readable: {exc}") from exc
+
+    def _by_cache(self, refs: Sequence[int]) -> list[tuple[int, Sequence[int], list[int]]]:
+        """Cache, positions in the column, and numbers of blocks."""
+        caches = {ref >> _CACHE_SHIFT for ref in refs}
+        if len(caches) == 1:
+            return [(caches.pop(), range(len(refs)), [ref & _BLOCK_MASK for ref in refs])]
+        parts: list[tuple[int, Sequence[int], list[int]]] = []
+        for cache in sorted(caches):
+            at = [position for position, ref in enumerate(refs) if ref >> _CACHE_SHIFT == cache]
+            parts.append((cache, at, [refs[position] & _BLOCK_MASK for position in at]))
+        return parts
+
+
+class _Into:
+    """Blocks of a cache as a destination."""
+
+    def __init__(self, storage: Storage, ids: list[int]) -> None:
+        self.block_bytes: int = storage.block_bytes
+        self._storage = storage
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def views(self) -> Pages | None:
+        return self._storage.pages(self._ids)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        self._storage.copy_in(self._ids[start : start + len(pages)], pages)

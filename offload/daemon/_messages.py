@@ -1,0 +1,461 @@
+"""What an engine and the daemon say to each other: one table of messages. Pure.
+
+A frame is one MessagePack array: the code of its message, a number, and the fields. The answer has the number of its
+request and the *epoch*: one start of a daemon. Whatever an engine holds there, it holds in one epoch.
+
+Rule 1. ``hello`` comes first. It says which versions its sender speaks; the daemon takes the newest that both speak, or refuses
+        with the numbers of both. Within a version, fields are only added at the end, with a default.
+Rule 2. Every request has one answer: its own, or :class:`Refused`. A request that was refused has changed nothing.
+Rule 3. No bytes of a block are in a frame. Blocks are numbers of a registered cache, which both sides have mapped.
+Rule 4. Everything is bounded, by the types below: what decodes is within the bounds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union
+
+import attrs
+import msgspec
+
+from backends.abc import MAX_KEY_BYTES
+
+OLDEST: Final = 1
+VERSION: Final = 1
+"""The oldest and the newest version that this code speaks."""
+MAX_FRAME_BYTES: Final = 8 << 20
+"""More than the largest request, of ``MAX_KEYS`` of the longest keys."""
+MAX_KEYS: Final = 16_384
+"""Keys of one request: a prompt of 260,000 tokens in blocks of 16."""
+MAX_TENSORS: Final = 512
+"""Tensors of one cache: two for each layer of the deepest models."""
+MAX_AXES: Final = 8
+MAX_NUMBERS: Final = 1_024
+"""Numbers of one request: holds that are released, stores that are cancelled."""
+TOKEN_BYTES: Final = 16
+
+RefusedKind: TypeAlias = Literal[
+    "version", "session", "credential", "invalid", "full", "draining", "unknown", "unavailable"
+]
+"""Why a request was refused: ``invalid`` and ``unknown`` are mistakes of its sender; ``full`` may be tried again,
+``draining`` at another daemon; ``session`` wants a new ``hello``."""
+
+
+StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
+
+
+class BadFrame(ValueError):
+    """What came is no message of this protocol."""
+
+
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+_Text = Annotated[str, msgspec.Meta(max_length=4_096)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+_Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
+_Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+_Column = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)]
+_Numbers = Annotated[list[_U63], msgspec.Meta(max_length=MAX_NUMBERS)]
+_Sizes = Annotated[list[_U63], msgspec.Meta(min_length=1, max_length=MAX_AXES)]
+_Exceptions = Annotated[list[tuple[_U32, _Text]], msgspec.Meta(max_length=MAX_KEYS)]
+"""Positions in the request that fared otherwise than the others, each with the reason."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    seq: _U32
+    """The number of the request, and of its answer."""
+
+
+class _Answer(_Message, frozen=True):
+    epoch: _U63
+    """The start of the daemon that answers."""
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag=1, frozen=True):
+    """Begin a session."""
+
+    oldest: _U32
+    newest: _U32
+    name: _Name
+    """Of the engine, for logs."""
+    credential: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
+    """What shows which tenant this is; empty where the daemon has no tenants."""
+    previous: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
+    """The token of a session of this engine that was lost: the answer comes when all that it held is given back."""
+
+
+class Welcome(_Answer, tag=129, frozen=True):
+    """The session has begun. A previous one is over: no copy of it is under way."""
+
+    version: _U32
+    session: _U63
+    token: _Token
+    """Shown where descriptors are handed over, and in the next hello."""
+    tenant: _Name
+    lease: _Seconds
+    """The session ends when its engine has been silent for so long."""
+    block_bytes: _U63
+    """Size of every block; 0: the first cache that is registered decides."""
+    handover: _Text
+    """The Unix socket that takes descriptors of memory."""
+    resumed: bool
+    """Whether the previous session was of this start of the daemon."""
+
+
+class Status(_Message, tag=2, frozen=True):
+    """Say that the engine lives, and ask how the daemon is."""
+
+
+class State(_Answer, tag=130, frozen=True):
+    """How the daemon is."""
+
+    state: Literal["starting", "ready", "draining"]
+    sessions: _U32
+    under_way: _U32
+    """Requests of all engines that are not answered yet."""
+
+
+# --- caches -------------------------------------------------------------------------------------------------------------
+
+
+class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
+    """Where one tensor of a cache lies."""
+
+    memory: _U63
+    """The number that was handed out for its memory."""
+    offset: _U63
+    """Of its first item, in bytes."""
+    item_bytes: Literal[1, 2, 4, 8]
+    shape: _Sizes
+    strides: _Sizes
+    """In items."""
+    block_axis: Annotated[int, msgspec.Meta(ge=0, lt=MAX_AXES)]
+    """The axis that counts blocks."""
+
+
+class CudaMemory(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of a CUDA device: what ``cudaIpcGetMemHandle`` gives for the allocation that it is in."""
+
+    device: Annotated[str, msgspec.Meta(max_length=64)]
+    """The UUID of the device, as the driver spells it."""
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    offset: _U63
+    """Of this memory in the allocation, in bytes."""
+    size: _U63
+
+
+class RegisterKVCache(_Message, tag=3, frozen=True):
+    """Register the tensors of a cache, over memory that was handed over, or over memory of a device."""
+
+    tensors: Annotated[list[TensorLayout], msgspec.Meta(min_length=1, max_length=MAX_TENSORS)]
+    cuda: Annotated[list[CudaMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
+    """Where there is any, ``memory`` of a tensor is a position in here."""
+
+
+class Registered(_Answer, tag=131, frozen=True):
+    """The cache can be stored from and loaded into."""
+
+    cache: _U63
+    blocks: _U63
+    block_bytes: _U63
+
+
+class UnregisterKVCache(_Message, tag=4, frozen=True):
+    """Forget a cache, when no copy uses it any more."""
+
+    cache: _U63
+
+
+class Done(_Answer, tag=132, frozen=True):
+    """It is done."""
+
+    count: _U63 = 0
+    """Of what it was done to."""
+
+
+# --- storing ------------------------------------------------------------------------------------------------------------
+
+
+class Store(_Message, tag=5, frozen=True):
+    """Store blocks of a cache. They must stay as they are until the answer."""
+
+    cache: _U63
+    keys: _Keys
+    blocks: _Column
+    """The number of each block, as :func:`packed` makes them."""
+    waits: bool = False
+    """Whether it waits for its ``signal``: the bytes are not written yet."""
+    cancel_token: _U63 = 0
+    """Stores with the same number, but 0, can be cancelled together."""
+    depths: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)] = b""
+    """The index of each block in its prefix, as :func:`packed` makes them; empty: not known."""
+
+
+class Stored(_Answer, tag=133, frozen=True):
+    """The store has ended: nothing of it is read any more."""
+
+    status: StoreStatus
+    """``unproven``: a copy may still be going on."""
+    filtered: _Exceptions
+    failed: _Exceptions
+    error: _Text
+    """Why it failed as a whole."""
+
+
+class Signal(_Message, tag=6, frozen=True):
+    """The precondition of a store is fulfilled; or never will be."""
+
+    store: _U32
+    """The number of its request."""
+    failed: _Text = ""
+    """Why it never will be."""
+
+
+class Cancel(_Message, tag=7, frozen=True):
+    """Cancel stores and loads. The answer is the confirmation: all of them have ended."""
+
+    requests: Annotated[list[_U32], msgspec.Meta(max_length=MAX_NUMBERS)]
+    """The numbers of their requests."""
+    cancel_token: _U63 = 0
+
+
+class Cancelled(_Answer, tag=135, frozen=True):
+    """All have ended, and nothing of them is read, written or reserved any more."""
+
+    count: _U32
+    """Those that had not ended before."""
+    unproven: _U32
+    """Those of which a copy may still be going on."""
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+class Lookup(_Message, tag=8, frozen=True):
+    """Find the longest prefix of these keys, and hold it."""
+
+    keys: _Keys
+    within: _Seconds
+    """Seconds that all tiers together may take."""
+
+
+class Found(_Answer, tag=136, frozen=True):
+    """What was found, and is held until it is released, or the session is over."""
+
+    hold: _U63
+    """0: nothing was found."""
+    blocks: _U32
+    runs: Annotated[list[tuple[_Name, _U32]], msgspec.Meta(max_length=MAX_KEYS)]
+    """Where they are, in order."""
+    unavailable: Annotated[dict[_Name, _Text], msgspec.Meta(max_length=MAX_NUMBERS)]
+    """Tiers that did not answer. No miss: they may have more."""
+
+
+class Exists(_Message, tag=9, frozen=True):
+    """Tell which of these keys are there. Holds nothing."""
+
+    keys: _Keys
+
+
+class Existing(_Answer, tag=137, frozen=True):
+    """Which there are."""
+
+    present: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
+    """A byte for each key: 1, or 0."""
+
+
+class Load(_Message, tag=10, frozen=True):
+    """Copy held blocks into blocks of a cache, which are written to until the answer."""
+
+    hold: _U63
+    cache: _U63
+    blocks: _Column
+    """One for each block that is held."""
+
+
+class Loaded(_Answer, tag=138, frozen=True):
+    """The load has ended: nothing is written any more, unless it is unproven."""
+
+    loaded: _U32
+    """Blocks that are there, from the first on."""
+    missed: _Exceptions
+    failed: _Exceptions
+    unproven: bool
+
+
+class Release(_Message, tag=11, frozen=True):
+    """Let go of holds. What is not held is ignored."""
+
+    holds: _Numbers
+
+
+class Delete(_Message, tag=12, frozen=True):
+    """Delete these keys in all tiers."""
+
+    keys: _Keys
+    within: _Seconds
+
+
+class Deleted(_Answer, tag=140, frozen=True):
+    """What became of each key."""
+
+    answers: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
+    """A byte for each: the position of its answer in :class:`backends.abc.Deletion`."""
+
+
+# --- looking ------------------------------------------------------------------------------------------------------------
+
+
+class Explain(_Message, tag=16, frozen=True):
+    """Explain why blocks are, or are not, there."""
+
+    keys: _Keys
+
+
+class Explained(_Answer, tag=144, frozen=True):
+    """For people."""
+
+    text: Annotated[str, msgspec.Meta(max_length=1 << 20)]
+
+
+class Stats(_Message, tag=17, frozen=True):
+    """Ask for the counters."""
+
+
+class Counters(_Answer, tag=145, frozen=True):
+    """Name and value of each, of the daemon and of this session."""
+
+    values: dict[str, float]
+
+
+class Refused(_Answer, tag=255, frozen=True):
+    """The answer to a request that was refused. Nothing was changed."""
+
+    kind: RefusedKind
+    text: _Text
+    oldest: _U32 = OLDEST
+    newest: _U32 = VERSION
+    """The versions that the daemon speaks."""
+
+
+# --- the table ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class MessageKind:
+    """A request and its answer."""
+
+    name: str
+    """The name of the handler that serves it."""
+    request: type[Any]
+    answer: type[Any]
+
+    @property
+    def code(self) -> int:
+        """The first item of its frame."""
+        return int(self.request.__struct_config__.tag)
+
+    @property
+    def purpose(self) -> str:
+        """What it is for, in a line."""
+        return str(self.request.__doc__).splitlines()[0]
+
+
+MESSAGES: Final = (
+    MessageKind("hello", Hello, Welcome),
+    MessageKind("status", Status, State),
+    MessageKind("register_kv_cache", RegisterKVCache, Registered),
+    MessageKind("unregister_kv_cache", UnregisterKVCache, Done),
+    MessageKind("store", Store, Stored),
+    MessageKind("signal", Signal, Done),
+    MessageKind("cancel", Cancel, Cancelled),
+    MessageKind("lookup", Lookup, Found),
+    MessageKind("exists", Exists, Existing),
+    MessageKind("load", Load, Loaded),
+    MessageKind("release", Release, Done),
+    MessageKind("delete", Delete, Deleted),
+    MessageKind("explain", Explain, Explained),
+    MessageKind("stats", Stats, Counters),
+)
+"""All messages. Both sides dispatch by it, and the documentation is drawn from it."""
+
+NAME_OF: Final[dict[type[Any], str]] = {kind.request: kind.name for kind in MESSAGES}
+ANSWER_TO: Final[dict[type[Any], type[Any]]] = {kind.request: kind.answer for kind in MESSAGES}
+
+Request: TypeAlias = _Message
+Answer: TypeAlias = _Answer
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_requests: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(Union[tuple(NAME_OF)])  # noqa: UP007
+_answers: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(
+    Union[(*dict.fromkeys(ANSWER_TO.values()), Refused)]
+)
+
+
+def encode(message: Request) -> bytes:
+    """The frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """A request.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    request: Request = _decode(_requests, frame)
+    return request
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """An answer.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    answer: Answer = _decode(_answers, frame)
+    return answer
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {len(frame)} bytes")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadFrame(str(exc)[:200]) from exc
+
+
+def negotiate(oldest: int, newest: int) -> int | None:
+    """The version that both sides speak, or ``None``."""
+    version = min(newest, VERSION)
+    return version if version >= max(oldest, OLDEST) else None
+
+
+def packed(numbers: Sequence[int]) -> bytes:
+    """Numbers of blocks as bytes: four for each, the lowest first."""
+    column = array("I", numbers)
+    assert column.itemsize == 4
+    return column.tobytes()
+
+
+def unpacked(column: bytes) -> list[int]:
+    """And back.
+
+    Raises:
+        BadFrame: these are no such bytes.
+    """
+    if len(column) % 4:
+        raise BadFrame(f"{len(column)} bytes are no column of numbers")
+    return array("I", column).tolist()
+
+
+def cut(text: object) -> str:
+    """A text as long as a frame may carry."""
+    return str(text)[:1_000]

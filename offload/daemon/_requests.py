@@ -1,0 +1,116 @@
+"""Requests that are under way, and their answers: what the daemon keeps between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from backends.abc import LOADED, Failed, Key, Missed, Outcome
+
+from .._engine import LoadResult
+from .._errors import DrainUnproven
+from .._pipeline.lifecycle import Status
+from .._pipeline.result import TransferResult
+from ..abc import Precondition
+from ._messages import Loaded, RefusedKind, Stored, StoreStatus, cut
+from ._sessions import Session
+
+
+class Refusal(Exception):
+    """A request is refused, and nothing was changed."""
+
+    def __init__(self, kind: RefusedKind, text: str) -> None:
+        super().__init__(text)
+        self.kind: RefusedKind = kind
+
+
+@attrs.define(eq=False)
+class UnderWay:
+    """A request without an answer."""
+
+    session: Session
+    seq: int
+    cancel: Callable[[], None]
+    """Requests its end. Idempotent; does not wait."""
+    cache: int = 0
+    """Whose blocks it reads or writes."""
+    cancel_token: int = 0
+    signal: EngineSignal | None = None
+    """What a store waits for."""
+    keys: Sequence[Key] = ()
+    """Of a store, as they are stored."""
+    over: trio.Event = attrs.field(factory=trio.Event)
+    unproven: bool = False
+    """Once it is over: whether a copy may still be going on."""
+
+
+class EngineSignal(Precondition):
+    """A precondition that its engine reports as fulfilled, or as failed."""
+
+    def __init__(self) -> None:
+        self._reported = trio.Event()
+        self._failed = ""
+
+    def report(self, failed: str) -> None:
+        """Note what the engine has said; the first time counts."""
+        if not self._reported.is_set():
+            self._failed = failed
+            self._reported.set()
+
+    def is_set(self) -> bool:
+        """Whether it is fulfilled."""
+        return self._reported.is_set() and not self._failed
+
+    async def wait(self) -> None:
+        """Wait for the engine.
+
+        Raises:
+            RuntimeError: it reported that it never will be fulfilled.
+        """
+        await self._reported.wait()
+        if self._failed:
+            raise RuntimeError(f"reported by its engine: {self._failed}")
+
+    @property
+    def passive(self) -> bool:
+        """True: waiting runs no code of the engine's."""
+        return True
+
+
+def stored(seq: int, epoch: int, keys: Sequence[Key], result: TransferResult) -> Stored:
+    """The answer to a store."""
+    status: StoreStatus = "unproven" if isinstance(result.error, DrainUnproven) else _STATUS[result.status]
+    error = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    failed = {key: f"{type(why).__name__}: {why}" for key, why in result.failed.items()}
+    return Stored(seq, epoch, status, _at(keys, result.filtered), _at(keys, failed), cut(error))
+
+
+_STATUS: Final[Mapping[Status, StoreStatus]] = {
+    Status.COMPLETE: "complete",
+    Status.CANCELLED: "cancelled",
+    Status.FAILED: "failed",
+}
+
+
+def _at(keys: Sequence[Key], reasons: Mapping[Key, str]) -> list[tuple[int, str]]:
+    return [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
+
+
+def loaded(seq: int, epoch: int, result: LoadResult) -> Loaded:
+    """The answer to a load."""
+    missed: list[tuple[int, str]] = []
+    failed: list[tuple[int, str]] = []
+    for at, outcome in enumerate(result.outcomes):
+        if outcome == LOADED:
+            continue
+        (missed if isinstance(outcome, Missed) else failed).append((at, _reason(outcome)))
+    return Loaded(seq, epoch, result.loaded, missed, failed, unproven=False)
+
+
+def _reason(outcome: Outcome) -> str:
+    if isinstance(outcome, Failed):
+        return cut(f"{type(outcome.error).__name__}: {outcome.error}")
+    return cut(outcome.reason if isinstance(outcome, Missed) else outcome)

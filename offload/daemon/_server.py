@@ -1,0 +1,271 @@
+"""The daemon: owns the tiers and pipelines of a host, and serves the inference engines on it.
+
+    engine process                                     daemon process
+    tensors ---- descriptor, once (memory.sock) ---->  mapped
+    client ----- frames of numbers (daemon.sock) --->  service -> one engine: pipelines, tiers
+    blocks <======= copied by the daemon's threads =======>
+
+One task reads all connections, a task takes descriptors, one looks for silent engines, one keeps the tiers open; requests that
+take time have a task each. Blocks outlive the engines that stored them, as long as the daemon or a tier behind it lives.
+
+Rule 1. One daemon for a directory: it holds a lock there until its last copy is over. What a dead one left is replaced.
+Rule 2. The end first refuses what begins work, waits for what is under way for ``drain_timeout``, gives all sessions back, and
+        closes the tiers last. What was dropped is counted (:class:`Dropped`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import trio
+
+from maru._private_directory import open_private_directory
+from maru.exception_groups import raise_unwrapped
+from maru.transport import ChannelServer
+
+from .._engine import EngineConfig
+from .._errors import ConfigError, OffloadError
+from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
+from ._engine import DaemonEngine
+from ._handover import Handover
+from ._messages import MAX_FRAME_BYTES
+from ._service import Service
+from ._statistics import counters
+
+if TYPE_CHECKING:
+    from maru import ServerConfig
+
+_LOCK_NAME: Final = "daemon.lock"
+_HEALTH_NAME: Final = "health.sock"
+_UNREAD_BYTES: Final = 16 << 20
+"""Answers that may wait for one engine. One that reads so little is hung up on."""
+_UNREAD_BYTES_TOGETHER: Final = 256 << 20
+_LOOKS_A_LEASE: Final = 4
+_GIVE_BACK: Final = 0.25
+"""Seconds at the end for giving sessions back, whose copies were waited for before."""
+
+_log = logging.getLogger("offload.daemon")
+
+
+class DaemonInUse(OffloadError, OSError):
+    """Another daemon has this directory. An operator must act: end that one, or choose another ``runtime_dir``."""
+
+
+@attrs.frozen
+class Dropped:
+    """What had not ended when a daemon did."""
+
+    stores: int
+    loads: int
+
+    def __bool__(self) -> bool:
+        """Whether there was any."""
+        return bool(self.stores or self.loads)
+
+    def __str__(self) -> str:
+        return f"{self.stores} stores and {self.loads} other requests were dropped"
+
+
+class Daemon:
+    """A running daemon. Made by :func:`open_daemon`; belongs to one trio run.
+
+    Attributes:
+        url: where engines find it.
+        epoch: this start of it: a random number, in every answer.
+        health_at: where its health is told over HTTP.
+    """
+
+    def __init__(self, config: DaemonConfig, engine: EngineConfig, maru: ServerConfig | None) -> None:
+        """Use :func:`open_daemon` instead."""
+        self.health_at: list[str] = []
+        self._maru = maru
+        self.config: DaemonConfig = config
+        self.epoch: int = secrets.randbits(62) | 1
+        self.url: str = ""
+        self.directory: str = ""
+        self._engine = DaemonEngine(engine, config.block_bytes)
+        self._service: Service
+        self._channel: ChannelServer
+
+    def __repr__(self) -> str:
+        return f"<Daemon at {self.url}, {len(self._service.sessions)} sessions>"
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``ready``, or ``draining``."""
+        return "draining" if self._service.draining else self._engine.state
+
+    def statistics(self) -> dict[str, float]:
+        """The counters, as engines are told."""
+        channel = self._channel.statistics()
+        return {
+            **counters(self._service, None, self._engine),
+            "connections": channel.connections,
+            "unread_bytes": channel.unread_bytes,
+        }
+
+    def reload(self, config: DaemonConfig) -> None:
+        """Take over the settings that can change while it runs; sessions of tenants that are gone end.
+
+        Raises:
+            ConfigError: the tenants cannot be read. Nothing was changed.
+            OSError: the same.
+        """
+        tenants = read_tenants(config.tenants_file)
+        service = self._service
+        before, service.tenants = service.tenants, tenants
+        service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
+        self.config = config
+        for session in service.sessions:
+            if before.credentials.get(session.tenant) != tenants.credentials.get(session.tenant) or (
+                bool(before.credentials) != bool(tenants.credentials)
+            ):
+                service.end(session, "its tenant's credential has changed")
+                self._channel.hang_up(session.peer)
+
+    async def drain(self) -> Dropped:
+        """Refuse what begins work, and wait for what is under way, for ``drain_timeout``. Then end all sessions."""
+        service = self._service
+        service.draining = True
+        with trio.move_on_after(self.config.drain_timeout):
+            for session in service.sessions:
+                for under_way in list(session.requests.values()):
+                    await under_way.over.wait()
+        left = [under_way for session in service.sessions for under_way in session.requests.values()]
+        stores = sum(bool(under_way.keys) for under_way in left)
+        with trio.move_on_after(_GIVE_BACK):
+            for under_way in left:
+                under_way.cancel()
+            for under_way in left:  # their engines are told
+                await under_way.over.wait()
+            for session in service.sessions:
+                service.end(session, "the daemon ends")
+            await service.wait_given_back()
+        return Dropped(stores, len(left) - stores)
+
+    async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        config = self.config
+        tenants = read_tenants(config.tenants_file)
+        with _own_directory(config.runtime_dir) as self.directory:
+            channel = ChannelServer(
+                f"{self.directory}/{CHANNEL_NAME}",
+                most=2 * config.max_sessions,
+                max_bytes=MAX_FRAME_BYTES,
+                peer_bytes=_UNREAD_BYTES,
+                all_bytes=_UNREAD_BYTES_TOGETHER,
+                on_gone=lambda peer: self._service.gone(peer),
+            )
+            handover = Handover(
+                f"{self.directory}/{HANDOVER_NAME}", lambda token, memory: self._service.take_memory(token, memory)
+            )
+            with channel, handover:
+                self._channel, self.url = channel, f"ipc://{channel.path}"
+                # The page store outlives the tier that is its client.
+                async with _page_store(self._maru), trio.open_nursery() as nursery:
+                    self._service = Service(
+                        self._engine,
+                        epoch=self.epoch,
+                        limits=config.limits,
+                        tenants=tenants,
+                        send=channel.send,
+                        hang_up=channel.hang_up,
+                        nursery=nursery,
+                    )
+                    self._service.handover_path = handover.path
+                    # First: engines are answered, though not served, while the tiers are opened.
+                    nursery.start_soon(channel.run)
+                    nursery.start_soon(handover.run)
+                    nursery.start_soon(self._read)
+                    nursery.start_soon(self._look_for_silent)
+                    if config.health:
+                        await self._start_health(nursery)
+                    await nursery.start(self._engine.run)
+                    task_status.started()
+
+    async def _start_health(self, nursery: trio.Nursery) -> None:
+        from ._health import serve_health  # only a daemon that is probed needs a web server
+
+        bind = f"unix:{self.directory}/{_HEALTH_NAME}" if self.config.health == "ipc" else self.config.health
+        self.health_at = await nursery.start(serve_health, bind, lambda: self.state)
+
+    async def _read(self) -> None:
+        """Read frames and serve them, with a checkpoint between two batches."""
+        channel, handle = self._channel, self._service.handle
+        while True:
+            for peer, frame in await channel.receive_batch():
+                handle(peer, frame)
+
+    async def _look_for_silent(self) -> None:
+        while True:
+            await trio.sleep(self._service.sessions.limits.lease / _LOOKS_A_LEASE)
+            self._service.end_silent()
+
+
+def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[object]:
+    """The embedded page store, or nothing."""
+    if config is None:
+        return nullcontext()
+    from maru import open_server  # it brings ZeroMQ
+
+    return open_server(config)
+
+
+@asynccontextmanager
+async def open_daemon(
+    config: DaemonConfig, engine: EngineConfig, *, maru: ServerConfig | None = None
+) -> AsyncIterator[Daemon]:
+    """Run a daemon for the length of an ``async with`` block. Leaving it ends every session, and then the tiers.
+
+    Args:
+        config: the settings of the daemon.
+        engine: its tiers and routes; the source is replaced by the caches of its engines.
+        maru: a page store to run in this process, which a tier is a client of.
+
+    Raises:
+        ConfigError: the directory or the tenants' file cannot be used.
+        DaemonInUse: another daemon has the directory.
+        CannotOpen: the tiers of the configured block size cannot be opened.
+    """
+    daemon = Daemon(config, engine, maru)
+    with raise_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(daemon._run)
+            yield daemon
+            nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def _own_directory(path: str) -> Iterator[str]:
+    """Hold the lock of a directory that is this user's alone; its real path.
+
+    Raises:
+        ConfigError: others may enter it, or it cannot be made.
+        DaemonInUse: another daemon holds it.
+    """
+    directory, real = open_private_directory(
+        path, lambda why: ConfigError("daemon.runtime_dir", path, why), purpose="the directory of a daemon"
+    )
+    try:
+        lock = os.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    finally:
+        os.close(directory)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+            raise DaemonInUse(
+                f"{real!r} is in use by another daemon, process {holder}: end it, or set runtime_dir"
+            ) from None
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield real
+    finally:
+        os.close(lock)

@@ -1,0 +1,568 @@
+"""Serves the requests of engines: each message of the table by the method of its name.
+
+A method answers at once, or starts what will answer and returns nothing. What is under way is in its session's table until
+it is answered; so that whatever ends a session finds all of it.
+
+    store    one container of the engine's pipeline; answered when it has settled, without a task
+    lookup, load, delete, ...    one task each, in a scope of its own, which a cancel or the end of the session cancels
+
+Rule 1. A frame that is no message costs its sender the session. A request that asks for what cannot be is refused. Neither
+        concerns another session.
+Rule 2. An answer never waits for its reader. What it does not read is bounded by the channel, which then hangs up.
+Rule 3. A session is given back in the order of :class:`~offload.daemon._sessions.Stage`, whatever has ended it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from backends.abc import Deletion, Unproven
+from maru.exception_groups import holds
+
+from .._engine import Engine
+from .._errors import OffloadError, PipelineFull
+from .._pipeline.container import OffloadContainer
+from .._pipeline.handle import TransferHandle
+from ..preconditions import NO_WAIT
+from ._cuda import CudaMemories
+from ._engine import DaemonEngine
+from ._layout import check_layout
+from ._memory import EngineMemory
+from ._messages import (
+    NAME_OF,
+    OLDEST,
+    VERSION,
+    Answer,
+    BadFrame,
+    Cancel,
+    Cancelled,
+    Counters,
+    Delete,
+    Deleted,
+    Done,
+    Existing,
+    Exists,
+    Explain,
+    Explained,
+    Found,
+    Hello,
+    Load,
+    Loaded,
+    Lookup,
+    Refused,
+    Registered,
+    RegisterKVCache,
+    Release,
+    Request,
+    Signal,
+    State,
+    Stats,
+    Status,
+    Store,
+    Stored,
+    UnregisterKVCache,
+    Welcome,
+    cut,
+    decode_request,
+    encode,
+    negotiate,
+    unpacked,
+)
+from ._requests import EngineSignal, Refusal, UnderWay, loaded, stored
+from ._sessions import Limits, Session, Sessions, Stage
+from ._statistics import counters
+from ._tenants import Tenants, stored_keys
+
+_log = logging.getLogger("offload.daemon")
+
+_DELETIONS: Final = list(Deletion)
+_BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, Delete})
+"""Requests that a daemon refuses while it drains."""
+
+
+class Service:
+    """What the daemon does for engines, between their frames and the engine of its tiers.
+
+    Args:
+        engine: the tiers and pipelines.
+        epoch: this start of the daemon.
+        limits: of what engines may have.
+        tenants: which engines may come.
+        send: sends a frame to a connection, without waiting; whether it is there.
+        hang_up: ends a connection.
+        nursery: of the tasks.
+    """
+
+    def __init__(
+        self,
+        engine: DaemonEngine,
+        *,
+        epoch: int,
+        limits: Limits,
+        tenants: Tenants,
+        send: Callable[[bytes, bytes], bool],
+        hang_up: Callable[[bytes], None],
+        nursery: trio.Nursery,
+    ) -> None:
+        self.sessions: Sessions = Sessions(limits)
+        self.tenants: Tenants = tenants
+        self.draining: bool = False
+        """Whether what begins work is refused: new sessions, stores, lookups and loads."""
+        self.handover_path: str = ""
+        self.epoch: int = epoch
+        self._daemon_engine = engine
+        self._send_frame = send
+        self._hang_up = hang_up
+        self._nursery = nursery
+        self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
+            request: getattr(self, name) for request, name in NAME_OF.items() if name != "hello"
+        }
+        self._stores: dict[OffloadContainer, tuple[UnderWay, TransferHandle]] = {}
+        self._last_hold = self._last_memory = 0
+        engine.on_settled = self._settled
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are not answered."""
+        return sum(len(session.requests) for session in self.sessions)
+
+    # --- frames -----------------------------------------------------------------------------------------------------
+
+    def handle(self, peer: bytes, frame: bytes) -> None:
+        """Serve one frame of a connection. Never raises for what is in it."""
+        session = self.sessions.of(peer)
+        try:
+            request = decode_request(frame)
+            if session is not None and request.seq in session.requests:
+                raise BadFrame(f"number {request.seq} is under way")
+        except BadFrame as exc:
+            self.sessions.bad += 1
+            _log.warning("%s is sent away: %s", session or "an engine", exc)
+            self._hang_up(peer)
+            if session is not None:
+                self.end(session, "a frame that is no message")
+            return
+        try:
+            if isinstance(request, Hello):
+                answer = self._hello(peer, session, request)
+            else:
+                answer = self._serve(session, request)
+        except Refusal as refusal:
+            answer = self._refused(request, refusal)
+        except (BadFrame, ValueError, TypeError) as exc:
+            answer = self._refused(request, Refusal("invalid", str(exc)))
+        if answer is not None:
+            self._send(peer, answer)
+
+    def _serve(self, session: Session | None, request: Request) -> Answer | None:
+        if session is None:
+            raise Refusal("session", "there is no session of this connection: hello comes first")
+        session.heard = trio.current_time()
+        if self.draining and type(request) in _BEGINS_WORK:
+            raise Refusal("draining", "the daemon is about to end")
+        if len(session.requests) >= self.sessions.limits.requests:
+            raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
+        return self._handlers[type(request)](session, request)
+
+    def gone(self, peer: bytes) -> None:
+        """A connection has ended, and its session with it."""
+        session = self.sessions.of(peer)
+        if session is not None:
+            self.end(session, "its connection is lost")
+
+    def _send(self, peer: bytes, answer: Answer) -> None:
+        self._send_frame(peer, encode(answer))
+
+    def _refused(self, request: Request, refusal: Refusal) -> Refused:
+        return Refused(request.seq, self.epoch, refusal.kind, cut(refusal))
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: bytes, session: Session | None, request: Hello) -> Answer | None:
+        version = negotiate(request.oldest, request.newest)
+        if version is None:
+            text = f"this daemon speaks versions {OLDEST} to {VERSION}, the engine {request.oldest} to {request.newest}"
+            raise Refusal("version", text)
+        if self.draining:
+            raise Refusal("draining", "the daemon is about to end")
+        tenant = self.tenants.of(request.credential)
+        if tenant is None:
+            raise Refusal("credential", "no tenant has this credential")
+        if session is not None:
+            raise Refusal("invalid", "this connection has a session")
+        previous = self.sessions.by_token(request.previous) if request.previous else None
+        if previous is None:
+            return self._welcome(peer, request, version, tenant, resumed=False)
+        previous.when_over.append(partial(self._welcome_late, peer, request, version, tenant))
+        self.end(previous, "its engine has begun another one")
+        return None
+
+    def _welcome(self, peer: bytes, request: Hello, version: int, tenant: str, *, resumed: bool) -> Answer:
+        session = self.sessions.begin(peer, request.name, tenant, trio.current_time())
+        if session is None:
+            raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows")
+        _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
+        limits, block_bytes = self.sessions.limits, self._daemon_engine.block_bytes
+        return Welcome(
+            request.seq, self.epoch, version, session.number, session.token, tenant, limits.lease, block_bytes,
+            self.handover_path, resumed,
+        )  # fmt: skip
+
+    def _welcome_late(self, peer: bytes, request: Hello, version: int, tenant: str) -> None:
+        """Welcome an engine whose previous session is over by now."""
+        try:
+            answer: Answer = self._welcome(peer, request, version, tenant, resumed=True)
+        except (Refusal, ValueError) as exc:
+            answer = self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc)))
+        if not self._send_frame(peer, encode(answer)):
+            self.gone(peer)  # it was lost while the previous one was given back
+
+    def end(self, session: Session, why: str) -> None:
+        """End a session: all that it holds is given back, in a task. Idempotent."""
+        if self.sessions.end(session, why):
+            _log.info("%s is over: %s", session, why)
+            self._nursery.start_soon(self._give_back, session)
+
+    def end_silent(self) -> None:
+        """End the sessions whose engines have been silent for longer than the lease."""
+        for session in self.sessions.expired(trio.current_time()):
+            self._hang_up(session.peer)
+            self.end(session, f"its engine was silent for {self.sessions.limits.lease:g} s")
+
+    async def wait_given_back(self) -> None:
+        """Wait until nothing is left of the sessions that have ended."""
+        for session in self.sessions:
+            if session.ended:
+                over = trio.Event()
+                session.when_over.append(over.set)
+                await over.wait()
+
+    async def _give_back(self, session: Session) -> None:
+        while (stage := session.due) is not Stage.OVER:
+            if stage is Stage.COPIES:
+                for under_way in list(session.requests.values()):
+                    under_way.cancel()
+                for under_way in list(session.requests.values()):
+                    await under_way.over.wait()
+            elif stage is Stage.HOLDS:
+                _, hit = session.holds.popitem()
+                await self._engine.release(hit)
+            else:
+                self._forget_memory(session)
+        self.sessions.forget(session)
+
+    def _forget_memory(self, session: Session) -> None:
+        for cache in session.caches:
+            self._daemon_engine.caches.remove(cache)
+        session.caches.clear()
+        session.memories.clear()
+
+    def status(self, session: Session, request: Status) -> Answer:
+        """Say how the daemon is."""
+        state = "draining" if self.draining else self._daemon_engine.state
+        return State(request.seq, self.epoch, state, len(self.sessions), self.under_way)
+
+    # --- caches -----------------------------------------------------------------------------------------------------
+
+    def take_memory(self, token: bytes, memory: EngineMemory) -> int:
+        """Keep memory that was handed over for the session with this token. Returns its number.
+
+        Raises:
+            Refusal: there is no such session, or it has too much.
+        """
+        session = self.sessions.by_token(token)
+        if session is None or session.ended:
+            raise Refusal("session", "there is no session with this token")
+        if len(session.memories) >= self.sessions.limits.memories:
+            raise Refusal("full", f"a session has at most {self.sessions.limits.memories} memories")
+        self._last_memory += 1
+        session.memories[self._last_memory] = memory
+        return self._last_memory
+
+    def register_kv_cache(self, session: Session, request: RegisterKVCache) -> None:
+        """Register a cache."""
+        if len(session.caches) >= self.sessions.limits.caches:
+            raise Refusal("full", f"a session has at most {self.sessions.limits.caches} caches")
+        self._start(session, request, self._register)
+
+    async def _register(self, session: Session, request: RegisterKVCache) -> Answer:
+        if request.cuda:
+            memories: list[Any] = await trio.to_thread.run_sync(CudaMemories.open, request.cuda)
+            tensors = request.tensors
+        else:
+            numbers = sorted({tensor.memory for tensor in request.tensors})
+            if not set(numbers) <= session.memories.keys():
+                raise Refusal("unknown", "a tensor is in memory that was not handed over")
+            memories = [session.memories[number] for number in numbers]
+            tensors = [
+                msgspec.structs.replace(tensor, memory=numbers.index(tensor.memory)) for tensor in request.tensors
+            ]
+        layout = check_layout(tensors, [memory.size for memory in memories])
+        await self._daemon_engine.wait_open(layout.block_bytes)
+        for tensor in request.tensors if not request.cuda else ():
+            session.memories.pop(tensor.memory, None)  # the cache has it from here on
+        # In a thread: the first cache of several pieces imports torch, which takes seconds.
+        storage = await trio.to_thread.run_sync(memories[0].storage, layout, memories)
+        cache = self._daemon_engine.caches.add(storage, layout.blocks)
+        session.caches.add(cache)
+        _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
+        return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
+
+    def unregister_kv_cache(self, session: Session, request: UnregisterKVCache) -> None:
+        """Forget a cache."""
+        self._own_cache(session, request.cache)
+        session.caches.discard(request.cache)  # no further request uses it
+        self._start(session, request, self._unregister)
+
+    async def _unregister(self, session: Session, request: UnregisterKVCache) -> Answer:
+        try:
+            for under_way in [one for one in session.requests.values() if one.cache == request.cache]:
+                await under_way.over.wait()
+        finally:
+            self._daemon_engine.caches.remove(request.cache)
+        return Done(request.seq, self.epoch, 1)
+
+    def _own_cache(self, session: Session, cache: int) -> None:
+        if cache not in session.caches:
+            raise Refusal("unknown", f"this session has no cache {cache}")
+
+    # --- storing ----------------------------------------------------------------------------------------------------
+
+    def store(self, session: Session, request: Store) -> None:
+        """Store blocks of a cache."""
+        self._own_cache(session, request.cache)
+        keys = stored_keys(session.tenant, request.keys)
+        depths = unpacked(request.depths)
+        blocks = self._daemon_engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
+        signal = EngineSignal() if request.waits else None
+        scope = trio.CancelScope()
+        under_way = UnderWay(
+            session, request.seq, scope.cancel, request.cache, request.cancel_token, signal, blocks.keys
+        )
+        session.requests[request.seq] = under_way
+        precondition = NO_WAIT if signal is None else signal
+        try:
+            handle = self._engine.store_nowait(blocks, precondition, tenant=session.tenant)
+        except PipelineFull:
+            enqueue = partial(self._engine.store, blocks, precondition, tenant=session.tenant)
+            self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
+        except BaseException:
+            del session.requests[request.seq]
+            raise
+        else:
+            self._admitted(under_way, handle)
+
+    async def _store_late(
+        self, under_way: UnderWay, scope: trio.CancelScope, enqueue: Callable[[], Awaitable[TransferHandle]]
+    ) -> None:
+        """Store when there is room; until then a cancel leaves nothing behind."""
+        handle: TransferHandle | None = None
+        answer: Answer = Stored(under_way.seq, self.epoch, "cancelled", [], [], "")
+        try:
+            with scope:
+                handle = await enqueue()
+        except (OffloadError, ValueError) as exc:
+            answer = Stored(under_way.seq, self.epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
+        finally:
+            if handle is None:
+                self._finish(under_way, answer)
+            else:
+                self._admitted(under_way, handle)
+
+    def _admitted(self, under_way: UnderWay, handle: TransferHandle) -> None:
+        under_way.cancel = handle.request_cancel
+        if handle.status.terminal:
+            self._end_store(under_way, handle)
+        else:
+            self._stores[handle._container] = (under_way, handle)
+        if under_way.session.ended:
+            under_way.cancel()
+
+    def _settled(self, container: OffloadContainer) -> None:
+        """A container of the first pipeline has settled."""
+        store = self._stores.pop(container, None)
+        if store is not None:
+            self._end_store(*store)
+
+    def _end_store(self, under_way: UnderWay, handle: TransferHandle) -> None:
+        assert handle.result is not None
+        answer = stored(under_way.seq, self.epoch, under_way.keys, handle.result)
+        under_way.unproven = answer.status == "unproven"
+        self._finish(under_way, answer)
+
+    def signal(self, session: Session, request: Signal) -> Answer:
+        """Report the precondition of a store."""
+        under_way = session.requests.get(request.store)
+        if under_way is None or under_way.signal is None:
+            return Done(request.seq, self.epoch, 0)  # it was cancelled meanwhile, say
+        under_way.signal.report(request.failed)
+        return Done(request.seq, self.epoch, 1)
+
+    def cancel(self, session: Session, request: Cancel) -> Answer | None:
+        """Cancel stores and loads; confirmed when all of them have ended."""
+        named = set(request.requests)
+        chosen = [
+            under_way
+            for seq, under_way in session.requests.items()
+            if seq in named or (request.cancel_token and under_way.cancel_token == request.cancel_token)
+        ]
+        for under_way in chosen:
+            under_way.cancel()
+        self._start(session, request, partial(self._confirm, chosen))
+        return None
+
+    async def _confirm(self, chosen: list[UnderWay], session: Session, request: Cancel) -> Answer:
+        for under_way in chosen:
+            await under_way.over.wait()
+        unproven = sum(under_way.unproven for under_way in chosen)
+        return Cancelled(request.seq, self.epoch, len(chosen), unproven)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, session: Session, request: Lookup) -> Answer | None:
+        """Find and hold a prefix: at once where all of it is in memory, else in a task."""
+        if len(session.holds) + len(session.requests) >= self.sessions.limits.holds:
+            raise Refusal("full", f"a session has at most {self.sessions.limits.holds} holds: release some")
+        keys = stored_keys(session.tenant, request.keys)
+        found = self._engine.direct.find(keys)
+        if found is None:
+            self._start(session, request, self._look_up)
+            return None
+        hit, hold = found
+        hold()
+        return self._found(session, request, hit)
+
+    async def _look_up(self, session: Session, request: Lookup) -> Answer:
+        keys = stored_keys(session.tenant, request.keys)
+        hit = await self._engine.lookup(keys, tenant=session.tenant, within=request.within)
+        return self._found(session, request, hit)
+
+    def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
+        unavailable = {name: cut(f"{type(why).__name__}: {why}") for name, why in hit.unavailable.items()}
+        self._last_hold += 1
+        # Held also where nothing was found: released with the others, and there is one way for all.
+        session.holds[self._last_hold] = hit
+        return Found(request.seq, self.epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
+
+    def exists(self, session: Session, request: Exists) -> None:
+        """Tell which keys are there."""
+        self._start(session, request, self._exist)
+
+    async def _exist(self, session: Session, request: Exists) -> Answer:
+        present = await self._daemon_engine.contains(stored_keys(session.tenant, request.keys))
+        return Existing(request.seq, self.epoch, bytes(present))
+
+    def load(self, session: Session, request: Load) -> None:
+        """Load held blocks into a cache."""
+        self._own_cache(session, request.cache)
+        hit = session.holds.get(request.hold)
+        if hit is None:
+            raise Refusal("unknown", f"this session holds nothing under {request.hold}: it was released")
+        destination = self._daemon_engine.caches.into(request.cache, unpacked(request.blocks))
+        if len(hit.keys) != len(destination):
+            raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
+        self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
+
+    async def _load(self, hit: Any, destination: Any, session: Session, request: Load) -> Answer:
+        try:
+            result = await self._engine.load(hit, destination)
+        except Exception as exc:
+            if not holds(exc, Unproven):
+                raise
+            session.requests[request.seq].unproven = True
+            return Loaded(request.seq, self.epoch, 0, [], [], unproven=True)
+        return loaded(request.seq, self.epoch, result)
+
+    def release(self, session: Session, request: Release) -> Answer | None:
+        """Let go of holds: at once where all of it is in memory, else in a task."""
+        hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
+        left = [hit for hit in hits if not self._engine.direct.release(hit)]
+        if not left:
+            return Done(request.seq, self.epoch, len(hits))
+        self._start(session, request, partial(self._release, left, len(hits)))
+        return None
+
+    async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
+        with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
+            for hit in hits:
+                await self._engine.release(hit)
+        return Done(request.seq, self.epoch, count)
+
+    def delete(self, session: Session, request: Delete) -> None:
+        """Delete keys in all tiers."""
+        self._start(session, request, self._delete)
+
+    async def _delete(self, session: Session, request: Delete) -> Answer:
+        answers = await self._engine.delete(stored_keys(session.tenant, request.keys), within=request.within)
+        return Deleted(request.seq, self.epoch, bytes(map(_DELETIONS.index, answers)))
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def explain(self, session: Session, request: Explain) -> None:
+        """Explain why blocks are, or are not, there."""
+        self._start(session, request, self._explain)
+
+    async def _explain(self, session: Session, request: Explain) -> Answer:
+        explanation = await self._engine.explain(stored_keys(session.tenant, request.keys), tenant=session.tenant)
+        return Explained(request.seq, self.epoch, str(explanation)[: 1 << 18])
+
+    def stats(self, session: Session, request: Stats) -> Answer:
+        """Tell the counters."""
+        return Counters(request.seq, self.epoch, counters(self, session, self._daemon_engine))
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            Refusal: no cache was registered yet, so its tiers are not made.
+        """
+        engine = self._daemon_engine.engine
+        if engine is None:
+            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
+        return engine
+
+    def _start(
+        self, session: Session, request: Request, work: Callable[[Session, Any], Awaitable[Answer]], *, cache: int = 0
+    ) -> None:
+        """Answer a request in a task."""
+        scope = trio.CancelScope()
+        under_way = UnderWay(session, request.seq, scope.cancel, cache)
+        session.requests[request.seq] = under_way
+        self._nursery.start_soon(self._run, under_way, scope, work, request)
+
+    async def _run(
+        self,
+        under_way: UnderWay,
+        scope: trio.CancelScope,
+        work: Callable[[Session, Any], Awaitable[Answer]],
+        request: Request,
+    ) -> None:
+        answer: Answer = self._refused(request, Refusal("unavailable", "it was cancelled"))
+        try:
+            with scope:
+                answer = await work(under_way.session, request)
+        except Refusal as refusal:
+            answer = self._refused(request, refusal)
+        except ValueError as exc:
+            answer = self._refused(request, Refusal("invalid", str(exc)))
+        except Exception as exc:
+            _log.warning("%s: %s failed: %r", under_way.session, NAME_OF[type(request)], exc)
+            answer = self._refused(request, Refusal("unavailable", f"{type(exc).__name__}: {exc}"))
+        finally:
+            self._finish(under_way, answer)
+
+    def _finish(self, under_way: UnderWay, answer: Answer) -> None:
+        session = under_way.session
+        session.requests.pop(under_way.seq, None)
+        under_way.over.set()
+        if not session.ended:
+            self._send(session.peer, answer)

@@ -1,0 +1,159 @@
+"""The sessions of engines: what each holds, when it is over, and the order in which all of it is given back. Pure.
+
+A session is one connection of one engine. It ends when the connection does, when the engine has been silent for its lease,
+or at a frame that is no message. What it held is then given back in this order, each only when nothing of the one before is
+left:
+
+    copies under way -> holds -> memory -> over
+
+Rule 1. Copies first: a copy reads or writes the engine's memory, and uses what its holds keep from eviction.
+Rule 2. From its end on, a session takes no request, and counts as connected to nothing. It is found by its token until it is
+        over, so that the engine's next session can wait for that.
+Rule 3. Everything that an engine can make grow has a bound (:class:`Limits`). What meets one is refused, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ._messages import TOKEN_BYTES
+
+
+@attrs.frozen
+class Limits:
+    """Bounds of what engines may have."""
+
+    sessions: int = 64
+    """At once: several engines for each device of a host."""
+    requests: int = 1_024
+    """Of a session, that are not answered."""
+    holds: int = 4_096
+    """Of a session: more than an engine has requests."""
+    caches: int = 64
+    """Of a session."""
+    memories: int = 1_024
+    """Of a session: each is a mapping of the daemon."""
+    lease: float = 30.0
+    """Seconds that an engine may be silent."""
+
+
+class Stage(enum.Enum):
+    """What has to be given back next."""
+
+    COPIES = "copies under way"
+    HOLDS = "holds"
+    MEMORY = "memory"
+    OVER = "nothing"
+
+
+@attrs.define(eq=False)
+class Session:
+    """What the daemon keeps of one engine."""
+
+    number: int
+    peer: bytes
+    """Its connection."""
+    name: str
+    tenant: str
+    heard: float
+    """When its engine was heard last."""
+    token: bytes = attrs.field(factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
+    requests: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    """Requests that are not answered, by number."""
+    holds: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    memories: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    """Handed over, by number."""
+    caches: set[int] = attrs.field(factory=set, repr=False)
+    ended: str = ""
+    """Why it has ended; empty while it goes on."""
+    when_over: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
+    """Called once nothing of it is left."""
+
+    def __str__(self) -> str:
+        return f"session {self.number} ({self.name or 'without a name'})"
+
+    @property
+    def due(self) -> Stage:
+        """What is to be given back next: the order of the module's docstring."""
+        if self.requests:
+            return Stage.COPIES
+        if self.holds:
+            return Stage.HOLDS
+        if self.caches or self.memories:
+            return Stage.MEMORY
+        return Stage.OVER
+
+
+class Sessions:
+    """All sessions of a daemon.
+
+    Attributes:
+        turned_away: engines that were refused for lack of places.
+        bad: sessions that ended because of a frame that was no message.
+        given_back: sessions of which nothing is left.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits: Limits = limits
+        self.turned_away: int = 0
+        self.bad: int = 0
+        self.given_back: int = 0
+        self._by_peer: dict[bytes, Session] = {}
+        self._all: dict[int, Session] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Any:
+        return iter(list(self._all.values()))
+
+    def begin(self, peer: bytes, name: str, tenant: str, now: float) -> Session | None:
+        """Begin a session for this connection; ``None`` if there are as many as may be.
+
+        Raises:
+            ValueError: the connection has one.
+        """
+        if peer in self._by_peer:
+            raise ValueError("this connection has a session")
+        if len(self._all) >= self.limits.sessions:
+            self.turned_away += 1
+            return None
+        self._last += 1
+        session = Session(self._last, peer, name, tenant, now)
+        self._by_peer[peer] = self._all[session.number] = session
+        return session
+
+    def of(self, peer: bytes) -> Session | None:
+        """The session of this connection."""
+        return self._by_peer.get(peer)
+
+    def by_token(self, token: bytes) -> Session | None:
+        """The session with this token, also while it is given back."""
+        return next((session for session in self._all.values() if secrets.compare_digest(session.token, token)), None)
+
+    def expired(self, now: float) -> list[Session]:
+        """Sessions whose engine has been silent for longer than the lease."""
+        since = now - self.limits.lease
+        return [session for session in self._by_peer.values() if session.heard < since]
+
+    def end(self, session: Session, why: str) -> bool:
+        """End a session; whether it went on until now. What it holds is to be given back."""
+        if session.ended:
+            return False
+        session.ended = why
+        self._by_peer.pop(session.peer, None)
+        return True
+
+    def forget(self, session: Session) -> None:
+        """Forget a session of which nothing is left, and tell those that wait for that."""
+        assert session.ended and session.due is Stage.OVER
+        if self._all.pop(session.number, None) is not None:
+            self.given_back += 1
+            for call in session.when_over:
+                call()

@@ -1,0 +1,134 @@
+"""All settings of a daemon together, each with where it was set: what ``--print-config`` shows, and what a reload compares."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from maru.configuration import Document, Knob
+
+from .._engine.config import EngineConfig, engine_knobs
+from ._config import (
+    CHANNEL_NAME,
+    MARU_NAME,
+    RELOADED,
+    DaemonConfig,
+    daemon_config,
+    daemon_knobs,
+    embeds_maru,
+    engine_config,
+    read_document,
+)
+
+
+@attrs.frozen
+class Settings:
+    """What a daemon was started with."""
+
+    path: str
+    """Of its file; empty without one."""
+    document: Document
+    options: Mapping[str, tuple[str, object]]
+    daemon: DaemonConfig
+    engine: EngineConfig
+    embeds_maru: bool
+    """Whether the daemon runs a Maru server of its own."""
+
+    @property
+    def maru_directory(self) -> str:
+        """Where that has its pool and its sockets."""
+        return f"{self.daemon.runtime_dir}/{MARU_NAME}"
+
+
+def read_settings(path: str, options: Mapping[str, tuple[str, object]]) -> Settings:
+    """Read a daemon's file, the environment and the options.
+
+    Raises:
+        ConfigError: an unknown name, or a value out of its bound.
+        OSError: the file cannot be read.
+    """
+    document = read_document(path)
+    daemon = daemon_config(document, options=options)
+    daemon = attrs.evolve(daemon, runtime_dir=os.path.realpath(daemon.runtime_dir))
+    embedded = f"ipc://{daemon.runtime_dir}/{MARU_NAME}/maru.sock"
+    engine = engine_config(document, daemon, embedded)
+    return Settings(path, document, options, daemon, engine, embeds_maru(document, daemon))
+
+
+def refused_changes(before: Settings, after: Settings) -> list[str]:
+    """Settings that differ, and need a restart; by name."""
+    names = [
+        f"daemon.{field.name}"
+        for field in attrs.fields(DaemonConfig)
+        if field.name not in RELOADED and getattr(before.daemon, field.name) != getattr(after.daemon, field.name)
+    ]
+    names += [
+        f"engine.{field.name}"
+        for field in attrs.fields(EngineConfig)
+        if getattr(before.engine, field.name) != getattr(after.engine, field.name)
+    ]
+    return names
+
+
+def keep_unreloadable(before: DaemonConfig, after: DaemonConfig) -> DaemonConfig:
+    """The settings of before, with those of after that a reload takes over."""
+    return attrs.evolve(before, **{name: getattr(after, name) for name in RELOADED})
+
+
+def as_toml(settings: Settings, environ: Mapping[str, str]) -> str:
+    """Every setting and its value as a file that gives them again; where it was set, as a comment."""
+    file = settings.document.parse()
+    lines = [
+        f"{path} = {value}  # {source}"
+        for knobs, config in ((daemon_knobs(), settings.daemon), (engine_knobs(), settings.engine))
+        for knob in knobs
+        for source in [_source(knob, file, settings, environ)]
+        for path, value in _shown(knob.name, _value(config, knob.name.split(".")[1:]))
+    ]
+    return "\n".join(lines)
+
+
+def _source(knob: Knob, file: Mapping[str, Any], settings: Settings, environ: Mapping[str, str]) -> str:
+    if knob.name in settings.options:
+        return settings.options[knob.name][0]
+    if knob.variable in environ:
+        return f"environment, {knob.variable}"
+    table: Any = file
+    for name in knob.name.split("."):
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return "default" if table is None else f"file {settings.document.place(knob.name)}"
+
+
+def _value(config: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        config = getattr(config, name)
+    return config
+
+
+def _shown(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A value as TOML, which JSON is but for tables and what is nothing: those are shown name by name, or not at all."""
+    if value is None or (isinstance(value, Mapping | tuple) and not value):
+        return
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _shown(f"{path}.{json.dumps(name) if not str(name).isidentifier() else name}", inner)
+    elif value == float("inf"):
+        yield path, "inf"
+    elif isinstance(value, tuple) and any(attrs.has(type(item)) for item in value):
+        yield path, "[" + ", ".join(_inline(item) for item in value) + "]"
+    else:
+        yield path, json.dumps(value, default=str)
+
+
+def _inline(item: Any) -> str:
+    told = {name: value for name, value in attrs.asdict(item, recurse=False).items() if value not in (None, "")}
+    return "{ " + ", ".join(f"{name} = {json.dumps(value, default=str)}" for name, value in told.items()) + " }"
+
+
+def socket_url(daemon: DaemonConfig) -> str:
+    """Where engines find the daemon of this configuration."""
+    return f"ipc://{daemon.runtime_dir}/{CHANNEL_NAME}"

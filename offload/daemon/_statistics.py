@@ -1,0 +1,57 @@
+"""The counters that engines and operators are told, by name: of the daemon, of its tiers, and of the session that asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._engine import DaemonEngine
+    from ._service import Service
+    from ._sessions import Session
+
+
+def counters(service: Service, session: Session | None, daemon_engine: DaemonEngine) -> dict[str, float]:
+    """Name and value of each, now."""
+    sessions = list(service.sessions)
+    values: dict[str, float] = {
+        "sessions": len(sessions),
+        "requests": service.under_way,
+        "holds": sum(len(one.holds) for one in sessions),
+        "memories": sum(len(one.memories) for one in sessions),
+        "caches": len(daemon_engine.caches),
+        "bad_frames": service.sessions.bad,
+        "turned_away": service.sessions.turned_away,
+        "sessions_given_back": service.sessions.given_back,
+    }
+    if session is not None:
+        values |= {"session.requests": len(session.requests), "session.holds": len(session.holds)}
+    engine = daemon_engine.engine
+    if engine is None:
+        return values
+    statistics = engine.statistics()
+    values |= {
+        "lookups": statistics.lookups,
+        "asked_blocks": statistics.asked_blocks,
+        "hit_blocks": statistics.hit_blocks,
+        "loads": statistics.loads,
+        "loaded_blocks": statistics.loaded_blocks,
+        "open_hits": statistics.open_hits,
+        "quarantined": statistics.quarantined,
+    }
+    for name, pipeline in statistics.pipelines.items():
+        values |= {
+            f"pipeline.{name}.used_blocks": pipeline.used_blocks,
+            f"pipeline.{name}.pending_marks": pipeline.pending_marks,
+            f"pipeline.{name}.completed_blocks": pipeline.blocks_completed,
+        }
+    for name, tier in statistics.tiers.items():
+        values |= {
+            f"tier.{name}.capacity_bytes": tier.capacity_bytes,
+            f"tier.{name}.used_bytes": tier.used_bytes,
+            f"tier.{name}.blocks": tier.blocks,
+            f"tier.{name}.held_blocks": tier.held_blocks,
+            f"tier.{name}.reserved_blocks": tier.reserved_blocks,
+            f"tier.{name}.stored_blocks": tier.stored,
+            f"tier.{name}.evicted_blocks": tier.evicted,
+        }
+    return values

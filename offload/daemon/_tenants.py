@@ -1,0 +1,55 @@
+"""Which tenant an engine is, by its credential, and how the keys of tenants are kept apart. Pure.
+
+Rule 1. Without tenants there is one, which has no name; its keys are stored as they are.
+Rule 2. With tenants, an engine shows the credential of one. Its keys are stored behind a prefix of that tenant: a key of
+        another one cannot be said, so what another one has is a miss like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+
+from backends.abc import MAX_KEY_BYTES, Key
+
+_PREFIX_BYTES: Final = 8
+
+
+@attrs.frozen
+class Tenants:
+    """The tenants of a daemon, each with its credential."""
+
+    credentials: Mapping[str, bytes] = attrs.field(factory=dict, repr=False)
+
+    def of(self, credential: bytes) -> str | None:
+        """The tenant that this credential belongs to; ``None`` if there is none."""
+        if not self.credentials:
+            return ""
+        found = None
+        for tenant, known in self.credentials.items():  # all of them, so that the time says nothing
+            if hmac.compare_digest(known, credential):
+                found = tenant
+        return found
+
+
+def prefix_of(tenant: str) -> bytes:
+    """What stands before the keys of a tenant."""
+    return hashlib.blake2b(tenant.encode(), digest_size=_PREFIX_BYTES).digest() if tenant else b""
+
+
+def stored_keys(tenant: str, keys: Sequence[Key]) -> list[Key]:
+    """The keys under which blocks of this tenant are stored.
+
+    Raises:
+        ValueError: one of them is too long.
+    """
+    if not tenant:
+        return list(keys)
+    prefix = prefix_of(tenant)
+    if max(map(len, keys), default=0) > MAX_KEY_BYTES - _PREFIX_BYTES:
+        raise ValueError(f"a tenant's keys have at most {MAX_KEY_BYTES - _PREFIX_BYTES} bytes")
+    return [prefix + key for key in keys]

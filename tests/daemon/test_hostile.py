@@ -1,0 +1,236 @@
+"""Engines that break every rule: each costs its own session, and the daemon serves the next one."""
+
+import os
+import random
+import socket
+from array import array
+
+import attrs
+import msgspec
+import pytest
+import trio
+
+from maru.transport import ChannelConnection
+from offload.client import CannotHandOver, DaemonBusy, DaemonRefused, SharedMemory, open_client, open_connection
+from offload.daemon import _messages as messages
+from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode
+from tests.daemon.test_daemon import KEYS, cache_of, held, registered, store, until
+from tests.daemon.test_messages import SAMPLES
+from tests.support.daemons import SIZE, daemon
+
+
+class Raw:
+    """A connection that says whatever a test wants."""
+
+    def __init__(self, server):
+        self.connection = ChannelConnection(f"{server.directory}/daemon.sock")
+
+    def send(self, message):
+        self.connection.send(message if isinstance(message, bytes) else encode(message))
+
+    async def answer(self):
+        while True:
+            try:
+                return decode_answer(self.connection.receive())
+            except BlockingIOError:
+                await trio.sleep(1e-3)
+
+    async def hello(self, **fields):
+        self.send(Hello(1, 1, 1, "raw", **fields))
+        return await self.answer()
+
+    async def is_over(self):
+        with trio.fail_after(10):
+            while True:
+                try:
+                    self.connection.receive()
+                except BlockingIOError:
+                    await trio.sleep(1e-3)
+                except OSError:
+                    return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.connection.close()
+
+
+async def serves(server):
+    """Another engine is served as if nothing had happened."""
+    cache = cache_of()
+    async with open_client(cache, server.url) as engine:
+        await store(engine, cache)
+        async with await engine.lookup(KEYS) as hit:
+            assert (await engine.load(hit, cache.into(range(8, 16)))).loaded == 8
+
+
+async def test_another_version_is_refused_with_the_numbers_of_both_and_may_try_again(path):
+    async with daemon(path) as server:
+        with Raw(server) as raw:
+            raw.send(Hello(1, 7, 9, "from the future"))
+            refused = await raw.answer()
+            assert isinstance(refused, Refused) and refused.kind == "version"
+            assert (refused.oldest, refused.newest) == (messages.OLDEST, messages.VERSION) and "7 to 9" in refused.text
+            assert isinstance(await raw.hello(), Welcome)
+
+
+async def test_a_request_before_hello_is_refused(path):
+    async with daemon(path) as server:
+        with Raw(server) as raw:
+            raw.send(Lookup(1, [b"key"], 1.0))
+            assert (await raw.answer()).kind == "session"
+
+
+async def test_a_frame_that_is_no_message_costs_its_connection_and_all_that_it_held(path):
+    async with daemon(path) as server:
+        async with open_connection(server.url) as connection:
+            await registered(connection, cache_of())
+            peer = server._service.sessions.by_token(connection.session.token).peer
+            server._service.handle(peer, b"\xc1 no message")
+            await until(lambda: held(server) == {})
+            assert server.statistics()["bad_frames"] == 1
+        await serves(server)
+
+
+async def test_a_number_that_is_under_way_is_not_given_to_a_second_request(path):
+    async with daemon(path) as server:
+        with Raw(server) as raw:
+            await raw.hello()
+            memory = SharedMemory(8 * SIZE)
+            raw.send(messages.RegisterKVCache(2, [messages.TensorLayout(1, 0, 1, [8, SIZE], [SIZE, 1], 0)]))
+            raw.send(messages.Cancel(2, []))
+            assert await raw.is_over()
+        assert memory.nbytes and server.statistics()["bad_frames"] == 1
+        await serves(server)
+
+
+async def test_mutated_requests_never_hurt_the_daemon(path):
+    rng = random.Random(15)
+    async with daemon(path) as server:
+        await serves(server)
+        for _ in range(60):
+            with Raw(server) as raw:
+                await raw.hello()
+                for _ in range(20):
+                    frame = bytearray(encode(rng.choice(SAMPLES)))
+                    for _ in range(rng.randint(0, 3)):
+                        frame[rng.randrange(len(frame))] = rng.randrange(256)
+                    try:
+                        raw.send(bytes(frame))
+                    except OSError:
+                        break  # it was hung up on
+                    await trio.lowlevel.checkpoint()
+        await until(lambda: not server.statistics()["sessions"])
+        assert held(server) == {}
+        await serves(server)
+
+
+async def test_an_engine_that_never_reads_is_hung_up_on(path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._server._UNREAD_BYTES", 64 << 10)
+    async with daemon(path) as server:
+        with Raw(server) as raw:
+            await raw.hello()
+            seq = 1
+            with trio.fail_after(30), pytest.raises(OSError):
+                while True:
+                    seq += 1
+                    try:
+                        raw.send(messages.Stats(seq))
+                    except BlockingIOError:
+                        await trio.sleep(1e-3)
+                    await trio.lowlevel.checkpoint()
+        await until(lambda: not server.statistics()["sessions"])
+        await serves(server)
+
+
+async def test_more_requests_than_a_session_may_have_are_refused(path, monkeypatch):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        cache = cache_of()
+        number = await registered(connection, cache)
+        server._service.sessions.limits = attrs.evolve(server._service.sessions.limits, requests=2)
+        peer = server._service.sessions.by_token(connection.session.token).peer
+        for seq in (1001, 1002):
+            key = KEYS[seq - 1001]
+            server._service.handle(peer, encode(messages.Store(seq, number, [key], messages.packed([0]), waits=True)))
+        with pytest.raises(DaemonBusy, match="under way, as many as may be"):
+            await connection.ask(lambda s: Lookup(s, KEYS, 1.0), messages.Found)
+
+
+async def test_engines_beyond_max_sessions_are_turned_away(path):
+    async with daemon(path, max_sessions=1) as server:
+        async with open_connection(server.url):
+            with Raw(server) as raw:
+                assert (await raw.hello()).kind == "full"
+            assert server.statistics()["turned_away"] == 1
+        await until(lambda: not server.statistics()["sessions"])
+        await serves(server)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def hand_over_raw(server, message, descriptors):
+    """The answer to one packet at the socket that takes memory; ``None`` if it hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(f"{server.directory}/memory.sock")
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        sock.sendmsg([message], attached)
+        answer = sock.recv(4096)
+        return msgspec.msgpack.decode(answer) if answer else None
+
+
+async def test_memory_is_taken_for_a_session_only_and_one_descriptor_at_a_time(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        token = connection.session.token
+        shared = SharedMemory(SIZE)
+        reading, writing = os.pipe()
+        before = len(os.listdir("/proc/self/fd"))
+
+        async def says(message, *descriptors):
+            return await trio.to_thread.run_sync(hand_over_raw, server, message, list(descriptors))
+
+        good = msgspec.msgpack.encode([token])
+        fd = shared.descriptor
+        assert (await says(msgspec.msgpack.encode([bytes(16)]), fd))[0] == -1
+        assert (await says(good))[0] == -1
+        assert (await says(good, fd, fd))[0] == -1
+        assert await says(b"\xc1", fd) is None
+        assert await says(msgspec.msgpack.encode([token, 1]), fd) is None
+        assert (await says(good, reading))[0] == -1
+        assert (await says(good, fd))[0] > 0
+        with pytest.raises(CannotHandOver):
+            await connection.hand_over(writing, connection.session)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # (the last connections are about to be closed)
+        os.close(reading)
+        os.close(writing)
+
+
+async def test_an_engine_that_cuts_its_memory_off_in_the_middle_fails_alone(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        descriptor = os.memfd_create("cut", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, 8 * SIZE)
+        memory = await connection.hand_over(descriptor, connection.session)
+        layout = [messages.TensorLayout(memory, 0, 1, [8, SIZE], [SIZE, 1], 0)]
+        cache = (await connection.ask(lambda s: messages.RegisterKVCache(s, layout), messages.Registered)).cache
+        ids = messages.packed(range(8))
+        answer = await connection.ask(lambda s: messages.Store(s, cache, KEYS, ids), messages.Stored)
+        assert answer.status == "complete"
+        found = await connection.ask(lambda s: Lookup(s, KEYS, 1.0), messages.Found)
+        os.ftruncate(descriptor, 2 * SIZE)
+        load = await connection.ask(lambda s: messages.Load(s, found.hold, cache, ids), messages.Loaded)
+        assert load.loaded == 0 and load.failed
+        keys = [b"cut %d" % at for at in range(8)]
+        answer = await connection.ask(lambda s: messages.Store(s, cache, keys, ids), messages.Stored)
+        assert answer.status == "failed" and [at for at, _ in answer.failed] == list(range(2, 8))
+        await serves(server)
+
+
+async def test_a_cache_over_memory_of_another_session_is_refused(path):
+    shared = SharedMemory(SIZE)
+    async with daemon(path) as server, open_connection(server.url) as one, open_connection(server.url) as other:
+        memory = await one.hand_over(shared.descriptor, one.session)
+        layout = [messages.TensorLayout(memory, 0, 1, [1, SIZE], [SIZE, 1], 0)]
+        with pytest.raises(DaemonRefused, match="not handed over"):
+            await other.ask(lambda s: messages.RegisterKVCache(s, layout), messages.Registered)

@@ -1,0 +1,87 @@
+"""What a session holds, and the order in which it is given back."""
+
+import pytest
+
+from offload.daemon._sessions import Limits, Sessions, Stage
+from offload.daemon._tenants import Tenants, stored_keys
+
+
+def sessions(**limits):
+    return Sessions(Limits(**limits))
+
+
+def test_copies_go_before_holds_and_holds_before_memory():
+    every = sessions()
+    session = every.begin(b"peer", "engine", "", 0.0)
+    session.requests[1] = session.holds[1] = session.memories[1] = object()
+    session.caches.add(1)
+    every.end(session, "a test")
+    order = []
+    for stage, give_back in [
+        (Stage.COPIES, session.requests.clear),
+        (Stage.HOLDS, session.holds.clear),
+        (Stage.MEMORY, lambda: (session.caches.clear(), session.memories.clear())),
+    ]:
+        assert session.due is stage
+        give_back()
+        order.append(stage)
+    assert session.due is Stage.OVER
+    every.forget(session)
+    assert len(every) == 0 and every.given_back == 1
+
+
+def test_a_session_that_has_ended_is_found_by_its_token_until_nothing_is_left_of_it():
+    every = sessions()
+    session = every.begin(b"peer", "engine", "", 0.0)
+    session.holds[1] = object()
+    told = []
+    session.when_over.append(lambda: told.append("over"))
+    assert every.end(session, "a test") and not every.end(session, "again")
+    assert every.of(b"peer") is None and every.by_token(session.token) is session
+    with pytest.raises(AssertionError):
+        every.forget(session)
+    session.holds.clear()
+    every.forget(session)
+    assert every.by_token(session.token) is None and told == ["over"]
+
+
+def test_there_are_at_most_so_many_sessions_those_that_are_given_back_included():
+    every = sessions(sessions=2)
+    first = every.begin(b"1", "", "", 0.0)
+    every.begin(b"2", "", "", 0.0)
+    every.end(first, "a test")
+    assert every.begin(b"3", "", "", 0.0) is None and every.turned_away == 1
+    every.forget(first)
+    assert every.begin(b"3", "", "", 0.0) is not None
+
+
+def test_a_connection_has_one_session():
+    every = sessions()
+    every.begin(b"peer", "", "", 0.0)
+    with pytest.raises(ValueError):
+        every.begin(b"peer", "", "", 0.0)
+
+
+def test_an_engine_that_is_silent_for_longer_than_its_lease_is_named():
+    every = sessions(lease=10.0)
+    silent, heard = every.begin(b"1", "", "", 0.0), every.begin(b"2", "", "", 0.0)
+    heard.heard = 5.0
+    assert every.expired(10.0) == []
+    assert every.expired(12.0) == [silent]
+    every.end(silent, "silent")
+    assert every.expired(12.0) == []
+
+
+def test_a_tenant_is_known_by_its_credential_and_without_tenants_all_are_one():
+    assert Tenants().of(b"anything") == ""
+    tenants = Tenants({"a": b"secret of a", "b": b"secret of b"})
+    assert tenants.of(b"secret of b") == "b"
+    assert tenants.of(b"") is None and tenants.of(b"secret") is None
+
+
+def test_keys_of_one_tenant_cannot_be_said_by_another():
+    (of_a,), (of_b,) = stored_keys("a", [b"key"]), stored_keys("b", [b"key"])
+    assert of_a != of_b and len(of_a) == len(of_b)
+    assert stored_keys("", [b"key"]) == [b"key"]
+    with pytest.raises(ValueError):
+        stored_keys("a", [b"x" * 440])
