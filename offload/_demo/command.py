@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import trio
 
-from maru._commands import output_directory
+from maru._commands import output_directory, refuse
 from maru._console import console, print_json
 from maru._ending import EnvironmentFault, ExitCode, lacking
 
@@ -79,9 +79,20 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Work in this directory and leave it; by default a temporary one, which is removed.",
 )
+@click.option(
+    "--daemon",
+    is_flag=True,
+    help="Have a daemon keep the blocks (`offload serve`), and kill an engine and the daemon in the middle.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, and nothing else.")
 def command(
-    document_bytes: int, answer_tokens: int, damage: int, checksums: bool, keep: str | None, as_json: bool
+    document_bytes: int,
+    answer_tokens: int,
+    damage: int,
+    checksums: bool,
+    keep: str | None,
+    daemon: bool,
+    as_json: bool,
 ) -> None:
     """Offload the KV cache of a small model, find it again, and verify every token.
 
@@ -91,11 +102,16 @@ def command(
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentFault(lacking("torch"))
     sheet = console(stderr=True, quiet=as_json)
-    report = trio.run(run, options, sheet, restrict_keyboard_interrupt_to_checkpoints=True)
+    demo, show_report = run, show
+    if daemon:
+        refuse(("damage", "checksums"), "is for the demo without --daemon")
+        from .daemon import run as demo
+        from .daemon import show as show_report
+    report = trio.run(demo, options, sheet, restrict_keyboard_interrupt_to_checkpoints=True)
     if as_json:
         print_json(report)
     else:
-        show(report, console())
+        show_report(report, console())
     if not report["verified"]:
         sys.exit(ExitCode.CHECK_FAILED)
 

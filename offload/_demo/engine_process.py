@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
@@ -103,16 +103,24 @@ class Server:
 
     def __init__(self, job: Job, config: ModelConfig) -> None:
         self.job = job
-        self.model = ReferenceEngine(config)
+        self.model = self.make_model(config)
         self.clock = CopyClock()
         self.device = DeviceTier(self.model.kv_caches, block_axis=1)
         self.fingerprint = f"{config.fingerprint()} {self.device.fingerprint}"
         self.closing = contextlib.ExitStack()
         self.local: list[Tier] = self.in_files() if job.role == "c" else []
-        self.tiers: list[ReadableTier] = [*self.local] or [self.in_shared_pages()]
+        self.tiers: list[ReadableTier] = [*self.local] or self.elsewhere()
         self.canceller = Canceller()
         self.engine = from_thread.open_engine(self.device, self.tiers, instruments=[self.clock, self.canceller])
         self.stored_blocks = 0
+
+    def make_model(self, config: ModelConfig) -> ReferenceEngine:
+        """The model, with its cache."""
+        return ReferenceEngine(config)
+
+    def elsewhere(self) -> list[ReadableTier]:
+        """Tiers that other processes have as well."""
+        return [self.in_shared_pages()]
 
     def in_shared_pages(self) -> MaruTier:
         """A tier of pages in shared memory, which other processes read in place. The engine opens it in its own thread."""
@@ -140,7 +148,7 @@ class Server:
         self.closing.callback(disk.close)
         return [host, disk]
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self.engine.start()
         self.engine.fileno()  # from now on the thread polls for settled stores
         self.model.generate(self.model.add_sequence(b"warm-up"), 1)

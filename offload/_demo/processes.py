@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ async def run_engine_process(
             process: trio.Process = await nursery.start(
                 partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)
             )
-            async for line in _lines(process):
+            async for line in lines_of(process):
                 event: dict[str, Any] = json.loads(line)
                 kind = event.pop("event")
                 if kind == "outcome":
@@ -99,7 +99,8 @@ async def run_engine_process(
     return outcome
 
 
-async def _lines(process: trio.Process) -> AsyncIterator[bytes]:
+async def lines_of(process: trio.Process) -> AsyncGenerator[bytes]:
+    """The lines that a process writes, until it ends."""
     assert process.stdout is not None
     rest = b""
     async for part in process.stdout:

@@ -150,3 +150,19 @@ def test_asking_for_help_leaves_torch_alone() -> None:
     assert done.returncode == 0, done.stderr
     assert "--document-bytes" in done.stdout
     assert done.stdout.endswith("False\n")
+
+
+def test_the_demo_with_a_daemon_verifies_although_an_engine_and_the_daemon_are_killed() -> None:
+    status, output = run_command("--daemon", "--json", "--document-bytes=800", "--answer-tokens=4")
+    report = json.loads(output)
+    assert status == 0, report["checks"]
+    assert report["verified"] and set(report["checks"].values()) == {True}
+    before, during, after = report["b"]
+    assert report["a"]["loaded_blocks"] == 0 and before["loaded_blocks"] == 50
+    assert after["loaded_blocks"] == 50
+    assert len(during["tokens"]) == 4
+
+
+def test_options_of_the_other_demo_are_refused_with_a_daemon() -> None:
+    status, _ = run_command("--daemon", "--damage=1")
+    assert status == 2
