@@ -14,7 +14,19 @@ from typing import Any
 from .._errors import HandlerClosed, LeaseLost
 from .answers import Stored
 from .keys import list_keys
-from .operations import ClientState, Operation, Pin, addresses, allocate, allocate_most, hold, hold_first, store_surely
+from .operations import (
+    ClientState,
+    Operation,
+    Pin,
+    addresses,
+    allocate,
+    allocate_most,
+    exist_nowait,
+    hold,
+    hold_first,
+    hold_nowait,
+    store_surely,
+)
 
 
 class AllocBatch:
@@ -207,3 +219,22 @@ def hold_pages(
     if behind:
         give_back(behind)
     return HeldBatch(s, first, give_back, unresolved)
+
+
+def hold_pages_here(s: ClientState, keys: Sequence[str], give_back: Callable[[list[Pin]], object]) -> HeldBatch | None:
+    """What lies under the first of these keys up to the first that is missing, if that can be told and held here."""
+    pins, left = hold_nowait(s, s.names(list_keys(keys)), prefix=True)
+    held = [pin for pin in pins if pin is not None]
+    if not left:
+        try:
+            return HeldBatch(s, held, give_back)
+        except KeyError:  # a region that is not mapped here: to ask for it takes a message
+            pass
+    give_back(held)
+    return None
+
+
+def exist_here(s: ClientState, keys: Sequence[str]) -> list[bool] | None:
+    """Which of these keys are there, if that can be told here."""
+    there = [False] * len(keys)
+    return None if exist_nowait(s, s.names(list_keys(keys)), there) else there

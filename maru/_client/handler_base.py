@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import attrs
 
 from .._config import MaruConfig
-from .operations import ClientState, Counters, Shortfall
+from . import columns as columns
+from .columns import HeldBatch
+from .operations import BoardCounters, ClientState, Counters, Pin, Shortfall
 from .pages import PageStatistics
 from .views import MemoryInfo
 
@@ -41,8 +43,10 @@ class HandlerStatistics:
     """On the way to the server."""
     counters: Counters
     """What happened to it."""
+    board: BoardCounters
+    """What it held without a message, and what it could not."""
     pinned: int
-    """Keys it holds pinned."""
+    """Keys it holds pinned, by message or by its board."""
     regions: int
     """Mapped, its own and others'."""
     shortfall: Shortfall | None = None
@@ -145,11 +149,32 @@ class HandlerBase:
 
         self._state.on_region_added = None if callback is None else added
 
+    def hold_pages_here(self, keys: Sequence[str]) -> HeldBatch | None:
+        """Hold what is stored under these keys up to the first that is missing, without a message. Any thread; never waits.
+
+        Returns:
+            What is held, as ``hold_pages`` does; it may be released in any thread, too. ``None`` where the shared index, or our
+            board, cannot tell or hold all of it, or a region is not mapped here yet: then ``hold_pages`` can.
+        """
+        return columns.hold_pages_here(self._state, keys, self._release_here)
+
+    def exist_here(self, keys: Sequence[str]) -> list[bool] | None:
+        """Which of these keys are there, without a message; ``None`` where the shared index cannot tell. Any thread; never waits."""
+        return columns.exist_here(self._state, keys)
+
+    def _release_here(self, pins: Sequence[Pin]) -> None:
+        """One user of each pin less. Any thread."""
+        left = list(pins)
+        for board in {pin.board for pin in pins} - {None}:
+            left = board.release(left)
+        self._state.pinned.dropped.extend(left)  # the server counts them since a restart: the next call tells it
+
     def _begin_anew(self) -> None:
         """It is not connected (any more): nothing is known of a server, and what was counted and asked for stays."""
         was = self._state
         self._state = now = ClientState(self.config, self._instance_id, self._clock)
         now.counters, now.on_region_added = was.counters, was.on_region_added
+        now.index.counters = was.index.counters
         now.era = was.era + 1  # what was held is of an era that is over
         now.pages.go_on_from(was.pages)
 
@@ -170,7 +195,8 @@ class HandlerBase:
                 pages=state.pages.statistics(),
                 calls=calls,
                 counters=attrs.evolve(state.counters),
-                pinned=len(state.pinned),
+                board=attrs.evolve(state.index.counters),
+                pinned=len(state.pinned) + (0 if state.index.board is None else len(state.index.board)),
                 regions=len(state.spans),
                 shortfall=state.shortfall,
                 why_no_index=state.index.why_not,

@@ -9,17 +9,24 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
-from .._index import IndexReader
+from .._forks import watch_forks
+from .._index import BoardWriter, IndexReader
 from .._listeners import find_tcp_listener
 from .._memory.mapping import Mapping, map_region
 from .._peers import why_untrusted
 from .._pool.backing import region_file_name
-from .._pool.descriptors import DescriptorRequest, fetch_descriptor, fetch_index
-from .._pool.index_files import map_index
+from .._pool.descriptors import (
+    DescriptorRequest,
+    fetch_board_descriptor,
+    fetch_descriptor,
+    fetch_index_descriptor,
+)
+from .._pool.index_files import map_board, map_index
 from .._wire.resource_manager import (
     HEADER_BYTES,
     RmAccessRequest,
@@ -30,7 +37,7 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
-from .operations import Map, MapIndex
+from .operations import BoardPins, Map, MapIndex
 
 if TYPE_CHECKING:
     from .._wire import Handle
@@ -42,11 +49,11 @@ INDEX_TIME: Final = 0.5
 
 def fetch_region(
     wanted: Map | MapIndex, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
-) -> Mapping | IndexReader:
+) -> Mapping | tuple[IndexReader, BoardPins | None]:
     """Map what an operation wants, if it may be mapped.
 
     Args:
-        wanted: the region, and with what to ask for it; or the shared index.
+        wanted: the region, and with what to ask for it; or the shared index and a board.
         session: the token of the session that has the capability.
         descriptors: the socket of our server's that hands out descriptors.
         rm_address: ``host:port`` of a resource manager, asked where there is no capability.
@@ -61,11 +68,7 @@ def fetch_region(
         ServerLost: nobody is there to ask.
     """
     if isinstance(wanted, MapIndex):
-        fd = fetch_index(descriptors, session, min(timeout, INDEX_TIME))
-        try:
-            return IndexReader(map_index(fd))
-        finally:
-            os.close(fd)
+        return fetch_index(wanted, session, descriptors, min(timeout, INDEX_TIME))
     if wanted.capability is not None:
         request = DescriptorRequest(
             session, wanted.region_id, wanted.offset, wanted.length, wanted.write, wanted.capability
@@ -81,6 +84,27 @@ def fetch_region(
     access = ask_for_access(rm_address, wanted.handle, timeout)
     check_access(access, wanted.handle, device)
     return map_region(access.path, wanted.length, access.offset, write=wanted.write, pin=None, device=device)
+
+
+def fetch_index(
+    wanted: MapIndex, session: bytes, descriptors: str, timeout: float
+) -> tuple[IndexReader, BoardPins | None]:
+    """Map the shared index, and a board unless there is one. Raises as :func:`fetch_region`."""
+    fd = fetch_index_descriptor(descriptors, session, timeout)
+    try:
+        reader = IndexReader(map_index(fd))
+    finally:
+        os.close(fd)
+    if not wanted.with_board:
+        return reader, None
+    fd = fetch_board_descriptor(descriptors, session, timeout)
+    try:
+        board = BoardWriter(map_board(fd))
+    finally:
+        os.close(fd)
+    pins = BoardPins(board, threading.Lock(), wanted.era, wanted.counters)
+    watch_forks(pins, BoardPins.after_fork)  # or else a child would let go of what its parent holds
+    return reader, pins
 
 
 def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:

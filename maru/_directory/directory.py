@@ -6,7 +6,7 @@ reads of published clients are not restored.
 Rule 1. No clock and no randomness: each method gets ``now`` (seconds; monotonic, the server's own), and the same
         calls give the same answers.
 Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
-Rule 3. A pinned key stays. A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
+Rule 3. A pinned key stays, and so does one that a client holds without a message (`maru._index.boards`). A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
         stops using its views by its own clock. After a restart the pins are unknown, so all keys count as pinned
         until every session has sent the new epoch, which means that it has dropped its views, or until the longest lease is
         over. Published clients cannot send it, so with them it takes that long.
@@ -25,7 +25,7 @@ from ..eviction import LRU, EvictionPolicy
 from ..kv_events import KeyWatcher
 from . import image as image_module
 from .changes import Changes
-from .eviction_guard import EvictionGuard
+from .eviction_guard import EvictionGuard, Holds
 from .evictor import Evictor
 from .image import DirectoryImage
 from .limits import Limits
@@ -491,6 +491,15 @@ class Directory:
         """Tell ``watcher`` where keys lie, from now on: before anything is answered, and before a page is handed back."""
         self.settle()
         self._state.location_watcher = watcher
+
+    def heed(self, boards: Holds) -> None:
+        """From now on what clients hold by these boards stays as if it were pinned, and what they note there was used."""
+        self._guard.boards = boards
+
+    def note_uses(self) -> None:
+        """Count what was used without a message since this was called last. Evictions do so themselves."""
+        self.settle()
+        self._evictor.note_uses()
 
     def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
         """Those of these keys that are here, where they lie, and whether they may be read without a pin. No use of them."""

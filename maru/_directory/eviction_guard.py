@@ -1,4 +1,7 @@
-"""Which keys must not be evicted or deleted now: pinned ones, recently read ones, and all keys after a restart. Pure.
+"""Which keys must not be evicted or deleted now: pinned and held ones, recently read ones, and all keys after a restart. Pure.
+
+A key is *pinned* by a message, and *held* by a board, of which nothing is known before it is looked at. So what is to go is claimed
+(:meth:`EvictionGuard.claim`) right before it goes: what a reader has begun to hold meanwhile stays.
 
 None of this is journaled. After a restart the earlier pins are unknown, so no key may go during the quiet time.
 """
@@ -7,11 +10,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 from .limits import Limits
+from .locations import Location
 from .pins import Held, Pins, ReadGrace
+from .regions import Region
 from .sessions import Leases
 from .state import State
+
+_LOOK_AGAIN: Final = 1.0
+"""Seconds until an abandoned region is looked at again of which something was held: each of its keys has to be."""
+
+
+class Holds(Protocol):
+    """What clients hold without a message; see `maru._index.boards`."""
+
+    def __contains__(self, holder: object) -> bool: ...
+
+    def close(self, holder: int) -> None:
+        """This session holds nothing any more."""
+        ...
+
+    def held(self) -> Container[int]:
+        """The generations that are held."""
+        ...
+
+    def claim(self, names: Sequence[str], generations: Sequence[int]) -> Container[int]:
+        """Let nobody begin to hold these; the generations of those that are held."""
+        ...
+
+    def give_up(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """These were claimed, are not held, and stay all the same."""
+        ...
+
+    def take_uses(self) -> Iterable[Sequence[str]]:
+        """What was used, for each client the deepest of a prefix first."""
+        ...
 
 
 class EvictionGuard:
@@ -25,6 +60,8 @@ class EvictionGuard:
         self._pins = Pins()
         self.pinned = self._pins.counts
         """The pinned keys, with their pins."""
+        self.boards: Holds | None = None
+        """What is held without a message; ``None``: nothing."""
         self._grace = ReadGrace(limits.v1_read_grace)
         self._v1_read_grace = limits.v1_read_grace
         # Holders that have ended, whose pins count until then: a reader stops using its views by its own clock, which may be
@@ -71,8 +108,8 @@ class EvictionGuard:
         return dropped
 
     def keep_pins_until(self, holder: int, until: float) -> None:
-        """This holder has ended: its pins count until then."""
-        if self._pins.has(holder):
+        """This holder has ended: its pins count until then, and so does what it holds."""
+        if self._pins.has(holder) or (self.boards is not None and holder in self.boards):
             self._ended_holders.set(holder, until)
         else:
             self._pins.drop_all(holder)
@@ -82,6 +119,8 @@ class EvictionGuard:
         if self._ended_holders.next() <= now:
             for holder in self._ended_holders.due(now):
                 self._note_unpinned(self._pins.drop_all(holder))
+                if self.boards is not None:
+                    self.boards.close(holder)
 
     def next_expiry(self) -> float:
         """When :meth:`expire_pins` may have something to do, or earlier; ``math.inf`` if there is nothing."""
@@ -110,7 +149,42 @@ class EvictionGuard:
     def held(self, also: Container[str], now: float) -> Held:
         """The keys that may not be evicted now, and ``also`` these."""
         self._grace.forget_before(now)
-        return Held(self._pins, self._grace, also)
+        return Held(self._pins, self._grace, also, _OnBoards(self._state.located, self.boards))
+
+    def pinned_or_held(self) -> Held:
+        """The keys that somebody reads under a pin or by a board."""
+        return Held(self._pins, (), (), _OnBoards(self._state.located, self.boards))
+
+    # --- what is held without a message ---------------------------------------------------------------------------
+
+    def claim(self, keys: Sequence[str]) -> set[str]:
+        """These are to go: let nobody begin to hold them. Those that stay, since somebody does; the others must go at once."""
+        if self.boards is None or not keys:
+            return set()
+        located = self._state.located
+        generations = [located[key].generation for key in keys]
+        held = self.boards.claim(keys, generations)
+        return {key for key, generation in zip(keys, generations, strict=True) if generation in held} if held else set()
+
+    def claim_region(self, region: Region, now: float) -> bool:
+        """Claim all that lies there; False, and nothing claimed, if some of it is held."""
+        if self.boards is None:
+            return True
+        if not self.claim(list(region.keys_at.values())):
+            return True
+        self.give_up_region(region)
+        region.read_until = max(region.read_until, now + _LOOK_AGAIN)
+        return False
+
+    def give_up_region(self, region: Region) -> None:
+        """What lies there was claimed, and stays after all."""
+        if self.boards is not None:
+            keys = list(region.keys_at.values())
+            self.boards.give_up(keys, [self._state.located[key].generation for key in keys])
+
+    def take_uses(self) -> Iterable[Sequence[str]]:
+        """What was used without a message: for each client, the deepest of a prefix first."""
+        return () if self.boards is None else self.boards.take_uses()
 
     # --- quiet time -----------------------------------------------------------------------------------------------
 
@@ -132,3 +206,18 @@ class EvictionGuard:
     def is_quiet(self, now: float) -> bool:
         """Whether views from before the restart may be in use, of which nothing is known here."""
         return now < self._surely_quiet_until or (bool(self._awaited) and now < self._quiet_until)
+
+
+class _OnBoards:
+    """The keys that stood on boards when this was first asked."""
+
+    def __init__(self, located: Mapping[str, Location], boards: Holds | None) -> None:
+        self._located = located
+        self._boards = boards
+        self._held: Container[int] | None = () if boards is None else None
+
+    def __contains__(self, key: object) -> bool:
+        if self._held is None:
+            assert self._boards is not None
+            self._held = self._boards.held()
+        return bool(self._held) and self._located[key].generation in self._held  # type: ignore[index]

@@ -14,6 +14,8 @@ from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
 _LONG_SEARCH: Final = 10_000
+_PASSES: Final = 2
+"""A reader may begin to hold what was just found: then others are searched for, once."""
 _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
 
 
@@ -30,7 +32,12 @@ class Evictor:
         """The ``n`` least recently used keys of this owner that are not held, nor ``also`` stay, go; how many went."""
         if not self._may(session, now):
             return 0
-        return self._remove(self._search(session, n, self._guard.held(also, now), now))
+        held, went = self._guard.held(also, now), 0
+        for _ in range(_PASSES):
+            went += self._remove(self._search(session, n - went, held, now))
+            if went == n:
+                break
+        return went
 
     def evict_bytes(self, sessions: Iterable[Session], wanted_bytes: int, also: Container[str], now: float) -> int:
         """Keys of these owners go, of the first one first, until so many bytes are free; how many keys.
@@ -64,13 +71,26 @@ class Evictor:
         for region in self._state.abandoned.values():
             if wanted_bytes <= 0:
                 break
-            if not region.pinned and region.read_until <= now:
+            if not region.pinned and region.read_until <= now and self._guard.claim_region(region, now):
                 chosen.append(region)
                 wanted_bytes -= region.length
-        return chosen if wanted_bytes <= 0 else []
+        if wanted_bytes <= 0:
+            return chosen
+        for region in chosen:
+            self._guard.give_up_region(region)
+        return []
+
+    def note_uses(self) -> None:
+        """Count what was read without a message, before something is chosen by the order of use."""
+        located = self._state.located
+        for names in self._guard.take_uses():
+            there = [name for name in reversed(names) if name in located]
+            self._state.use(there, [located[name] for name in there])
+            self._counters.found += len(there)
 
     def _may(self, session: Session, now: float) -> bool:
         self._guard.expire_pins(now)
+        self.note_uses()
         return not (session.published or now < session.barren_until or self._guard.is_quiet(now))
 
     def _search(self, session: Session, n: int, held: Held, now: float) -> list[str]:
@@ -80,6 +100,11 @@ class Evictor:
         return victims
 
     def _remove(self, victims: list[str]) -> int:
+        kept = self._guard.claim(victims)
+        if kept:  # since the search somebody has begun to hold it: back into the order of use, which has forgotten it
+            stay = [key for key in victims if key in kept]
+            self._state.use(stay, [self._state.located[key] for key in stay], are_new=True)
+            victims = [key for key in victims if key not in kept]
         self._changes.remove(victims)
         self._counters.evicted += len(victims)
         return len(victims)

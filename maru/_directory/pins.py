@@ -208,17 +208,18 @@ class ReadGrace:
 class Held:
     """The keys that may not be evicted now, as an eviction policy asks for them."""
 
-    __slots__ = ("_also", "_grace", "_pins", "passed")
+    __slots__ = ("_also", "_boards", "_grace", "_pins", "passed")
 
-    def __init__(self, pins: Pins, grace: ReadGrace, also: Container[str]) -> None:
+    def __init__(self, pins: Pins, grace: Container[str], also: Container[str], boards: Container[str]) -> None:
         self._pins = pins.counts
         self._grace = grace
         self._also = also
+        self._boards = boards
         self.passed = 0
         """How many were asked for and had to stay."""
 
     def __contains__(self, key: object) -> bool:
-        if key in self._pins or key in self._grace or key in self._also:
+        if key in self._pins or key in self._grace or key in self._also or key in self._boards:
             self.passed += 1
             return True
         return False

@@ -106,7 +106,7 @@ class Registrar:
             columns,
             regions,
             self._state.located,
-            self._guard.pinned,
+            self._guard.pinned_or_held(),
             max_key_bytes=self._limits.max_key_bytes,
             quiet=self._guard.is_quiet(now),
             remaining=remaining,

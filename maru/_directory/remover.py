@@ -50,7 +50,7 @@ class Remover:
         quiet = self._guard.is_quiet(now)
         located, pinned, regions = self._state.located, self._guard.pinned, self._state.regions
         answers: list[int] = []
-        gone: dict[str, None] = {}
+        gone: dict[str, int] = {}
         meant: Iterable[int | None] = repeat(None) if generations is None else generations
         for key, generation in zip(keys, meant, strict=False):
             location = located.get(key)
@@ -62,8 +62,10 @@ class Remover:
                 answer = DropAnswer.PROTECTED
             else:
                 answer = DropAnswer.DELETED
-                gone[key] = None
+                gone[key] = len(answers)
             answers.append(answer.value)
+        for key in self._guard.claim(list(gone)):
+            answers[gone.pop(key)] = DropAnswer.PINNED.value
         self._changes.remove(list(gone))
         self._counters.deleted += len(gone)
         if session is not None and request_id:

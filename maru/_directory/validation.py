@@ -116,7 +116,7 @@ def validate(
                 old = region.keys_at[offset]
                 old_length = located[old].length
             if old_length and (quiet or old in pinned):
-                # What lies there is pinned, or in quiet time may be: it stays found where it is until its pins are gone.
+                # What lies there is read, or in quiet time may be: it stays found where it is until its pins are gone.
                 status = _PINNED
             else:
                 owner = region.session

@@ -10,6 +10,7 @@ Rule 2. A sequence is loaded before the rest of its entry. So if it is the same 
         order that was loaded: the words of one entry are not loaded at once.
 Rule 3. What has changed is not wrong and not missing. It is to be asked for by message, with a pin.
 Rule 4. What is not found is not stored, if the file was not retired and left nothing out when the search began.
+        What is marked is there: it may go, and is not to be held.
 Rule 5. Whoever relies on this holds a live lease before and after: a server that is gone retires nothing.
 """
 

@@ -107,14 +107,25 @@ class TenantIndexes:
             return
         if self._waiting:
             self._gone.update(generations)
-        for tenant, positions in _positions(names).items():
-            writer = self._writers.get(tenant)
-            if writer is None:
-                continue
-            if positions is None:
-                writer.remove(names, generations)
-            else:
-                writer.remove([names[at] for at in positions], [generations[at] for at in positions])
+        for writer, some, of_them in self._parts(names, generations):
+            writer.remove(some, of_them)
+
+    def mark(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """Let nobody begin to hold these from now on."""
+        for writer, some, of_them in self._parts(names, generations):
+            writer.mark(some, of_them)
+
+    def unmark(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """These stay after all."""
+        for writer, some, of_them in self._parts(names, generations):
+            writer.unmark(some, of_them)
+
+    def names_at(self, tenant: str, uses: Iterable[tuple[int, int]]) -> list[str]:
+        """The names that stand at these words of a tenant's index, with these ends of their generations; others are passed over."""
+        writer = self._writers.get(tenant)
+        if writer is None:
+            return []
+        return [name for word, low in uses if (name := writer.name_at(word, low)) is not None]
 
     def publish(self) -> bool:
         """The journal has everything that was registered until now: let it be found. Whether there was anything."""
@@ -125,6 +136,19 @@ class TenantIndexes:
                 entries = _at(entries, [at for at, one in enumerate(entries.generations) if one not in gone])
             self._writers[tenant].add(entries)
         return bool(waiting)
+
+    def _parts(
+        self, names: Sequence[str], generations: Sequence[int]
+    ) -> Iterable[tuple[IndexWriter, Sequence[str], Sequence[int]]]:
+        """The writer of each tenant that has one, with those of these that are its."""
+        for tenant, positions in _positions(names).items():
+            writer = self._writers.get(tenant)
+            if writer is None:
+                continue
+            if positions is None:
+                yield writer, names, generations
+            else:
+                yield writer, [names[at] for at in positions], [generations[at] for at in positions]
 
 
 def _positions(names: Sequence[str]) -> dict[str, Sequence[int] | None]:

@@ -4,7 +4,9 @@ Rule 1. A name that comes: its entry, then its sequence, then its hash. A reader
 Rule 2. A name that goes: its sequence first, then its hash. From the first store on, no copy that is looked at again counts.
 Rule 3. Nothing is read from the file that decides anything but whether a hash is there: which slots are taken is known here.
 Rule 4. A name that has no room is *left out*, and counted where readers see it before any reader can be told of the name.
-Rule 5. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored and has
+Rule 5. What the server wants to remove is marked first, so that nobody begins to hold it (`maru._index.board`); then it goes, or its
+        mark does.
+Rule 6. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored and has
         the hash of one that is would be found: one in 2**128.)
 
 x86 lets other cores see stores in the order in which they were made, which rules 1 and 2 rely on. No lock is taken, no fence is
@@ -13,7 +15,7 @@ needed, and no reader is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +36,7 @@ from .layout import (
     HASH_BYTES,
     HEADER_BYTES,
     MAGIC,
+    MARK,
     MIN_BYTES,
     VERSION,
     buckets_in,
@@ -95,6 +98,7 @@ class IndexWriter:
         self._buckets = buckets_in(len(memory))
         self._entries = entries_at(self._buckets)
         self._taken = bytearray(self._buckets)
+        self._names: list[str | None] = [None] * (self._buckets * BUCKET_SLOTS)
         self._keys = 0
         self._left_out: set[str] = set()
         self._collided: set[bytes] = set()
@@ -155,7 +159,7 @@ class IndexWriter:
             return
         slot = slot_of(self._memory, digest, first, second, self._buckets)
         if slot >= 0:
-            if self._words[self._word_of(slot)] != generation:
+            if self._words[self._word_of(slot)] & ~MARK != generation:
                 self._collided.add(digest)
                 self._left_out.add(name)
                 self._tell_left_out()  # before the other name cannot be found
@@ -175,6 +179,7 @@ class IndexWriter:
         slot = bucket * BUCKET_SLOTS + place
         at = self._entries + slot * ENTRY_BYTES
         FIELDS.pack_into(self._memory, at + 8, first, region, offset, length, checksum or 0, checksum is not None)
+        self._names[slot] = name
         # From here on in this order: see rule 1.
         self._set_sequence(slot, generation)
         self._set_hash(slot, digest)
@@ -187,20 +192,43 @@ class IndexWriter:
 
         What is not there, or not under that generation, is passed over.
         """
+        for slot, _ in self._slots_of(names, generations):
+            self._clear(slot)
+        if self._left_out:
+            self._left_out.difference_update(names)
+            self._tell_left_out()
+
+    def mark(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """Let these registrations be held by nobody from now on. What was found and copied of them is still right."""
+        for slot, generation in self._slots_of(names, generations):
+            self._set_sequence(slot, generation | MARK)
+
+    def unmark(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """They stay after all."""
+        for slot, generation in self._slots_of(names, generations):
+            self._set_sequence(slot, generation)
+
+    def name_at(self, word: int, low: int) -> str | None:
+        """The name whose sequence stands in that word, if that ends in these 32 bits. A reader may say any word."""
+        slot, rest = divmod(8 * word - self._entries, ENTRY_BYTES)
+        if rest or not 0 <= slot < len(self._names) or self._words[word] & 0xFFFF_FFFF != low:
+            return None
+        return self._names[slot]
+
+    def _slots_of(self, names: Sequence[str], generations: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The slots of those that are there, and their generations."""
         memory, words, buckets, seed, hashing = self._memory, self._words, self._buckets, self._seed, self._hash
         for name, generation in zip(names, generations, strict=True):
             digest = hashing(name.encode(), seed)
             first, second = HALVES.unpack(digest)
             slot = slot_of(memory, digest, first, second, buckets)
-            if slot >= 0 and words[self._word_of(slot)] == generation:
-                self._clear(slot)
-        if self._left_out:
-            self._left_out.difference_update(names)
-            self._tell_left_out()
+            if slot >= 0 and words[self._word_of(slot)] & ~MARK == generation:
+                yield slot, generation
 
     def _clear(self, slot: int) -> None:
         self._set_sequence(slot, 0)  # before the hash: see rule 2
         self._set_hash(slot, _EMPTY)
+        self._names[slot] = None
         bucket, place = divmod(slot, BUCKET_SLOTS)
         self._taken[bucket] &= ~(1 << place)
         self._keys -= 1

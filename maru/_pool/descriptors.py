@@ -1,8 +1,8 @@
 """Region descriptors over a Unix socket: how our own clients get at the memory of a region, and readers only to read it.
 
 A client shows the capability that it got for a span over ZeroMQ, and is handed a descriptor of that region's file: opened
-read-only unless the capability is for writing. In the same way it is handed its tenant's shared index, for which its
-session is enough. Then it can be mapped without its path being known, and a reader cannot
+read-only unless the capability is for writing. In the same way it is handed its tenant's shared index to read, and a board to
+write, for which its session is enough. Then it can be mapped without its path being known, and a reader cannot
 write by accident, whatever its code does. (A hostile process of the same user can open the file itself. This is no
 protection against that.)
 
@@ -48,7 +48,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 INDEX: Final = 0
-"""In place of a region's id, which none has: the shared index."""
+"""In place of a region's id, which none has: to read, the shared index; to write, the session's own board."""
 
 
 class DescriptorRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -116,7 +116,7 @@ class DescriptorServer:
         self,
         pool: Descriptors,
         permits: Callable[[DescriptorRequest], bool],
-        open_index: Callable[[bytes], Awaitable[int]] | None = None,
+        open_index: Callable[[bytes, bool], Awaitable[int]] | None = None,
         *,
         max_connections: int = MAX_CONNECTIONS,
         idle: float = IDLE,
@@ -127,8 +127,8 @@ class DescriptorServer:
         Args:
             pool: of the regions.
             permits: see above.
-            open_index: a new descriptor of the index for this session; raises ``CannotMap`` where there is none. ``None``:
-                there never is, and 0 is a region like any other.
+            open_index: a new descriptor for this session: of the index, or to write of its board; raises ``CannotMap`` where
+                there is none. ``None``: there never is, and 0 is a region like any other.
             max_connections: at once.
             idle: seconds that a connection may be silent.
             open_time: seconds that opening may take.
@@ -205,7 +205,7 @@ class DescriptorServer:
             try:
                 with trio.fail_after(self._open_time):
                     if request.region_id == INDEX and self._open_index is not None:
-                        fd = await self._open_index(request.session)
+                        fd = await self._open_index(request.session, request.writable)
                     else:
                         fd = await self._pool.open_fd(request.region_id, request.writable)
             except (CannotMap, HandlerClosed) as exc:
@@ -224,7 +224,7 @@ class DescriptorServer:
 
     def _judge(self, request: DescriptorRequest) -> _Reply | None:
         if request.region_id == INDEX and self._open_index is not None:  # whose session it is, opening it asks
-            return _Reply(errno.EACCES, "an index is only read", 0, 0) if request.writable else None
+            return None
         region = self._pool.find(request.region_id)
         # The capability is checked first, so that a peer without one does not learn which regions exist.
         if not self._permits(request):
@@ -299,13 +299,18 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
             os.close(fd)
 
 
-def fetch_index(path: str, session: bytes, timeout: float) -> int:
+def fetch_index_descriptor(path: str, session: bytes, timeout: float) -> int:
     """Get a descriptor of the shared index, to read: the caller's. Blocking, and raises, as :func:`fetch_descriptor`.
 
     Raises:
-        NotOwner, ServerRefused: there is none; the text says why.
+        ServerRefused: there is none; the text says why.
     """
     return fetch_descriptor(path, DescriptorRequest(session, INDEX, 0, 0, False, b""), timeout)[0]
+
+
+def fetch_board_descriptor(path: str, session: bytes, timeout: float) -> int:
+    """Get a descriptor of this session's board, to write. The same otherwise; one of an older server raises ``NotOwner``."""
+    return fetch_descriptor(path, DescriptorRequest(session, INDEX, 0, 0, True, b""), timeout)[0]
 
 
 # --- both ---------------------------------------------------------------------------------------------------------

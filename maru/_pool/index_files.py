@@ -1,4 +1,4 @@
-"""The files of shared indexes, in the directory of what outlives a server. Blocking.
+"""The files of shared indexes, in the directory of what outlives a server; and the boards, which nothing outlives. Blocking.
 
     DIRECTORY/maru.index.N    one for a tenant of whom somebody reads; made anew when it was too small, and at each start
 
@@ -6,11 +6,14 @@ Rule 1. What the server before has left is retired before anything else happens:
         nothing of what happens now.
 Rule 2. All of a file is reserved before it is used: a store into it must not meet a full disk, which would be a SIGBUS.
 Rule 3. Readers get a descriptor that was opened to be read. No path is told.
+Rule 4. A board is memory without a name, since a server that comes next has no use for it: until then nothing may go that was held.
+        It is sealed against every change of its length: the server looks at it, and must not meet its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import stat
@@ -18,10 +21,12 @@ import sys
 from typing import Final
 
 from .._errors import CannotMap
+from .._index import BOARD_BYTES, header_of_board
 from .._index.layout import AT_RETIRED, HEADER_BYTES
 
 PREFIX: Final = "maru.index."
 _RETIRED: Final = (1).to_bytes(8, sys.byteorder)
+_LENGTH_STAYS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -79,6 +84,37 @@ def retire_left(home: str) -> int:
             os.close(fd)
         os.unlink(path)
     return len(names)
+
+
+def make_board() -> tuple[int, mmap.mmap]:
+    """A new board: a descriptor to hand out, and its memory for the server to read.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    fd = os.memfd_create("maru board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, BOARD_BYTES)
+        os.pwrite(fd, header_of_board(), 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LENGTH_STAYS)
+        return fd, mmap.mmap(fd, BOARD_BYTES, access=mmap.ACCESS_READ)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_board(fd: int) -> mmap.mmap:
+    """Map a board to write it, from a descriptor that the server has handed out.
+
+    Raises:
+        CannotMap: it is no memory of that kind.
+    """
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _LENGTH_STAYS != _LENGTH_STAYS:
+            raise CannotMap("what the server handed out as a board may be cut short")
+        return mmap.mmap(fd, BOARD_BYTES)
+    except (OSError, ValueError) as exc:
+        raise CannotMap(f"the board cannot be mapped: {exc}") from exc
 
 
 def map_index(fd: int) -> mmap.mmap:

@@ -1,4 +1,5 @@
-"""The shared indexes of a server: made when somebody asks for one, filled beside everything else, and made larger in time.
+"""The shared indexes of a server and the boards of its clients: an index is made when somebody asks for one, filled beside
+everything else, and made larger in time; a board is made for each session that asks.
 
 What they show and when is decided in `maru._index`; here are the files, the tasks and who may have a descriptor.
 
@@ -10,7 +11,9 @@ Rule 3. Without an index everything works, by messages. Whatever goes wrong with
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import threading
 from typing import Final
 
 import attrs
@@ -18,8 +21,8 @@ import trio
 
 from .._directory import Directory
 from .._errors import CannotMap
-from .._index import IndexStatistics, TenantIndexes, bytes_for
-from .._pool.index_files import make_index_file, open_index_file, remove_index_file, why_not_here
+from .._index import Boards, IndexStatistics, TenantIndexes, bytes_for
+from .._pool.index_files import make_board, make_index_file, open_index_file, remove_index_file, why_not_here
 from .committer import Committer
 
 LEAST_KEYS: Final = 1 << 14
@@ -31,6 +34,15 @@ _PIECE: Final = 128
 """Names that are added at once: a quarter of a millisecond."""
 
 _log = logging.getLogger("maru.server")
+
+
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """A full fence, as each taking of a lock is on x86."""
+    with _lock:
+        pass
 
 
 @attrs.define
@@ -48,6 +60,8 @@ class IndexesStatistics:
     """Descriptors."""
     grown: int
     """Files that were replaced by a larger one."""
+    boards: int
+    """By which clients hold without a message."""
     tenants: dict[str, IndexStatistics]
 
 
@@ -70,6 +84,8 @@ class Indexes:
         self._epoch = epoch
         self._most_keys = max(LEAST_KEYS, most_keys)
         self._indexes = TenantIndexes()
+        self._boards = Boards(self._indexes, _fence)
+        self._board_fds: dict[int, int] = {}
         self._files: dict[str, _File] = {}
         self._numbers = 0
         self._handed_out = self._grown = 0
@@ -83,7 +99,7 @@ class Indexes:
 
     def statistics(self) -> IndexesStatistics:
         """An immutable snapshot."""
-        return IndexesStatistics(self._handed_out, self._grown, self._indexes.statistics())
+        return IndexesStatistics(self._handed_out, self._grown, len(self._boards), self._indexes.statistics())
 
     def facts(self) -> dict[str, bool | int | float | str | None]:
         """What a description of the server says."""
@@ -94,17 +110,22 @@ class Indexes:
             "tenants": len(self._indexes),
             "handed out": self._handed_out,
             "grown": self._grown,
+            "boards": len(self._boards),
+            "held": len(self._boards.held() - {0}),
             "keys": sum(one.keys for one in each),
             "slots": sum(one.slots for one in each),
             "left out": sum(one.left_out for one in each),
         }
 
-    async def open_fd(self, session: bytes) -> int:
-        """A descriptor for whoever has this session: of its tenant's index, to read.
+    async def open_fd(self, session: bytes, write: bool) -> int:
+        """A descriptor for whoever has this session: of its tenant's index, to read, or of its own board, to write.
 
         Raises:
             CannotMap: there is none.
         """
+        if write:
+            await trio.lowlevel.checkpoint()
+            return self._open_board(session)
         tenant = self._directory.tenant_of(session)
         if tenant is None or self.why_not:
             await trio.lowlevel.checkpoint()
@@ -124,15 +145,40 @@ class Indexes:
         return fd
 
     async def run(self, committer: Committer) -> None:
-        """Fill what was made and make what is too small larger, until cancelled."""
-        while True:
-            await self._due.wait()
-            self._due = trio.Event()
-            for tenant in list(self._files):
-                await self._fill(tenant, committer)
-                await self._grow(tenant, committer)
+        """Fill what was made and make what is too small larger, until cancelled. Then no board is handed out any more."""
+        try:
+            while True:
+                await self._due.wait()
+                self._due = trio.Event()
+                for tenant in list(self._files):
+                    await self._fill(tenant, committer)
+                    await self._grow(tenant, committer)
+        finally:
+            for fd in self._board_fds.values():
+                os.close(fd)
+            self._board_fds.clear()
 
     # --- below ----------------------------------------------------------------------------------------------------
+
+    def _open_board(self, session: bytes) -> int:
+        """One for each session, in its life. Asked for again, the same one: nobody else may hold by it."""
+        holder, tenant = self._directory.session_of(session), self._directory.tenant_of(session)
+        if holder is None or tenant is None or self.why_not:
+            raise CannotMap(self.why_not or "there is no such session")
+        for gone in [one for one in self._board_fds if one not in self._boards]:
+            os.close(self._board_fds.pop(gone))
+        try:
+            if holder not in self._boards:
+                if self._boards.is_full:
+                    raise CannotMap(f"{len(self._boards)} sessions have a board already, and no other can")
+                fd, memory = make_board()
+                self._board_fds[holder] = fd
+                self._boards.open(holder, tenant, memory)
+                self._directory.heed(self._boards)
+            return os.dup(self._board_fds[holder])
+        except OSError as exc:
+            _log.warning("no board can be made: %s", exc)
+            raise CannotMap(f"no board can be made: {exc}") from exc
 
     def _is_too_small(self, tenant: str) -> bool:
         return self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys

@@ -442,6 +442,7 @@ class MaruServer:
                 service.expire(now)
             if service.filled:
                 service.trim(now)
+            self._storage.directory.note_uses()  # or else what is read for long while nothing is evicted overwrites itself
             self._step()
 
     # --- memory ---------------------------------------------------------------------------------------------------

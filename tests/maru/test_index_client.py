@@ -263,19 +263,6 @@ def test_what_was_loaded_over_the_index_is_not_evicted_next(server: Server) -> N
         assert handler.batch_exists(used) == [True] * len(used)
 
 
-def test_uses_are_told_while_nothing_is_stored(server: Server) -> None:
-    with client(server, lease=0.3) as handler, client(server, index="off", pool_size=0) as other:
-        put(handler, ["a", "b"])
-        settled(handler)
-        assert handler.batch_get_into(["a"], blank(1)) == [Loaded.LOADED]
-        assert handler._state.index.used
-        ends = time.monotonic() + 30
-        while handler._state.index.used:
-            assert time.monotonic() < ends
-            time.sleep(0.01)
-        assert other.exists("a")
-
-
 # --- a server that is gone ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +23,11 @@ import trio
 
 from maru import CannotMap, MaruConfig, MaruHandler, NoAnswer, ServerConfig, ServerRefused
 from maru._client.copying import copy, copy_and_sum
-from maru._client.operations import Alone, Call, ClientState, Identify, Map, MapIndex, Work, load, put
+from maru._client.operations import Alone, BoardPins, Call, ClientState, Identify, Map, MapIndex, Work, load, put
 from maru._client.operations import effects as effects
 from maru._directory import Directory
 from maru._directory.limits import Limits
-from maru._index import IndexReader, TenantIndexes, bytes_for
+from maru._index import BOARD_BYTES, Boards, BoardWriter, IndexReader, TenantIndexes, bytes_for, header_of_board
 from maru._index.layout import AT_RETIRED
 from maru._peers import Listener
 from maru._server.service import Service
@@ -79,6 +80,7 @@ class World:
         self.delayed: list[Callable[[], None]] = []
         self.shared: dict[str, mmap.mmap] = {}
         self.indexes = TenantIndexes()
+        self.boards = Boards(self.indexes, lambda: None)
         self.start(Directory(self._limits()))
 
     def _limits(self) -> Limits:
@@ -96,6 +98,7 @@ class World:
         self.service.descriptors = "somewhere"
         self.retire()
         self.indexes = TenantIndexes()
+        self.boards = Boards(self.indexes, lambda: None)
         for region_id, length in directory.regions():
             self.service.place(region_id, 0, length)
 
@@ -115,8 +118,8 @@ class World:
             memory[8 * AT_RETIRED] = 1
         self.shared.clear()
 
-    def index(self, token: bytes) -> IndexReader:
-        """The shared index for this session, made if need be."""
+    def index(self, token: bytes, wanted: MapIndex) -> tuple[IndexReader, BoardPins | None]:
+        """The shared index for this session, made if need be, and its board."""
         directory = self.service.directory
         tenant = directory.tenant_of(token)
         if tenant is None:
@@ -127,7 +130,15 @@ class World:
             self.indexes.open(tenant, memory, self.service.epoch, 1)
             self.indexes.fill(tenant, directory.locate(directory.list_keys()))
             self.indexes.end_filling(tenant)
-        return IndexReader(self.shared[tenant])
+        reader = IndexReader(self.shared[tenant])
+        if not wanted.with_board:
+            return reader, None
+        board = mmap.mmap(-1, BOARD_BYTES)
+        board[: len(header_of_board())] = header_of_board()
+        session = directory.session_of(token)
+        self.boards.open(session, tenant, board)
+        directory.heed(self.boards)
+        return reader, BoardPins(BoardWriter(board), threading.Lock(), wanted.era, wanted.counters)
 
     def arrive(self, identity: bytes, frame: bytes) -> bytes | None:
         """A request arrives, and is answered at once."""
@@ -209,7 +220,7 @@ class Client:
         if isinstance(effect, Map):
             return self.map(effect)
         if isinstance(effect, MapIndex):
-            return self.world.index(self.s.token)
+            return self.world.index(self.s.token, effect)
         if isinstance(effect, Identify):
             return self.listener
         if isinstance(effect, Work):
@@ -488,10 +499,10 @@ class Joined:
         await trio.lowlevel.checkpoint()
         return OURS
 
-    async def _map(self, effect: Map | MapIndex) -> FakeSpan | IndexReader:
+    async def _map(self, effect: Map | MapIndex) -> FakeSpan | tuple[IndexReader, BoardPins | None]:
         await trio.sleep(0.001)
         if isinstance(effect, MapIndex):
-            return self.world.index(self.handler._state.token)
+            return self.world.index(self.handler._state.token, effect)
         if effect.region_id not in self.world.memory:
             raise CannotMap(f"region {effect.region_id} is gone")
         return FakeSpan(self.world.memory[effect.region_id], effect.write)

@@ -4,6 +4,8 @@ One file per idea: connecting (and coming back), pinning, storing, reclaiming, r
 share, `effects` what they ask for; what drives them is a face (`handler`, `blocking`).
 """
 
+from .board_pins import BoardCounters as BoardCounters
+from .board_pins import BoardPins as BoardPins
 from .connecting import beat as beat
 from .connecting import close as close
 from .connecting import connect as connect
@@ -20,6 +22,8 @@ from .effects import MapIndex as MapIndex
 from .effects import Operation as Operation
 from .effects import Span as Span
 from .effects import Work as Work
+from .indexed import exist_nowait as exist_nowait
+from .indexed import hold_nowait as hold_nowait
 from .pinned import Pin as Pin
 from .pinning import give_back_pins as give_back_pins
 from .reading import exist as exist

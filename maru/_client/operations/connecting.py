@@ -27,7 +27,6 @@ from ..._wire import (
     raw_scalar,
 )
 from .effects import Alone, Call, Identify, Map, Operation, Span
-from .indexed import tell_used
 from .pinning import SESSION_GONE, claim_pins, give_back_pins, portions, retake_pins
 from .state import ClientState, is_own
 
@@ -216,7 +215,6 @@ def beat(s: ClientState) -> Operation[None]:
     """A sign of life, and whatever has waited for one."""
     yield from settle(s)
     yield from steadily(s, partial(_beat, s))
-    yield from tell_used(s)
     if s.doubts_pins():
         yield Alone(partial(claim_pins, s))
     s.beats += 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..._wire import Reply, Request
+from .board_pins import BoardCounters
 
 T = TypeVar("T")
 
@@ -112,9 +113,18 @@ class Map:
 
 
 class MapIndex:
-    """Map the shared index of our session's tenant: resumed with an :class:`~maru._index.IndexReader`."""
+    """Map the shared index of our session's tenant, and our board: resumed with an ``IndexReader`` and ``BoardPins``.
 
-    __slots__ = ()
+    Without ``with_board`` there is one already: then ``None`` in its place.
+    """
+
+    __slots__ = ("counters", "era", "with_board")
+
+    def __init__(self, era: int, counters: BoardCounters, *, with_board: bool) -> None:
+        self.era = era
+        """In which the board is had."""
+        self.counters = counters
+        self.with_board = with_board
 
 
 class Identify:

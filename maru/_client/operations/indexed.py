@@ -1,12 +1,14 @@
-"""Operations: lookups and loads over the shared index of the server, which ask nobody. Pure.
+"""Operations: lookups, loads and holds over the shared index of the server, which ask nobody. Pure.
 
 Rule 1. The index is read while the lease of our session lives, and while its epoch is the last that was heard of. Behind a copy
         the index is looked at again, and so are the lease and the era.
 Rule 2. What the index cannot say is left to be asked for by message: what has changed meanwhile, what is not found where
         something is left out, what lies in a region that is not mapped here.
 Rule 3. Nothing that the index says is used as an address before it is seen to lie in a region: it may be half of two entries.
-Rule 4. A load is a use, and evictions go by uses: many loads are told together, in a FIND without a pin whose answer nobody
-        waits for. One that is lost costs a little of the order, never a byte.
+Rule 4. A load and a hold are uses, and evictions go by uses: they are noted on our board, where the server sees them before it
+        evicts. One that is lost costs a little of the order, never a byte.
+Rule 5. An index is used together with a board and not without. What needs no effect (`hold_nowait`, `exist_nowait`) may be called
+        in any thread: it changes nothing of the client but its board.
 """
 
 from __future__ import annotations
@@ -17,36 +19,73 @@ from typing import Any
 
 from ..._errors import MaruError
 from ..._index import Found, IndexReader, NotAnIndex
-from ..._wire import Code, FindRequest
 from ..answers import Loaded
-from .effects import Alone, Call, MapIndex, Operation, Work
+from .board_pins import BoardPins
+from .effects import Alone, MapIndex, Operation, Work
+from .pinned import Pin
 from .pinning import give_back_pins
 from .state import ClientState
 
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None]
 """Copies to the destinations at these positions from addresses, of sizes. Told to, it returns the sum of each as it arrived."""
 
-TOLD_AT_ONCE = 256
-"""Names of one message that tells of uses: some ten loads."""
 ASK_AGAIN = 1.0
 """Seconds until another index is asked for, where there was none or the one that there was is retired."""
 
 
-# --- lookups and loads --------------------------------------------------------------------------------------------
+# --- lookups, loads and holds -------------------------------------------------------------------------------------
 
 
 def exist_here(s: ClientState, names: list[str], there: list[bool]) -> Operation[list[int]]:
     """Note which of these names are there; the positions of those of which only the server can tell."""
-    reader = yield from reader_of(s)
+    yield from look_after_index(s)
+    left = exist_nowait(s, names, there)
+    s.counters.found_here += there.count(True)
+    s.counters.asked_anyway += len(left)
+    return left
+
+
+def exist_nowait(s: ClientState, names: list[str], there: list[bool]) -> list[int]:
+    """See :func:`exist_here`. Any thread."""
+    reader, _ = index_of(s)
     if reader is None:
         return list(range(len(names)))
     found = reader.find(names)
     for position in found.positions:
         there[position] = True
-    left = [] if found.is_definite else [position for position, is_there in enumerate(there) if not is_there]
-    s.counters.found_here += len(found)
+    return [] if found.is_definite else [position for position, is_there in enumerate(there) if not is_there]
+
+
+def hold_here(s: ClientState, names: list[str], *, prefix: bool) -> Operation[tuple[list[Pin | None], list[int]]]:
+    """Hold what the index shows under these names: a pin or ``None`` for each, and the positions of what is to be asked for.
+
+    With ``prefix`` nothing is held behind the first that is not.
+    """
+    yield from look_after_index(s)
+    pins, left = hold_nowait(s, names, prefix=prefix)
     s.counters.asked_anyway += len(left)
-    return left
+    return pins, left
+
+
+def hold_nowait(s: ClientState, names: list[str], *, prefix: bool) -> tuple[list[Pin | None], list[int]]:
+    """See :func:`hold_here`. Any thread."""
+    n = len(names)
+    reader, board = index_of(s)
+    if reader is None or board is None:
+        return [None] * n, list(range(n))
+    found = reader.find(names, prefix=prefix)
+    held = board.hold(names, found, reader)
+    if prefix:
+        k = held.index(None) if None in held else len(held)
+        if k < len(held):
+            board.release([pin for pin in held[k:] if pin is not None])
+        is_over = k == n or (k == len(held) and found.is_definite)
+        return held[:k] + [None] * (n - k), [] if is_over else list(range(k, n))
+    pins: list[Pin | None] = [None] * n
+    for position, pin in zip(found.positions, held, strict=True):
+        pins[position] = pin
+    asked = range(n) if not found.is_definite else found.positions
+    return pins, [position for position in asked if pins[position] is None]
 
 
 def load_here(
@@ -61,8 +100,9 @@ def load_here(
         copy: copies. To a destination that is left it may have copied something.
         answers: what became of each; those of what is left stay.
     """
-    reader = yield from reader_of(s)
-    if reader is None:
+    yield from look_after_index(s)
+    reader, board = index_of(s)
+    if reader is None or board is None:
         return list(range(len(names)))
     era = s.era
     every = reader.find(names)
@@ -77,13 +117,12 @@ def load_here(
         s.counters.changed_in_copy += len(changed)
         kept = [at for at in range(len(found)) if at not in changed]
         found, sums = found.pick(kept), None if sums is None else [sums[at] for at in kept]
-    _judge(s, names, found, sums, answers)
+    _judge(s, found, sums, answers)
+    board.note_used(found)
     done = set(found.positions)
     expected = every.positions if every.is_definite else range(len(names))
     left = [position for position in expected if position not in done]
     s.counters.asked_anyway += len(left)
-    if len(s.index.used) >= TOLD_AT_ONCE:
-        yield from tell_used(s)
     return left
 
 
@@ -102,7 +141,7 @@ def _in_reach(s: ClientState, found: Found, sizes: Sequence[int]) -> tuple[Found
     return found if len(inside) == len(found) else found.pick(inside), addresses
 
 
-def _judge(s: ClientState, names: list[str], found: Found, sums: Sequence[int] | None, answers: list[Loaded]) -> None:
+def _judge(s: ClientState, found: Found, sums: Sequence[int] | None, answers: list[Loaded]) -> None:
     """What became of what was copied, and had not changed."""
     s.counters.found_here += len(found)
     for at, position in enumerate(found.positions):
@@ -112,44 +151,42 @@ def _judge(s: ClientState, names: list[str], found: Found, sums: Sequence[int] |
             answers[position] = Loaded.DAMAGED
         else:
             answers[position] = Loaded.LOADED
-            s.index.used[names[position]] = None
-
-
-def tell_used(s: ClientState) -> Operation[None]:
-    """Tell the server what was loaded since it was told last. Nobody waits for the answer."""
-    used = s.index.used
-    while used and s.own and not s.unsettled:
-        some = list(used)[: s.max_keys]
-        for name in some:
-            del used[name]
-        request = FindRequest(s.token, s.pages.acknowledged, some, False, False, s.pin_epochs.current)
-        yield Call(Code.FIND, request, is_awaited=False)
 
 
 # --- the index ----------------------------------------------------------------------------------------------------
 
 
-def reader_of(s: ClientState) -> Operation[IndexReader | None]:
-    """What reads the index, if it may be believed now. Asked for if need be."""
-    index = s.index
-    if not (index.is_wanted and s.own and s.is_connected) or s.is_closed:
-        return None
-    if s.pinned.dropped or s.forgotten:  # whoever asks nobody for long lets go all the same
+def look_after_index(s: ClientState) -> Operation[None]:
+    """Ask for the index if need be, and let go of what was forgotten: a client may ask nobody for long."""
+    if not (s.index.is_wanted and s.own and s.is_connected) or s.is_closed:
+        return
+    if s.pinned.dropped or s.forgotten:
         s.collect()
     if s.pinned.due and not s.unsettled:
         yield from give_back_pins(s, wait=False)
     if _is_due(s):
         yield Alone(partial(_open, s))
-    reader = index.reader
-    if reader is None or reader.epoch != s.epoch or reader.is_retired or s.clock() >= s.deadline:
-        return None
-    return reader
+
+
+def index_of(s: ClientState) -> tuple[IndexReader | None, BoardPins | None]:
+    """What reads the index, if it may be believed now, and the board. Any thread."""
+    index = s.index
+    # The board first: it is of one era. If that ends behind this line nothing is held by it any more, and what is found by a
+    # reader of that time is retired, or the lease is over.
+    board, reader = index.board, index.reader
+    if board is None or reader is None or s.is_closed or not s.is_connected:
+        return None, None
+    if reader.epoch != s.epoch or reader.is_retired or s.clock() >= s.deadline:
+        return None, None
+    return reader, board
 
 
 def _is_due(s: ClientState) -> bool:
     """Whether to ask for an index: in each era once, and again after a while."""
     index, reader = s.index, s.index.reader
-    if s.unsettled or (reader is not None and reader.epoch == s.epoch and not reader.is_retired):
+    if s.unsettled:
+        return False
+    if index.board is not None and reader is not None and reader.epoch == s.epoch and not reader.is_retired:
         return False
     asked = index.asked_at
     return asked is None or asked[0] != s.era or s.clock() >= asked[1] + ASK_AGAIN
@@ -159,11 +196,15 @@ def _open(s: ClientState) -> Operation[None]:
     """Ask for it. To be run alone. Without one, everything is asked for by message, as before there was any."""
     if not _is_due(s):
         return
-    index = s.index
-    index.asked_at, index.reader = (s.era, s.clock()), None
+    index, era = s.index, s.era
+    index.asked_at, index.reader = (era, s.clock()), None
     try:
-        reader: Any = yield MapIndex()
+        reader, board = yield MapIndex(era, index.counters, with_board=index.board is None)
     except (MaruError, NotAnIndex, OSError) as exc:
         index.why_not = str(exc)
         return
+    if era != s.era:  # the board is of a session that is over
+        return
     index.reader, index.why_not = reader, ""
+    if board is not None:
+        index.board = board

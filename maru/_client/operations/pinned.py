@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -35,6 +35,9 @@ class Pin(msgspec.Struct, eq=False):
     taken: int = 1
     """Pins that the server counts for it."""
     users: int = 1
+    board: Any = None
+    """The `BoardPins` by which it is held; ``None``: the server was asked, and counts it."""
+    cell: int = 0
 
     def is_at(self, region_id: int, offset: int, length: int, generation: int) -> bool:
         """Whether this is the same registration: of the same generation, or without one in the same place."""
@@ -88,10 +91,11 @@ class Pinned:
         return taken
 
     def release(self, pins: Iterable[Pin | None], era: int) -> None:
-        """One user less of each. With the last one its pins are due."""
+        """One user less of each. With the last one its pins are due, or its cell is free."""
+        pins = [pin for pin in pins if pin is not None]
+        for board in {pin.board for pin in pins} - {None}:
+            pins = board.release(pins)
         for pin in pins:
-            if pin is None:
-                continue
             pin.users -= 1
             assert pin.users >= 0
             if pin.users:
@@ -145,6 +149,11 @@ class Pinned:
         return pin.era == era
 
     # --- another era ----------------------------------------------------------------------------------------------
+
+    def adopt(self, pins: Iterable[Pin]) -> None:
+        """These were held by a board, in an era that is over: they have lapsed as well."""
+        for pin in pins:
+            self._pins.setdefault(pin.key, pin)  # of two of one key the other one is lost, as its era says
 
     def lapsed(self, era: int) -> list[str]:
         """What was pinned in an era before this one, and not again since."""

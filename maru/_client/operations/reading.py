@@ -1,7 +1,7 @@
 """Operations: finding, pinning and loading. Pure.
 
-Rule 1. Bytes are looked at under a pin (or over the index: see `indexed`). Whether that still holds is checked without asking
-        anybody, before and after a copy: the server lets go of nothing before the lease ends.
+Rule 1. Bytes are looked at under a pin, at the server or on our board (or over the index: see `indexed`). Whether that still holds is
+        checked without asking anybody, before and after a copy: the server lets go of nothing before the lease ends.
 Rule 2. An unanswered FIND may have pinned. Its late answer says what, and that is given back.
 Rule 3. What a cancel or an error leaves pinned is given back with the next call.
 
@@ -27,7 +27,7 @@ from ..._wire import (
 from ..answers import Loaded
 from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
-from .indexed import Copy, exist_here, load_here
+from .indexed import Copy, exist_here, hold_here, load_here
 from .pinned import Pin, Place
 from .pinning import FENCED, find_call, give_back_pins, portions
 from .state import ClientState
@@ -150,22 +150,28 @@ def release(s: ClientState, pins: Sequence[Pin]) -> Operation[None]:
 
 
 def _hold(s: ClientState, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
-    if not s.is_ready():
-        yield from settle(s, wait=False)
+    """A pin with one more user for each that is there: by our board, and by message what that cannot hold."""
+    s.check_open()
     if s.clock() < s.deadline and (known := s.pinned.use_all(names, s.era)) is not None:
         return known  # what is pinned anyway needs no request
-    pins: list[Pin | None] = []
+    pins, left = yield from hold_here(s, names, prefix=prefix)
+    if not left:
+        return pins
     try:
-        for some in portions(names, s.max_keys):
+        if not s.is_ready():
+            yield from settle(s, wait=False)
+        for some in portions([names[at] for at in left], s.max_keys):
             places = yield from steadily(s, partial(_find, s, some, prefix))
             got = s.pinned.take(some, places, s.era)
-            pins += got
+            for at, one in zip(left, got, strict=False):
+                pins[at] = one
+            del left[: len(some)]
             if prefix and None in got:
                 break
     except BaseException:
         s.pinned.release(pins, s.era)
         raise
-    return pins + [None] * (len(names) - len(pins))
+    return pins
 
 
 def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:

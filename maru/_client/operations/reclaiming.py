@@ -23,7 +23,6 @@ from ..._wire import (
 )
 from .connecting import _map, remember, resolve_pages_in_doubt
 from .effects import Call, Operation
-from .indexed import tell_used
 from .state import ClientState, Shortfall
 
 AHEAD = 64
@@ -76,7 +75,6 @@ def _reclaim(s: ClientState, n: int) -> Operation[None]:
     missing = n - s.pages.free
     if missing > owned:
         return
-    yield from tell_used(s)  # what was loaded of late is not to go
     wanted = max(missing, min(owned // AHEAD, s.max_keys))
     while wanted > 0:
         some = min(wanted, s.max_keys)

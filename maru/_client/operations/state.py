@@ -26,6 +26,7 @@ from ..._pool.index_files import why_not_here
 from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
 from ..page_states import PageState
 from ..pages import OwnedPages
+from .board_pins import BoardCounters, BoardPins
 from .effects import Call, Span
 from .pin_epochs import PinEpochs
 from .pinned import Pin, Pinned
@@ -108,8 +109,9 @@ class IndexState:
         self.is_wanted = not why_not
         self.asked_at: tuple[int, float] | None = None
         """The era in which it was asked for last, and when."""
-        self.used: dict[str, None] = {}
-        """Names that were loaded, and whose use the server does not know yet."""
+        self.board: BoardPins | None = None
+        """By which we hold, in this era."""
+        self.counters = BoardCounters()
 
 
 class ClientState:
@@ -308,6 +310,9 @@ class ClientState:
         self.pin_epochs.next_era()
         self.unsettled = True
         self.pinned.due.clear()
+        board, self.index.board = self.index.board, None
+        if board is not None:
+            self.pinned.adopt(board.end())
 
     # --- what the server may have pinned beside what is known here ------------------------------------------------
 

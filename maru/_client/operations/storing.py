@@ -33,7 +33,6 @@ from ..copying import copy_and_sum
 from ..page_states import PageEvent, PageState
 from .connecting import alone, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
-from .indexed import tell_used
 from .pinning import SESSION_GONE, portions
 from .reclaiming import expand, make_room
 from .state import ClientState
@@ -325,8 +324,6 @@ def _check_pages(s: ClientState, pages: Sequence[int]) -> None:
 def _store_own(
     s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None, depths: Depths
 ) -> Operation[list[Stored]]:
-    if s.index.used:  # before what is stored has something evicted: what was loaded of late is not to go
-        yield from tell_used(s)
     attempt = s.next_attempt()
     regions, offsets = s.pages.locations(pages)
     message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums, depths)

@@ -1,0 +1,135 @@
+"""A pin board: what one client holds of that which it has found in an index, in memory that it alone writes. Pure.
+
+    header    64 bytes, as 8 words: see the constants below
+    cells     8 bytes each: the generation of a registration that is held, or 0
+    uses      8 bytes each, a ring: what was read of late, for the order of use
+
+A generation is never given twice in the life of a pool, so it names a registration by itself: whichever file of an index it was
+found in, and whichever slot. A cell is one word, so that it is never seen half.
+
+Rule 1. To hold: write the generation into a free cell, then a full fence, then look at the sequence in the index again. Is it
+        the same, then this is held until the cell is cleared.
+Rule 2. To remove: mark the sequence, then a full fence, then look at all boards. Whose generation stands on one is not removed,
+        and its mark is taken away; all others are removed (`maru._index.boards`). Of a reader and the server that meet, at least one
+        sees what the other has written.
+Rule 3. To let go: clear the cell, behind the last load of the bytes. x86 lets no store overtake a load before it.
+Rule 4. The server believes nothing that stands here: a number that is nobody's generation holds nothing, a use of what is not
+        there is no use. It looks at so many words at most as a board has, and as long as the lease of its client lasts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+from .layout import NotAnIndex, words_of
+
+BOARD_MAGIC: Final = int.from_bytes(b"maruboar", "little")
+BOARD_VERSION: Final = 1
+
+AT_BOARD_MAGIC: Final = 0
+AT_BOARD_VERSION: Final = 1
+AT_TOP: Final = 2
+"""Cells from here on were never used: they need not be looked at."""
+AT_WRITTEN: Final = 3
+"""Uses that were noted, in all."""
+
+CELLS: Final = 2048
+"""Held at once by one client: 2048 blocks of 64 KiB are 128 MiB, and what is more is pinned by message."""
+USES: Final = 4096
+"""Uses that wait to be seen; of more than that the latest are."""
+_CELLS_AT: Final = 8
+_USES_AT: Final = _CELLS_AT + CELLS
+BOARD_BYTES: Final = 8 * (_USES_AT + USES)
+
+_LOW: Final = (1 << 32) - 1
+
+
+def header_of_board() -> bytes:
+    """What a new board begins with; all else is zeros."""
+    return struct.pack("=2Q", BOARD_MAGIC, BOARD_VERSION)
+
+
+class BoardWriter:
+    """The client's side. Not thread-safe: one thread at a time.
+
+    Args:
+        memory: a :class:`mmap.mmap` of the board, to be written.
+
+    Raises:
+        NotAnIndex: it is no board, or one of another version.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        words = words_of(memory)
+        if len(memory) < BOARD_BYTES or (words[AT_BOARD_MAGIC], words[AT_BOARD_VERSION]) != (
+            BOARD_MAGIC,
+            BOARD_VERSION,
+        ):
+            raise NotAnIndex("this is no pin board, or one of another version")
+        self._words = words
+        self._free = list(range(_CELLS_AT + CELLS - 1, _CELLS_AT - 1, -1))
+        self._top = 0
+        self._written: int = words[AT_WRITTEN]
+
+    def __repr__(self) -> str:
+        return f"<BoardWriter with {CELLS - len(self._free)} of {CELLS} cells in use>"
+
+    def put(self, generations: Sequence[int]) -> list[int]:
+        """Write these into cells, as many of the first as there are free ones; those cells.
+
+        They hold once a fence was made and their sequences were looked at behind it.
+        """
+        words, free = self._words, self._free
+        cells = [free.pop() for _ in range(min(len(generations), len(free)))]
+        for cell, generation in zip(cells, generations, strict=False):
+            words[cell] = generation
+        if cells:
+            top = max(cells) + 1 - _CELLS_AT
+            if top > self._top:
+                self._top = words[AT_TOP] = top
+        return cells
+
+    def clear(self, cells: Sequence[int]) -> None:
+        """What stands in these cells is not held any more."""
+        words = self._words
+        for cell in cells:
+            words[cell] = 0
+        self._free += cells
+
+    def note_used(self, places: Sequence[int], generations: Sequence[int]) -> None:
+        """Note that what stands in these words of the index was used: the deepest of a prefix last."""
+        words, written = self._words, self._written
+        for at in range(len(places) - 1, -1, -1):
+            words[_USES_AT + written % USES] = places[at] | (generations[at] & _LOW) << 32
+            written += 1
+        self._written = words[AT_WRITTEN] = written
+
+
+class BoardReader:
+    """The server's side.
+
+    Args:
+        memory: of the board, for reading. Its length cannot change.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._words = words_of(memory)
+        self._seen = 0
+
+    def held(self) -> list[int]:
+        """What stands in its cells."""
+        top: int = min(self._words[AT_TOP], CELLS)
+        return self._words[_CELLS_AT : _CELLS_AT + top].tolist()
+
+    def take_uses(self) -> list[tuple[int, int]]:
+        """What was used since this was called last, in that order: a word of the index, and the low half of a generation."""
+        words, written = self._words, self._words[AT_WRITTEN]
+        first = max(self._seen, written - USES)
+        if not 0 < written - first <= USES:  # nothing, or it counts downwards
+            self._seen = written
+            return []
+        self._seen = written
+        uses = [words[_USES_AT + at % USES] for at in range(first, written)]
+        return [(use & _LOW, use >> 32) for use in uses]

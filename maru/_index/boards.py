@@ -1,0 +1,96 @@
+"""All boards of a server's clients, and what stands on them: what may not be removed, since a client reads it. Pure.
+
+Rule 1. What is to go is *claimed* first: its sequence is marked in the index, then all boards are looked at, behind a full fence. What
+        stands on none of them can be held by nobody any more, and must be removed before anything else happens; what does stays.
+Rule 2. A board counts until it is closed, which is when the lease of its client has ended. What it says is checked against what is
+        registered: garbage holds nothing.
+Rule 3. There are so many boards at most, each of so many cells: looking at all of them is bounded, whatever stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+
+from .board import BoardReader
+from .tenants import TenantIndexes
+
+MOST_BOARDS: Final = 256
+"""Clients that hold without a message; all others pin by message. So many full boards are looked at in some ten milliseconds."""
+
+
+@attrs.frozen
+class _Open:
+    tenant: str
+    board: BoardReader
+
+
+class Boards:
+    """The boards that are open, by the number of the session that holds by them.
+
+    Args:
+        indexes: in which is found what is held.
+        fence: a full fence of the processor.
+    """
+
+    def __init__(self, indexes: TenantIndexes, fence: Callable[[], None]) -> None:
+        self._indexes = indexes
+        self._fence = fence
+        self._open: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._open
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many as there may be."""
+        return len(self._open) >= MOST_BOARDS
+
+    def open(self, holder: int, tenant: str, memory: Any) -> None:
+        """From now on this session, of this tenant, holds what stands on a board there."""
+        self._open[holder] = _Open(tenant, BoardReader(memory))
+
+    def close(self, holder: int) -> None:
+        """It holds nothing any more."""
+        self._open.pop(holder, None)
+
+    def held(self) -> set[int]:
+        """The generations that stand on the boards now; 0 and others that are nobody's among them."""
+        held: set[int] = set()
+        for one in self._open.values():
+            held.update(one.board.held())
+        return held
+
+    def claim(self, names: Sequence[str], generations: Sequence[int]) -> set[int]:
+        """Let nobody hold these registrations any more, but who does already: the generations that are held. Those stay.
+
+        All others have to be removed now, or :meth:`give_up` has to be called for them.
+        """
+        if not self._open:
+            return set()
+        self._indexes.mark(names, generations)
+        # Between a mark and a look at the boards, as between a cell and a look at the index: without it a processor may do
+        # both looks before either store is seen.
+        self._fence()
+        held = self.held().intersection(generations)
+        if held:
+            stay = [at for at, generation in enumerate(generations) if generation in held]
+            self.give_up([names[at] for at in stay], [generations[at] for at in stay])
+        return held
+
+    def give_up(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """These were claimed and stay after all: they can be held again."""
+        self._indexes.unmark(names, generations)
+
+    def take_uses(self) -> list[list[str]]:
+        """The names that were used since this was called last: for each client, the deepest of a prefix first."""
+        return [
+            names
+            for one in self._open.values()
+            if (uses := one.board.take_uses()) and (names := self._indexes.names_at(one.tenant, uses))
+        ]
