@@ -431,6 +431,12 @@ class Directory:
         self.settle()
         return self._remover.reclaim(self._state.sessions[session_id], pages, now, request_id)
 
+    def keep_ahead(self, session_id: int, now: float) -> int:
+        """Evict ahead of need for a session that has had to ask for room, once it has registered; how many keys went."""
+        self.settle()
+        session = self._state.sessions.get(session_id)
+        return 0 if session is None else self._remover.keep_ahead(session, now)
+
     def trim(self, session_id: int, now: float) -> int:
         """If its keys take more than the high watermark, delete down to the low one; how many keys. Else it is O(1)."""
         self.settle()

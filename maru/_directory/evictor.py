@@ -14,8 +14,6 @@ from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
 _LONG_SEARCH: Final = 10_000
-_PASSES: Final = 2
-"""A reader may begin to hold what was just found: then others are searched for, once."""
 _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
 
 
@@ -32,11 +30,11 @@ class Evictor:
         """The ``n`` least recently used keys of this owner that are not held, nor ``also`` stay, go; how many went."""
         if not self._may(session, now):
             return 0
-        held, went = self._guard.held(also, now), 0
-        for _ in range(_PASSES):
-            went += self._remove(self._search(session, n - went, held, now))
-            if went == n:
-                break
+        held = self._guard.held(also, now)
+        found = self._search(session, n, held, now)
+        went = self._remove(found)
+        if went < len(found):  # a reader has begun to hold some of them meanwhile: others in their place
+            went += self._remove(self._search(session, len(found) - went, held, now))
         return went
 
     def evict_bytes(self, sessions: Iterable[Session], wanted_bytes: int, also: Container[str], now: float) -> int:

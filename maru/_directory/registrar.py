@@ -53,6 +53,7 @@ class Registrar:
         if not first:
             return None
         self._counters.registered += n
+        _count(parts, regions)
         return Registration([NEW] * n, list(range(first, first + n)), first, [])
 
     def register(
@@ -72,6 +73,7 @@ class Registrar:
             return Registration(statuses, [0] * len(statuses), 0, skipped)
         first = self._changes.enter(columns, skipped, source)
         self._counters.registered += new
+        _count(columns.without(skipped).by_region(), regions)
         fresh = iter(range(first, first + new))
         generations = [0 if status else next(fresh) for status in statuses]
         return Registration(statuses, generations, first, skipped)
@@ -141,6 +143,14 @@ class Registrar:
         if len(self._state.located) + validation.more_entries > self._limits.max_entries:
             return False
         return not any([account.excess(more) for account, more in _charges(validation).items()])
+
+
+def _count(parts: Mapping[int, Columns], regions: Mapping[int, Region]) -> None:
+    """These were registered by the owners of their regions."""
+    for region_id, part in parts.items():
+        owner = regions[region_id].session
+        assert owner is not None
+        owner.registered += len(part.keys)
 
 
 def _charges(validation: Validation) -> dict[Account, int]:

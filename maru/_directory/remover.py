@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Final
 
 from .._wire.messages_own import DropAnswer
 from .changes import Changes
@@ -18,6 +19,10 @@ from .limits import Limits
 from .regions import Region
 from .sessions import Session
 from .statistics import Counters
+
+
+_AHEAD: Final = 8
+"""Of so many keys of an owner one may go before its page is needed: for larger batches it asks."""
 
 
 class Remover:
@@ -79,10 +84,17 @@ class Remover:
             return session.answers[asked][0]
         if self._guard.is_quiet(now):
             return 0
+        keys = sum([len(region.keys_at) for region in session.regions.values()])
+        session.ahead.asked(pages, session.outbox.unsent, session.flow, keys // _AHEAD)
         dropped = self._evictor.evict(session, pages, now)
         if request_id:
             session.remember(asked, [dropped], self._limits.max_answers)
         return dropped
+
+    def keep_ahead(self, session: Session, now: float) -> int:
+        """Evict what makes up for what it has registered, if it has ever had to ask for room; how many keys went."""
+        missing = session.ahead.missing(session.flow)
+        return self._evictor.evict(session, missing, now) if missing else 0
 
     def trim(self, session: Session, now: float) -> int:
         """From above the high watermark down to the low one; how many keys went."""

@@ -110,6 +110,16 @@ class Outbox:
     def __len__(self) -> int:
         return len(self.pages)
 
+    @property
+    def last(self) -> int:
+        """The number of the last page."""
+        return self.acknowledged + len(self.pages)
+
+    @property
+    def unsent(self) -> int:
+        """Pages that its owner was not told of yet."""
+        return self.last - self._sent
+
     def acknowledge(self, number: int) -> list[tuple[int, int, int]]:
         """The owner has applied all up to ``number``; those that are news. Numbers that were never given mean all."""
         pop = self.pages.popleft
@@ -128,6 +138,36 @@ class Outbox:
         self._sent = max(self._sent, before + len(chosen))
         regions, offsets, attempts = map(list, zip(*chosen, strict=True))
         return Returns(before + 1, regions, offsets, attempts)
+
+
+class RoomAhead:
+    """How many pages an owner is to have free, so that it need not ask before it stores.
+
+    It has asked when it had none, and for how many: so many are kept for it from then on, as far as what it registers and what
+    goes back to it tells. What is handed back behind an answer comes with the next one: an owner that needs them sooner asks
+    once more, and what was under way then is kept besides.
+    """
+
+    def __init__(self) -> None:
+        self.level = 0
+        """So many pages. 0: it has never asked, or for more than is worth it."""
+        self._base = 0
+
+    def asked(self, pages: int, under_way: int, flow: int, most: int) -> None:
+        """It has asked for pages, and has none.
+
+        Args:
+            pages: for how many.
+            under_way: pages on the way back to it, of which it cannot know yet.
+            flow: pages that ever went back to it, less those that it has registered.
+            most: that may be kept for it. For less than it asks for nothing is, since then it would ask all the same.
+        """
+        self.level = level if (level := max(self.level, under_way + pages)) <= most else 0
+        self._base = flow - under_way
+
+    def missing(self, flow: int) -> int:
+        """How many it should get back now; not negative."""
+        return max(0, self.level - (flow - self._base)) if self.level else 0
 
 
 @attrs.define(eq=False)
@@ -157,8 +197,16 @@ class Session:
     """Of the keys in them."""
     answers: dict[tuple[str, int], list[int]] = attrs.field(factory=dict)
     """By what was asked for under which request id, should it ask again; the oldest first."""
+    ahead: RoomAhead = attrs.field(factory=RoomAhead)
+    registered: int = 0
+    """Keys that it has registered since this server started."""
     barren_until: float = -math.inf
     """Until when it is believed that none of its keys can go."""
+
+    @property
+    def flow(self) -> int:
+        """Pages that went back to it, less those that it has registered."""
+        return self.outbox.last - self.registered
 
     def charge(self, allocated_bytes: int, used_bytes: int) -> None:
         """It owns regions of so many bytes more (or less), and its keys take so many more: on all accounts."""

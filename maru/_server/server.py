@@ -422,6 +422,9 @@ class MaruServer:
         # Half of the work of registering, on which no answer depends.
         self._storage.directory.settle()
         self._storage.order.settle()
+        if service.stored:
+            service.keep_ahead(self._time.now())
+            self._committer.commit(service.take_records(), ())
 
     async def _tick(self) -> None:
         """What happens without being asked for: leases end, and watermarks are looked at."""

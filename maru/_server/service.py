@@ -192,6 +192,8 @@ class Service:
         self.reports = Reports()
         self.filled: dict[int, None] = {}
         """Sessions that have stored since the watermarks were looked at."""
+        self.stored: dict[int, None] = {}
+        """Sessions that have stored since room was made ahead of what they need next."""
         self.stopping = False
         """Somebody has asked this server to end, and may."""
         self.closed = False
@@ -420,6 +422,12 @@ class Service:
             count = self.directory.trim(session_id, now)
             if count:
                 self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
+
+    def keep_ahead(self, now: float) -> None:
+        """Evict for those who have stored since this was called last what they will need next: it comes with their next answer."""
+        while self.stored:
+            session_id, _ = self.stored.popitem()
+            self.directory.keep_ahead(session_id, now)
 
     # --- what the shell takes -------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def store(service: Service, peer: Peer, header: Header, message: StoreRequest, p
     answer = directory.register(session_id, columns_of(message), now, source=(header.code, payload), later=True)
     if answer is None:
         raise Refused(Word.FENCED, f"attempt {message.attempt} was resolved before it arrived")
-    service.filled[session_id] = None
+    service.filled[session_id] = service.stored[session_id] = None
     return reply(
         header.code,
         header.sequence,
