@@ -529,12 +529,12 @@ class Directory:
 
     def inspect(self, key: str) -> KeyFacts | None:
         """All facts about a key; ``None`` if it is not here. Counts neither as a use nor as a read."""
-        return facts_of(self._state, self._guard.pinned, key)
+        return facts_of(self._state, self._guard.pins_of(key), key)
 
     def statistics(self) -> DirectoryStatistics:
-        """An immutable snapshot, in O(1)."""
+        """An immutable snapshot, in O(1) but for the boards."""
         self.settle()
-        connections, pinned = len(self._published.connections), len(self._guard.pinned)
+        connections, pinned = len(self._published.connections), len(self._guard.pinned) + self._guard.count_held()
         return statistics_of(self._state, self._counters, connections=connections, pinned=pinned)
 
     # --- helpers --------------------------------------------------------------------------------------------------

@@ -32,8 +32,12 @@ class Holds(Protocol):
         """This session holds nothing any more."""
         ...
 
-    def held(self) -> Container[int]:
+    def held(self) -> Collection[int]:
         """The generations that are held."""
+        ...
+
+    def holders(self, generation: int) -> int:
+        """How many clients hold it."""
         ...
 
     def claim(self, names: Sequence[str], generations: Sequence[int]) -> Container[int]:
@@ -182,6 +186,16 @@ class EvictionGuard:
             keys = list(region.keys_at.values())
             self.boards.give_up(keys, [self._state.located[key].generation for key in keys])
 
+    def count_held(self) -> int:
+        """Registrations that are held, as far as the boards say."""
+        return 0 if self.boards is None else len(self.boards.held())
+
+    def pins_of(self, key: str) -> int:
+        """Pins of a key, and clients that hold it."""
+        location, boards = self._state.located.get(key), self.boards
+        held = 0 if boards is None or location is None else boards.holders(location.generation)
+        return self.pinned.get(key, 0) + held
+
     def take_uses(self) -> Iterable[Sequence[str]]:
         """What was used without a message: for each client, the deepest of a prefix first."""
         return () if self.boards is None else self.boards.take_uses()
@@ -214,7 +228,7 @@ class _OnBoards:
     def __init__(self, located: Mapping[str, Location], boards: Holds | None) -> None:
         self._located = located
         self._boards = boards
-        self._held: Container[int] | None = () if boards is None else None
+        self._held: Collection[int] | None = () if boards is None else None
 
     def __contains__(self, key: object) -> bool:
         if self._held is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 
 import attrs
 
@@ -71,7 +70,7 @@ class DirectoryStatistics:
     connections: int
     """Published connections."""
     pinned: int
-    """Keys with a pin."""
+    """Keys with a pin, and registrations that clients hold by a board."""
     generation: int
     """The last one given."""
     registered: int
@@ -95,8 +94,8 @@ def usage_of(state: State) -> list[InstanceUsage]:
     ]
 
 
-def facts_of(state: State, pinned: Mapping[str, int], key: str) -> KeyFacts | None:
-    """What there is to know about a key; ``None`` if it is not here."""
+def facts_of(state: State, pins: int, key: str) -> KeyFacts | None:
+    """What there is to know about a key, which has so many pins; ``None`` if it is not here."""
     location = state.located.get(key)
     if location is None:
         return None
@@ -111,7 +110,7 @@ def facts_of(state: State, pinned: Mapping[str, int], key: str) -> KeyFacts | No
         owner=region.instance_id,
         session=0 if region.session is None else region.session.number,
         published=region.published,
-        pins=pinned.get(key, 0),
+        pins=pins,
     )
 
 

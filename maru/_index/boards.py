@@ -60,11 +60,16 @@ class Boards:
         self._open.pop(holder, None)
 
     def held(self) -> set[int]:
-        """The generations that stand on the boards now; 0 and others that are nobody's among them."""
+        """The generations that stand on the boards now; others that are nobody's may be among them."""
         held: set[int] = set()
         for one in self._open.values():
             held.update(one.board.held())
+        held.discard(0)
         return held
+
+    def holders(self, generation: int) -> int:
+        """On how many boards it stands."""
+        return sum([generation in one.board.held() for one in self._open.values()])
 
     def claim(self, names: Sequence[str], generations: Sequence[int]) -> set[int]:
         """Let nobody hold these registrations any more, but who does already: the generations that are held. Those stay.

@@ -111,7 +111,7 @@ class Indexes:
             "handed out": self._handed_out,
             "grown": self._grown,
             "boards": len(self._boards),
-            "held": len(self._boards.held() - {0}),
+            "held": len(self._boards.held()),
             "keys": sum(one.keys for one in each),
             "slots": sum(one.slots for one in each),
             "left out": sum(one.left_out for one in each),

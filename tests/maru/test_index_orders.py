@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import board_orders
 from tests.support.index_orders import Faults, first_wrong
 
 
@@ -43,3 +44,19 @@ def test_the_retirement_of_an_index_and_the_lease_of_a_reader_each_hold_without_
     assert not first_wrong(4, Faults(never_retired=True))[0]
     assert not first_wrong(4, Faults(no_lease=True))[0]
     assert first_wrong(4, Faults(never_retired=True, no_lease=True), COPIED)[0]
+
+
+# --- what is held by a board --------------------------------------------------------------------------------------
+
+
+def test_no_order_shows_a_reader_that_holds_a_page_other_bytes_or_keeps_what_was_let_go_of() -> None:
+    wrong, orders = board_orders.first_wrong(board_orders.Faults())
+    assert not wrong and orders > 10_000
+
+
+@pytest.mark.parametrize(
+    "fault", ["scan_first", "no_mark", "no_second_look", "look_first", "closed_early", "no_lease", "let_go_early"]
+)
+def test_the_walk_over_boards_finds_each_fault(fault: str) -> None:
+    wrong, _ = board_orders.first_wrong(board_orders.Faults(**{fault: True}))
+    assert "was seen under a hold" in wrong

@@ -134,7 +134,7 @@ async def test_with_a_server_that_does_not_list_pins_they_stay_until_the_session
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0], lease=60.0) as owner,
     ):
-        async with opened(face, wire.endpoint, pool_size=0) as reader:
+        async with opened(face, wire.endpoint, pool_size=0, index="off") as reader:
             await off(owner.put, ["k", "l"])
             assert await off(reader.hold, "l") == [True]
             wire.decide = lose(Code.FIND)
@@ -165,7 +165,7 @@ async def test_where_no_answeris_lost_nothing_is_ever_claimed(face: str) -> None
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0) as reader,
+        opened(face, wire.endpoint, pool_size=0, index="off") as reader,
     ):
         wire.decide = note
         keys = [f"k{at}" for at in range(PAGES)]
@@ -195,7 +195,7 @@ async def test_a_ticket_that_was_begun_before_a_claim_holds_what_it_gives_out() 
     async with (
         open_test_server() as server,
         opened("blocking", server.endpoints[0]) as owner,
-        opened("blocking", server.endpoints[0], pool_size=0) as reader,
+        opened("blocking", server.endpoints[0], pool_size=0, index="off") as reader,
     ):
         keys = ["k", "l"]
         await off(owner.put, keys)
@@ -224,7 +224,7 @@ async def test_a_storm_of_losses_neither_leaks_a_pin_nor_shows_a_page_that_was_u
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0, lease=LEASE) as reader,
+        opened(face, wire.endpoint, pool_size=0, lease=LEASE, index="off") as reader,
     ):
         wire.decide = lambda code, number: dice.choice(fates) if code in codes else Fate.PASS
         stored = [f"s{at}" for at in range(PAGES)]
