@@ -11,7 +11,6 @@ Rule 3. Without an index everything works, by messages. Whatever goes wrong with
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 from typing import Final
@@ -85,7 +84,6 @@ class Indexes:
         self._most_keys = max(LEAST_KEYS, most_keys)
         self._indexes = TenantIndexes()
         self._boards = Boards(self._indexes, _fence)
-        self._board_fds: dict[int, int] = {}
         self._files: dict[str, _File] = {}
         self._numbers = 0
         self._handed_out = self._grown = 0
@@ -145,40 +143,31 @@ class Indexes:
         return fd
 
     async def run(self, committer: Committer) -> None:
-        """Fill what was made and make what is too small larger, until cancelled. Then no board is handed out any more."""
-        try:
-            while True:
-                await self._due.wait()
-                self._due = trio.Event()
-                for tenant in list(self._files):
-                    await self._fill(tenant, committer)
-                    await self._grow(tenant, committer)
-        finally:
-            for fd in self._board_fds.values():
-                os.close(fd)
-            self._board_fds.clear()
+        """Fill what was made and make what is too small larger, until cancelled."""
+        while True:
+            await self._due.wait()
+            self._due = trio.Event()
+            for tenant in list(self._files):
+                await self._fill(tenant, committer)
+                await self._grow(tenant, committer)
 
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _open_board(self, session: bytes) -> int:
-        """One for each session, in its life. Asked for again, the same one: nobody else may hold by it."""
+        """A new one. A session asks before it holds anything: one that it had before was never used."""
         holder, tenant = self._directory.session_of(session), self._directory.tenant_of(session)
         if holder is None or tenant is None or self.why_not:
             raise CannotMap(self.why_not or "there is no such session")
-        for gone in [one for one in self._board_fds if one not in self._boards]:
-            os.close(self._board_fds.pop(gone))
+        if holder not in self._boards and self._boards.is_full:
+            raise CannotMap(f"{len(self._boards)} sessions have a board already, and no other can")
         try:
-            if holder not in self._boards:
-                if self._boards.is_full:
-                    raise CannotMap(f"{len(self._boards)} sessions have a board already, and no other can")
-                fd, memory = make_board()
-                self._board_fds[holder] = fd
-                self._boards.open(holder, tenant, memory)
-                self._directory.heed(self._boards)
-            return os.dup(self._board_fds[holder])
+            fd, memory = make_board()
         except OSError as exc:
             _log.warning("no board can be made: %s", exc)
             raise CannotMap(f"no board can be made: {exc}") from exc
+        self._boards.open(holder, tenant, memory)
+        self._directory.heed(self._boards)
+        return fd
 
     def _is_too_small(self, tenant: str) -> bool:
         return self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys

@@ -205,18 +205,24 @@ def test_what_an_owner_registers_is_made_up_for_once_it_had_to_ask_for_room():
     assert len(world.pending(a)) == 4
 
 
-def test_an_owner_that_asks_while_pages_are_under_way_has_those_kept_besides():
+def test_an_owner_that_asks_while_pages_are_under_way_has_those_kept_besides_and_asks_no_more():
     world = World()
-    a = world.session(region=1, pages=64)
-    fill(world, a, 64)
-    for turn in range(3):
-        assert world.reclaim(a, 4) == 4
-        offsets = [place[2] for place in world.pending(a)][:4]
+    a = world.session(region=1, pages=160)
+    fill(world, a, 160)
+    free: list[int] = []
+    asked = 0
+    for turn in range(10):
+        if len(free) < 4:
+            asked += 1
+            assert world.reclaim(a, 4) == 4
+            free += [place[2] for place in world.pending(a)]
+            world.acknowledge(a, 1 << 40)
+        assert world.store(a, [f"n{turn}{at}" for at in range(4)], offsets=free[:4]) == [NEW] * 4
+        del free[:4]
+        free += [place[2] for place in world.pending(a)]  # with the answer
         world.acknowledge(a, 1 << 40)
-        assert world.store(a, [f"n{turn}{at}" for at in range(4)], offsets=offsets) == [NEW] * 4
-        world.keep_ahead(a, world.now)
-    assert world.directory._state.sessions[a].ahead.level <= 8
-    assert len(world.list_keys()) == 64 - 8
+        world.keep_ahead(a, world.now)  # behind it
+    assert asked == 2 and len(world.list_keys()) == 160 - 8
 
 
 def test_for_a_batch_that_is_large_beside_what_there_is_nothing_goes_ahead():

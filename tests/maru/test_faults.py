@@ -407,7 +407,7 @@ def test_fault_7_a_pin_whose_answer_was_lost_is_given_back(pool, face):
     with (
         Server(pool) as server,
         client("blocking", server.ipc) as owner,
-        client(face, server.ipc, pool_size=0, lease=60.0) as reader,
+        client(face, server.ipc, pool_size=0, lease=60.0, index="off") as reader,
     ):
         keys = keys_of("k")
         owner.put(keys)
@@ -604,7 +604,7 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
 @pytest.mark.parametrize("how", ["running", "stopped", "killed"])
 def test_fault_11_close_ends_soon_whatever_the_server_does(pool, face, how):
     with Server(pool) as server:
-        closing = client(face, server.ipc)
+        closing = client(face, server.ipc, index="off")
         closing.put(["k", "l"])
         closing.hold("k")
         [view] = [view for _, view in closing.held["k"]]
@@ -999,7 +999,7 @@ def test_fault_16_a_store_is_one_request_whatever_becomes_of_it(pool, face):
     with (
         Server(pool) as server,
         client(face, server.ipc, chunk_size_bytes=4096, lease=60.0, index="off") as owner,
-        client("blocking", server.ipc, pool_size=0, lease=60.0) as reader,
+        client("blocking", server.ipc, pool_size=0, lease=60.0, index="off") as reader,
     ):
         owner.put(["warm"])
         reader.hold("warm")

@@ -88,7 +88,8 @@ async def test_a_tier_that_was_left_is_entered_again_and_its_counters_go_on() ->
             async with MaruTier(handler_to(server)) as other:  # what others delete is not told apart from an eviction
                 while await other.delete(keys[2:3]) == [Deletion.PINNED]:  # the release is on its way
                     pass
-            assert await get(tier, keys[3:4]) == [LOADED]
+            assert await get(tier, keys[3:4]) == [LOADED]  # asks nobody
+            assert await tier.delete(keys[2:3]) == [Deletion.MISSING]  # what went comes back with the next answer
             assert tier.statistics().evicted == 1
         assert not tier.handler.connected
 
