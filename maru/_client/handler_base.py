@@ -159,7 +159,7 @@ class HandlerBase:
         return columns.hold_pages_here(self._state, keys, self._release_here)
 
     def exist_here(self, keys: Sequence[str]) -> list[bool] | None:
-        """Which of these keys are there, without a message; ``None`` where the shared index cannot tell. Any thread; never waits."""
+        """Which of these keys are there, without a message. Any thread; never waits. ``None``: the shared index cannot tell."""
         return columns.exist_here(self._state, keys)
 
     def _release_here(self, pins: Sequence[Pin]) -> None:

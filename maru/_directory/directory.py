@@ -6,10 +6,11 @@ reads of published clients are not restored.
 Rule 1. No clock and no randomness: each method gets ``now`` (seconds; monotonic, the server's own), and the same
         calls give the same answers.
 Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
-Rule 3. A pinned key stays, and so does one that a client holds without a message (`maru._index.boards`). A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
-        stops using its views by its own clock. After a restart the pins are unknown, so all keys count as pinned
-        until every session has sent the new epoch, which means that it has dropped its views, or until the longest lease is
-        over. Published clients cannot send it, so with them it takes that long.
+Rule 3. A pinned key stays, and so does one that a client holds without a message (`maru._index.boards`). A lease counts at the
+        server until its end and ``lease_grace``, whatever ends it: a reader stops using its views by its own clock. After a
+        restart the pins are unknown, so all keys count as pinned until every session has sent the new epoch, which means that
+        it has dropped its views, or until the longest lease is over. Published clients cannot send it, so with them it takes
+        that long.
 Rule 4. While a published owner lives, none of its keys is removed unless it asks for that itself: it would not learn of it.
         A key that a published connection has looked up is not evicted for a while, since such a client reads without pins.
 Rule 5. A session that needs room pays for it: its own least recently used keys go first, then those that share its quota.

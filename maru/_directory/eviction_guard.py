@@ -1,7 +1,7 @@
 """Which keys must not be evicted or deleted now: pinned and held ones, recently read ones, and all keys after a restart. Pure.
 
-A key is *pinned* by a message, and *held* by a board, of which nothing is known before it is looked at. So what is to go is claimed
-(:meth:`EvictionGuard.claim`) right before it goes: what a reader has begun to hold meanwhile stays.
+A key is *pinned* by a message, and *held* by a board, of which nothing is known before it is looked at. So what is to go is
+claimed (:meth:`EvictionGuard.claim`) right before it goes: what a reader has begun to hold meanwhile stays.
 
 None of this is journaled. After a restart the earlier pins are unknown, so no key may go during the quiet time.
 """

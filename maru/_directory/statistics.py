@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import attrs
 
 from .state import State

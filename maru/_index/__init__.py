@@ -1,7 +1,7 @@
 """The shared index: where keys lie, in a file that the server writes and its clients on this host read. Pure.
 
-A lookup in it is no message, and a load needs no pin: bytes are copied, and then the index is looked at again. What is to stay is
-held by a board, which a client writes and the server looks at. Here is what stands in these files and in which order it is
+A lookup in it is no message, and a load needs no pin: bytes are copied, and then the index is looked at again. What is to stay
+is held by a board, which a client writes and the server looks at. Here is what stands in these files and in which order it is
 written and read; who makes, hands out and maps them is elsewhere.
 """
 

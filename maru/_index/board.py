@@ -10,8 +10,8 @@ found in, and whichever slot. A cell is one word, so that it is never seen half.
 Rule 1. To hold: write the generation into a free cell, then a full fence, then look at the sequence in the index again. Is it
         the same, then this is held until the cell is cleared.
 Rule 2. To remove: mark the sequence, then a full fence, then look at all boards. Whose generation stands on one is not removed,
-        and its mark is taken away; all others are removed (`maru._index.boards`). Of a reader and the server that meet, at least one
-        sees what the other has written.
+        and its mark is taken away; all others are removed (`maru._index.boards`). Of a reader and the server that meet, at
+        least one sees what the other has written.
 Rule 3. To let go: clear the cell, behind the last load of the bytes. x86 lets no store overtake a load before it.
 Rule 4. The server believes nothing that stands here: a number that is nobody's generation holds nothing, a use of what is not
         there is no use. It looks at so many words at most as a board has, and as long as the lease of its client lasts.

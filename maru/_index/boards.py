@@ -1,9 +1,10 @@
 """All boards of a server's clients, and what stands on them: what may not be removed, since a client reads it. Pure.
 
-Rule 1. What is to go is *claimed* first: its sequence is marked in the index, then all boards are looked at, behind a full fence. What
-        stands on none of them can be held by nobody any more, and must be removed before anything else happens; what does stays.
-Rule 2. A board counts until it is closed, which is when the lease of its client has ended. What it says is checked against what is
-        registered: garbage holds nothing.
+Rule 1. What is to go is *claimed* first: its sequence is marked in the index, then all boards are looked at, behind a full
+        fence. What stands on none of them can be held by nobody any more, and must be removed before anything else happens;
+        what does stays.
+Rule 2. A board counts until it is closed, which is when the lease of its client has ended. What it says is checked against
+        what is registered: garbage holds nothing.
 Rule 3. There are so many boards at most, each of so many cells: looking at all of them is bounded, whatever stands there.
 """
 
@@ -18,7 +19,8 @@ from .board import BoardReader
 from .tenants import TenantIndexes
 
 MOST_BOARDS: Final = 256
-"""Clients that hold without a message; all others pin by message. So many full boards are looked at in some ten milliseconds."""
+"""Clients that hold without a message; all others pin by message. So many full boards are looked at in some ten
+milliseconds."""
 
 
 @attrs.frozen

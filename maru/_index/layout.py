@@ -40,7 +40,8 @@ AT_LEFT_OUT: Final = 9
 """Reasons for which a name may be stored and not be found here. 0: what is not found is not stored."""
 
 MARK: Final = 1 << 63
-"""In a sequence: the server is about to remove this, and nobody may begin to hold it. What is loaded meanwhile is still right."""
+"""In a sequence: the server is about to remove this, and nobody may begin to hold it. What is loaded meanwhile is still
+right."""
 
 HEADER_BYTES: Final = 128
 HASH_BYTES: Final = 16

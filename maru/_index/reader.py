@@ -37,6 +37,7 @@ from .layout import (
     HASH_BYTES,
     HEADER_BYTES,
     MAGIC,
+    MARK,
     MIN_BYTES,
     VERSION,
     NotAnIndex,
@@ -49,6 +50,8 @@ from .layout import (
 V = TypeVar("V")
 
 _ENTRY_PER_HASH: Final = ENTRY_BYTES // HASH_BYTES
+_GENERATION: Final = MARK - 1
+"""Of a sequence, all but its mark."""
 
 
 @attrs.frozen(eq=False)
@@ -164,7 +167,7 @@ class IndexReader:
             if generation and row[0] == first:
                 positions.append(at)
                 places.append(where >> 3)
-                generations.append(generation)
+                generations.append(generation & _GENERATION)
                 rows.append(row)
             elif prefix:  # removed between the two looks, and perhaps given to another name
                 break
@@ -175,8 +178,13 @@ class IndexReader:
             checksums = tuple([known if has else None for known, has in zip(checksums, summed, strict=True)])
         return Found(positions, places, tuple(generations), regions, offsets, lengths, checksums, is_definite)
 
-    def changed(self, found: Found) -> Sequence[int]:
-        """Which of these, by their index in the columns, are not what they were when they were found. Call it behind a copy."""
+    def changed(self, found: Found, *, marked: bool = False) -> Sequence[int]:
+        """Which of these, by their index in the columns, are not what they were when they were found. Call it behind a copy.
+
+        Args:
+            found: by this reader.
+            marked: count what is marked among them, too: it may go, so it cannot be held.
+        """
         where, generations, words = found.words, found.generations, self._words
         if not where:
             return ()
@@ -185,4 +193,5 @@ class IndexReader:
         now = itemgetter(*where, AT_EPOCH)(words)  # one more: of a single one it would make no tuple
         if now[:-1] == generations:
             return ()
-        return [at for at, (was, is_now) in enumerate(zip(generations, now, strict=False)) if was != is_now]
+        mask = MARK | _GENERATION if marked else _GENERATION
+        return [at for at, (was, is_now) in enumerate(zip(generations, now, strict=False)) if was != is_now & mask]

@@ -121,7 +121,7 @@ class TenantIndexes:
             writer.unmark(some, of_them)
 
     def names_at(self, tenant: str, uses: Iterable[tuple[int, int]]) -> list[str]:
-        """The names that stand at these words of a tenant's index, with these ends of their generations; others are passed over."""
+        """The names at these words of a tenant's index, whose generations end so; what is not there is passed over."""
         writer = self._writers.get(tenant)
         if writer is None:
             return []

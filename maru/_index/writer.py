@@ -4,8 +4,8 @@ Rule 1. A name that comes: its entry, then its sequence, then its hash. A reader
 Rule 2. A name that goes: its sequence first, then its hash. From the first store on, no copy that is looked at again counts.
 Rule 3. Nothing is read from the file that decides anything but whether a hash is there: which slots are taken is known here.
 Rule 4. A name that has no room is *left out*, and counted where readers see it before any reader can be told of the name.
-Rule 5. What the server wants to remove is marked first, so that nobody begins to hold it (`maru._index.board`); then it goes, or its
-        mark does.
+Rule 5. What the server wants to remove is marked first, so that nobody begins to hold it (`maru._index.board`); then it goes,
+        or its mark does.
 Rule 6. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored and has
         the hash of one that is would be found: one in 2**128.)
 

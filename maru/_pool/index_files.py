@@ -6,8 +6,8 @@ Rule 1. What the server before has left is retired before anything else happens:
         nothing of what happens now.
 Rule 2. All of a file is reserved before it is used: a store into it must not meet a full disk, which would be a SIGBUS.
 Rule 3. Readers get a descriptor that was opened to be read. No path is told.
-Rule 4. A board is memory without a name, since a server that comes next has no use for it: until then nothing may go that was held.
-        It is sealed against every change of its length: the server looks at it, and must not meet its end.
+Rule 4. A board is memory without a name, since a server that comes next has no use for it: until then nothing may go that was
+        held. It is sealed against every change of its length: the server looks at it, and must not meet its end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The shared indexes of a server and the boards of its clients: an index is made when somebody asks for one, filled beside
-everything else, and made larger in time; a board is made for each session that asks.
+"""The shared indexes of a server and the boards of its clients.
+
+An index is made when somebody asks for one, filled beside everything else, and made larger in time; a board is made for each
+session that asks.
 
 What they show and when is decided in `maru._index`; here are the files, the tasks and who may have a descriptor.
 

@@ -424,7 +424,7 @@ class Service:
                 self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
 
     def keep_ahead(self, now: float) -> None:
-        """Evict for those who have stored since this was called last what they will need next: it comes with their next answer."""
+        """Evict ahead for those who have stored since this was called last. It comes with their next answer."""
         while self.stored:
             session_id, _ = self.stored.popitem()
             self.directory.keep_ahead(session_id, now)

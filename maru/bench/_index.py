@@ -8,13 +8,24 @@ it, beside the same for a dict. Times of a client are elapsed, those of the inde
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from .._client.blocking import MaruHandler
+from .._client.operations import BoardCounters, BoardPins
 from .._config import MaruConfig
-from .._index import Entries, IndexReader, IndexWriter, bytes_for
+from .._index import (
+    BOARD_BYTES,
+    Boards,
+    BoardWriter,
+    Entries,
+    IndexReader,
+    IndexWriter,
+    bytes_for,
+    header_of_board,
+)
 from ._keys import keys_of
 from ._measure import Effort, in_turn, noisiest
 from ._processes import BenchFailed, server
@@ -23,6 +34,8 @@ from ._row import Goal, Row
 AT_ONCE: Final = 28
 """Keys of one lookup: a request of the conversation trace, with 16 tokens a block."""
 _BLOCK_BYTES: Final = 64 << 10
+_CLIENTS: Final = 8
+"""That hold 28 blocks each while the server wants to remove as many others."""
 _MILLION: Final = 1_000_000
 _PATIENCE: Final = 30.0
 
@@ -56,6 +69,7 @@ def _client(effort: Effort) -> Iterator[Row]:
             for what, goal, subject in (
                 ("lookup28.there", Goal("value", "<=", 100.0), lambda one: one.batch_exists(keys)),
                 ("lookup28.missing", None, lambda one: one.batch_exists(missing)),
+                ("hold28", None, lambda one: _hold(one, keys)),
                 ("load28.64KiB", None, lambda one: one.batch_get_into(keys, buffers)),
             ):
                 samples = in_turn(
@@ -72,6 +86,13 @@ def _client(effort: Effort) -> Iterator[Row]:
                     goal,
                     noisiest(*samples.values()),
                 )
+
+
+def _hold(handler: MaruHandler, keys: list[str]) -> None:
+    """Hold what is stored there, and let go of it."""
+    for info in handler.batch_retrieve(keys):
+        assert info is not None
+        info.release()
 
 
 def _inside(effort: Effort) -> Iterator[Row]:
@@ -103,6 +124,18 @@ def _inside(effort: Effort) -> Iterator[Row]:
             del there[name]
         return {"dict add": (added - began) / 256 * 1e6, "dict remove": (time.process_time() - added) / 256 * 1e6}
 
+    boards = Boards(writer, _fence)  # type: ignore[arg-type]  # it marks, and that is all that is asked of it here
+    for number in range(_CLIENTS):
+        board = mmap.mmap(-1, BOARD_BYTES)
+        board[: len(header_of_board())] = header_of_board()
+        boards.open(number, "", board)
+        pins = BoardPins(BoardWriter(board), threading.Lock(), 0, BoardCounters())
+        pins.hold(names[1 :: n // AT_ONCE][:AT_ONCE], reader.find(names[1 :: n // AT_ONCE][:AT_ONCE]), reader)
+
+    def claim() -> None:
+        boards.claim(some, found.generations)
+        boards.give_up(some, found.generations)
+
     samples = in_turn(
         "index",
         effort,
@@ -111,13 +144,18 @@ def _inside(effort: Effort) -> Iterator[Row]:
             "dict find28": _timed(lambda: [there.get(name) for name in some], calls),
             "recheck28": _timed(lambda: reader.changed(found), calls),
             "dict recheck28": _timed(lambda: [there.get(name) for name in some], calls),
+            "board.hold28": _timed(lambda: pins.release(pins.hold(some, reader.find(some), reader)), calls),
+            "dict board.hold28": _timed(lambda: [there.get(name) for name in some], calls),
+            "board.claim28": _timed(claim, calls),
+            "dict board.claim28": _timed(lambda: [there.get(name) for name in some], calls),
             "both": add_and_remove,
             "dict": dict_add_and_remove,
         },
     )
-    for what, goal in (("find28", Goal("value", "<=", 50.0)), ("recheck28", None), ("add", None), ("remove", None)):
+    goals = {"find28": Goal("value", "<=", 50.0)}
+    for what in ("find28", "recheck28", "board.hold28", "board.claim28", "add", "remove"):
         mine, beside = samples[what], samples[f"dict {what}"]
-        yield Row(f"index.{what}", mine.median, "us", "a dict", beside.median, goal, noisiest(mine, beside))
+        yield Row(f"index.{what}", mine.median, "us", "a dict", beside.median, goals.get(what), noisiest(mine, beside))
 
 
 def _wait_filled(handler: MaruHandler, missing: list[str]) -> None:
@@ -150,3 +188,11 @@ def _timed(subject: Callable[[], object], calls: int) -> Callable[[], float]:
         return (time.process_time() - start) / calls * 1e6
 
     return run
+
+
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    with _lock:
+        pass

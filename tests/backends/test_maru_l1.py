@@ -455,7 +455,7 @@ async def test_a_reservation_to_read_whose_answer_comes_late_holds_nothing_in_th
     async with (
         open_test_server() as server,
         open_lossy_wire(server.endpoints[0]) as wire,
-        open_l1(wire.endpoint) as l1,
+        open_l1(wire.endpoint, index="off") as l1,
     ):
         await store(l1, keys)
         wire.decide = lambda code, number: fate if code == Code.FIND else Fate.PASS

@@ -447,7 +447,7 @@ async def test_the_page_store_may_be_the_faster_one_and_its_silence_leaves_it_ou
     for key in keys:
         slow.put(key, payload_of(key, BLOCK))
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
-        tier = MaruTier(handler_to(wire.endpoint))
+        tier = MaruTier(handler_to(wire.endpoint, index="off"))  # or else it goes on without an answer
         async with offload.open_engine(source, [tier, slow], chain=False) as engine:
             await (await engine.store(source.weak(keys[:2]), precondition=offload.NO_WAIT)).wait()
             async with await engine.lookup(keys) as hit:

@@ -7,7 +7,6 @@ import threading
 
 from maru._client.operations.board_pins import BoardCounters, BoardPins
 from maru._index import BOARD_BYTES, Boards, BoardWriter, IndexReader, TenantIndexes, bytes_for, header_of_board
-from maru._index.layout import MARK
 from maru.eviction import WTinyLFU
 from tests.maru.test_directory import BUSY, DELETED, HELD, NEW, PAGE, PINNED, PROTECTED, World
 
@@ -42,7 +41,7 @@ class Shared:
     def marked(self) -> list[str]:
         names = self.world.list_keys()
         found = self.reader.find(names)
-        return [names[at] for at, one in zip(found.positions, found.generations, strict=True) if one & MARK]
+        return [names[found.positions[at]] for at in self.reader.changed(found, marked=True)]
 
 
 def shared(**knobs) -> tuple[World, Shared]:

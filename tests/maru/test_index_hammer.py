@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from tests.support.index_hammer import FAULTS, hammer
+from tests.support.index_hammer import FAULTS, HOLDING_FAULTS, hammer
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the index is not used where loads and stores may overtake each other"
@@ -18,9 +18,10 @@ def test_no_page_that_is_rewritten_is_taken_for_what_it_was(rewrites: int) -> No
     counted = hammer(rewrites, readers=2)
     assert not counted["wrong"] and counted["changed"] > 100 and counted["copies"] > 10_000
     assert counted["rewrites"] > 0.99 * rewrites
+    assert counted["held"] > 1_000 and counted["spared"] > 10
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *HOLDING_FAULTS])
 def test_the_hammer_finds_each_fault(fault: str) -> None:
     counted = hammer(2_000_000, readers=2, fault=fault)
     assert counted["wrong"], "nothing was wrong"

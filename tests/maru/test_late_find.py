@@ -38,7 +38,9 @@ async def test_what_a_late_find_pinned_at_a_server_nobody_had_heard_of_yet_is_gi
             first = await nursery.start(serve, pool, over)
             async with (
                 open_lossy_wire(first.endpoints[-1]) as wire,
-                MaruHandler(server_url=wire.endpoint, timeout_ms=30_000, lease=60.0, pool_size=2 << 20, index="off") as handler,
+                MaruHandler(
+                    server_url=wire.endpoint, timeout_ms=30_000, lease=60.0, pool_size=2 << 20, index="off"
+                ) as handler,
             ):
                 assert await handler.batch_put(["a", "b"], [b"one", b"two"]) == [Stored.NEW, Stored.NEW]
                 wire.decide = lambda code, number: Fate.HOLD_REQUEST if code == Code.FIND else Fate.PASS

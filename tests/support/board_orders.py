@@ -1,12 +1,14 @@
-"""A walk over the pin boards: a reader that holds a page, and a server and an owner that want it, in every order of their steps.
+"""A walk over the pin boards: a reader that holds a page, and a server and an owner that want it, in every order of their
+steps.
 
 The reader is the real one: its search, its board and its second look run over memory that stops at every load and every store.
-At each stop the server and the owner make no step, one, or more of theirs: all numbers are tried. The server's steps are calls of
-the real boards and the real writer, one for each store that a reader can see, and one for its look at the boards. (That look loads
-several words. Seen from a reader it is one: what was written before its first load is seen by it, and what is written later may be.)
+At each stop the server and the owner make no step, one, or more of theirs: all numbers are tried. The server's steps are calls
+of the real boards and the real writer, one for each store that a reader can see, and one for its look at the boards. (That
+look loads several words. Seen from a reader it is one: what was written before its first load is seen by it, and what is
+written later may be.)
 
-Stores are seen in the order in which they are made, by everybody: this is what a processor gives that makes a full fence where the
-rules of `maru._index.board` ask for one. That a fence is missing cannot be expressed here.
+Stores are seen in the order in which they are made, by everybody: this is what a processor gives that makes a full fence where
+the rules of `maru._index.board` ask for one. That a fence is missing cannot be expressed here.
 """
 
 from __future__ import annotations
@@ -177,7 +179,8 @@ def read(host: Host, stop: Callable[[], None]) -> str:
     """Hold the page and look at it twice. What is wrong; empty if nothing is."""
     faults = host.faults
     reader = IndexReader(host.index)
-    reader._memory, reader._words = StoppingMemory(host.index, stop), StoppingWords(reader._words, stop)  # type: ignore[assignment]
+    memory, words = StoppingMemory(host.index, stop), StoppingWords(reader._words, stop)
+    reader._memory, reader._words = memory, words  # type: ignore[assignment]
     board = BoardWriter(host.board)
     board._words = StoppingWords(board._words, stop)  # type: ignore[assignment]
     board.note_used = lambda places, generations: None  # type: ignore[method-assign]  # no word of it holds anything
@@ -187,9 +190,9 @@ def read(host: Host, stop: Callable[[], None]) -> str:
     if faults.no_second_look or faults.look_first:
 
         class Believing:
-            seen = reader.changed(found) if faults.look_first else ()
+            seen = reader.changed(found, marked=True) if faults.look_first else ()
 
-            def changed(self, found: object) -> Any:
+            def changed(self, found: object, *, marked: bool) -> Any:
                 return self.seen
 
         looking = Believing()

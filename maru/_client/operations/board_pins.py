@@ -1,10 +1,10 @@
 """What this client holds by its board, without a message: in any thread. Pure.
 
-Rule 1. Everything here happens under one lock, and nothing that waits or lets another thread run does. To release that lock is a
-        full fence on x86: what was written under it is seen by others before what is loaded behind it.
+Rule 1. Everything here happens under one lock, and nothing that waits or lets another thread run does. To release that lock is
+        a full fence on x86: what was written under it is seen by others before what is loaded behind it.
 Rule 2. What is held is looked at again behind the fence, also where another thread has put it on the board.
-Rule 3. A board belongs to an *era* (see `pinned`). When that ends, nothing is held by it any more, and what was is pinned again by
-        message: :meth:`BoardPins.end` hands it over.
+Rule 3. A board belongs to an *era* (see `pinned`). When that ends, nothing is held by it any more, and what was is pinned
+        again by message: :meth:`BoardPins.end` hands it over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import attrs
 
-from ..._index import MARK, BoardWriter, Found, IndexReader
+from ..._index import BoardWriter, Found, IndexReader
 from .pinned import Pin
 
 
@@ -70,8 +70,6 @@ class BoardPins:
                 pin = self._pins.get(name)
                 if pin is not None and pin.generation == generation:
                     pin.users += 1
-                elif generation & MARK:
-                    pin = None
                 else:
                     pin = Pin(
                         name,
@@ -95,7 +93,7 @@ class BoardPins:
                 self._counters.full += len(without)
             self._board.note_used(found.words, found.generations)
         # The lock was released: the fence. From here on the server has removed it, which shows, or sees that it is held.
-        changed = reader.changed(found)
+        changed = reader.changed(found, marked=True)
         gone = [pin for at in changed if (pin := pins[at]) is not None]
         if gone:
             pins = list(pins)

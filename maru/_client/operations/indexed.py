@@ -7,15 +7,14 @@ Rule 2. What the index cannot say is left to be asked for by message: what has c
 Rule 3. Nothing that the index says is used as an address before it is seen to lie in a region: it may be half of two entries.
 Rule 4. A load and a hold are uses, and evictions go by uses: they are noted on our board, where the server sees them before it
         evicts. One that is lost costs a little of the order, never a byte.
-Rule 5. An index is used together with a board and not without. What needs no effect (`hold_nowait`, `exist_nowait`) may be called
-        in any thread: it changes nothing of the client but its board.
+Rule 5. An index is used together with a board and not without. What needs no effect (`hold_nowait`, `exist_nowait`) may be
+        called in any thread: it changes nothing of the client but its board.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from ..._errors import MaruError
 from ..._index import Found, IndexReader, NotAnIndex

@@ -1,7 +1,7 @@
 """Operations: finding, pinning and loading. Pure.
 
-Rule 1. Bytes are looked at under a pin, at the server or on our board (or over the index: see `indexed`). Whether that still holds is
-        checked without asking anybody, before and after a copy: the server lets go of nothing before the lease ends.
+Rule 1. Bytes are looked at under a pin, at the server or on our board (or over the index: see `indexed`). Whether that still
+        holds is checked without asking anybody, before and after a copy: the server lets go of nothing before the lease ends.
 Rule 2. An unanswered FIND may have pinned. Its late answer says what, and that is given back.
 Rule 3. What a cancel or an error leaves pinned is given back with the next call.
 
