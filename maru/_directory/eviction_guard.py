@@ -168,7 +168,7 @@ class EvictionGuard:
         located = self._state.located
         generations = [located[key].generation for key in keys]
         held = self.boards.claim(keys, generations)
-        return {key for key, generation in zip(keys, generations, strict=True) if generation in held} if held else set()
+        return {key for key, generation in zip(keys, generations, strict=True) if generation in held}
 
     def claim_region(self, region: Region, now: float) -> bool:
         """Claim all that lies there; False, and nothing claimed, if some of it is held."""

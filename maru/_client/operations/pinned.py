@@ -92,10 +92,10 @@ class Pinned:
 
     def release(self, pins: Iterable[Pin | None], era: int) -> None:
         """One user less of each. With the last one its pins are due, or its cell is free."""
-        pins = [pin for pin in pins if pin is not None]
-        for board in {pin.board for pin in pins} - {None}:
-            pins = board.release(pins)
-        for pin in pins:
+        left = [pin for pin in pins if pin is not None]
+        for board in {pin.board for pin in left} - {None}:
+            left = board.release(left)
+        for pin in left:
             pin.users -= 1
             assert pin.users >= 0
             if pin.users:
