@@ -126,6 +126,7 @@ def _index(near: bool, sections: Sections, config: ServerConfig) -> Finding:
     if not said["tenants"]:
         return Finding(name, "ok", "used when a client asks for it; none has", needed)
     found = f"used: {said['keys']} keys in {said['slots']} slots, {said['left out']} left out"
+    found += f"; {said.get('held', 0)} keys are held by {said.get('boards', 0)} boards"
     return Finding(name, "ok", found, needed)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("rewrites", [100_000, pytest.param(10_000_000, marks=pytest.mark.long)])
 def test_no_page_that_is_rewritten_is_taken_for_what_it_was(rewrites: int) -> None:
     counted = hammer(rewrites, readers=2)
-    assert not counted["wrong"] and counted["changed"] > 100 and counted["copies"] > 10_000
+    assert not counted["wrong"] and counted["changed"] > 10 and counted["copies"] > 10_000
     assert counted["rewrites"] > 0.99 * rewrites
     assert counted["held"] > 1_000 and counted["spared"] > 10
 
