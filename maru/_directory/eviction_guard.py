@@ -234,4 +234,7 @@ class _OnBoards:
         if self._held is None:
             assert self._boards is not None
             self._held = self._boards.held()
-        return bool(self._held) and self._located[key].generation in self._held  # type: ignore[index]
+        if not self._held:
+            return False
+        location = self._located.get(key)  # type: ignore[call-overload]  # a registration may name what it brings itself
+        return location is not None and location.generation in self._held

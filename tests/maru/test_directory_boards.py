@@ -100,6 +100,16 @@ def test_what_is_held_is_not_written_over():
     assert world.store(a, "y") == [NEW]
 
 
+def test_two_names_for_one_page_in_one_registration_are_judged_as_without_a_board():
+    """Found by the fuzz: the second one writes over what is not there yet."""
+    world, index = shared()
+    a, b = world.session(region=1), world.session()
+    world.store(a, "x")
+    index.hold(b, "x")
+    assert world.store(a, "yz", offsets=[PAGE, PAGE]) == [NEW, NEW]
+    assert world.there("xyz") == "xz"
+
+
 def test_an_orphaned_region_goes_only_when_nothing_of_it_is_held():
     world, index = shared()
     a, b = world.session(region=1), world.session()
