@@ -24,6 +24,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import xxhash
@@ -114,7 +115,7 @@ def name_of(key: Key, number: int) -> str:
 
 
 class Directory:
-    """An open, locked directory. Threads that work in it enter it, so that it is not closed meanwhile.
+    """An open, locked directory. Threads work in it within :meth:`in_use`, so that it is not closed meanwhile.
 
     It belongs to this process: in a forked child it is closed.
     """
@@ -125,7 +126,7 @@ class Directory:
         self._why_closed = f"the directory {path!r} was closed"
         self._pid = os.getpid()
         self._mutex = threading.Lock()
-        self._users = 0
+        self._users: dict[object, None] = {}
         self._closing = False
         self._durable: set[str] = set()  # shards whose entry in the root is
         self.root, _ = open_private_directory(path, StrayPath, purpose="a directory of blocks")
@@ -145,17 +146,27 @@ class Directory:
         """Whether it belongs to the process that this one was forked from."""
         return os.getpid() != self._pid
 
-    def __enter__(self) -> None:
-        with self._mutex:
-            if self._closing:
-                raise PlaceClosed(self._why_closed)
-            self._users += 1
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it open for as long as the ``with`` block lasts.
 
-    def __exit__(self, *exc: object) -> None:
-        with self._mutex:
-            self._users -= 1
-            if self._closing and not self._users:
-                self._close()
+        Raises:
+            PlaceClosed: it was closed.
+        """
+        # A generator: an exception that a signal raises between its first half and the block, or between the block and its
+        # second half, still ends in the ``finally``.
+        user = object()
+        try:
+            with self._mutex:
+                if self._closing:
+                    raise PlaceClosed(self._why_closed)
+                self._users[user] = None
+            yield
+        finally:
+            self._users.pop(user, None)
+            with self._mutex:
+                if self._closing and not self._users:
+                    self._close()
 
     def close(self) -> None:
         """Close the directory, or let the last thread that works in it do so. Idempotent."""

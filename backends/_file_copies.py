@@ -29,7 +29,7 @@ class Writing:
 
     def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
         """Write the blocks one by one. A block that is damaged or cannot be written fails alone; a failed read fails all."""
-        with self.directory:
+        with self.directory.in_use():
             self._run(copy, keys, names)
 
     def _run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
@@ -66,9 +66,20 @@ class Reading:
     bad: dict[int, Missed | Failed]
     """Blocks that are known to be bad, by position; grows."""
 
+    def run_until(self, deadline: float, pages: Pages) -> bool:
+        """Read all blocks to their places, up to the first that is bad. Whether that was all, and before this time."""
+        with self.directory.in_use():
+            for at in range(len(self.blocks)):
+                if time.monotonic() > deadline:
+                    return False
+                self._read(at, pages[at])
+                if self.bad:
+                    return False
+        return True
+
     def run(self, destination: Destination, views: Pages | None) -> None:
         """Read all other blocks to their places."""
-        with self.directory:
+        with self.directory.in_use():
             self._run(destination, views)
 
     def _run(self, destination: Destination, views: Pages | None) -> None:
@@ -99,6 +110,6 @@ class Reading:
 
 
 def remove(directory: Directory, names: Sequence[str]) -> None:
-    with directory:
+    with directory.in_use():
         for name in names:
             directory.remove(name)

@@ -62,6 +62,7 @@ class FileRegistry(Registry):
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
         """Stage numbers for these files, evicting as much as needed."""
+        self.catch_up()
         refused: set[Key] = set()
         if not self._evict_bytes(keys, size, refused):
             return None

@@ -14,6 +14,8 @@ Rule 2. A ref is the number of the slot. Every operation takes and gives whole c
 Rule 3. Room is granted in the order of the requests (`backends/room.py`), except for an engine's own `put` and `stage`,
         which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
+Rule 5. Other threads may find and hold keys; see :mod:`backends.thread_pins`. What they have left is done before anything that
+        depends on what is held, and what goes is chosen and taken out under their lock.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
 """
@@ -22,9 +24,10 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import repeat
+from typing import TypeVar
 
 import attrs
 
@@ -34,6 +37,9 @@ from maru.kv_events import KeyWatcher, KeyWatchers
 from .abc import EVICTED, Deletion, Key
 from .leaving import Evictions, Listener, Spill
 from .room import Room
+from .thread_pins import ThreadPin, ThreadPins
+
+T = TypeVar("T")
 
 _log = logging.getLogger("backends.eviction")
 _NONE: frozenset[Key] = frozenset()
@@ -96,6 +102,7 @@ class Registry(Room):
         self._evictions = Evictions()
         self._leaving = self._evictions.key_of  # slot -> key; looked at on hot paths
         self._coming: AbstractSet[int] = _NO_SLOTS  # slots that will be free without a further eviction
+        self._thread_pins = ThreadPins()
         self._staged = self._stored = self._duplicates = self._evicted = self._deleted = 0
 
     def __len__(self) -> int:
@@ -155,6 +162,44 @@ class Registry(Room):
 
     # --- holding --------------------------------------------------------------------------------------------------
 
+    def pin_from_thread(
+        self, lease_of: Callable[[Sequence[Key], list[int]], T], keys: Sequence[Key]
+    ) -> tuple[T, ThreadPin]:
+        """Hold the longest prefix of ``keys`` that is there, which counts as a use. In any thread; never waits for long.
+
+        Args:
+            lease_of: makes the lease of some keys in these slots. The pin ends with it at the latest.
+            keys: the keys, in order.
+        """
+        pins = self._thread_pins
+        with pins.lock:
+            slots: list[int] = list(map(self._slot_of.get, keys))  # type: ignore[arg-type]
+            if None in slots:
+                slots = slots[: slots.index(None)]  # type: ignore[arg-type]
+                keys = keys[: len(slots)]
+            lease = lease_of(keys, slots)
+            return lease, pins.pin(lease, keys, slots)
+
+    def catch_up(self) -> None:
+        """Hold what other threads have pinned, and release what they have released."""
+        pins = self._thread_pins
+        if pins.pinned:
+            self._hold_pinned()
+        while pins.released:
+            pin = pins.released.popleft()
+            if pin.is_held:
+                pin.is_held = False
+                self.release(pin.slots)
+
+    def _hold_pinned(self) -> None:
+        pinned = self._thread_pins.pinned
+        while pinned:
+            pin = pinned.popleft()
+            self.use(pin.keys)
+            if not pin.is_over:
+                self.upgrade(pin.keys)
+                pin.is_held = True
+
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Take one more ref for each registered key, ``EVICTED`` for each other one. Does not count as a use."""
         held = self._held
@@ -198,7 +243,11 @@ class Registry(Room):
             self._doomed -= buried
             self._free_slots(list(buried))
         if self._leaving:
-            self._go(self._evictions.gone(refs, self._held))
+            with self._thread_pins.lock:  # rule 5
+                self._hold_pinned()
+                gone = self._evictions.gone(refs, self._held)
+                slots = self._take_out(gone)
+            self._went(gone, slots)
         if self._waiters.requests:
             self._serve()
 
@@ -275,16 +324,13 @@ class Registry(Room):
         if len(keys) != len(slots):
             raise ValueError(f"{len(keys)} keys but {len(slots)} slots")
         slot_of = self._slot_of
-        if slot_of.keys().isdisjoint(keys):
-            before = len(slot_of)
+        if slot_of.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             slot_of.update(zip(keys, slots))  # noqa: B905 - compared above
-            if len(slot_of) - before == len(keys):
-                if hold is not None:
-                    hold += self.upgrade(keys)
-                self._registered(keys, depths)
-                return []
-            for key in keys:  # a key is named twice
-                slot_of.pop(key, None)
+            if hold is not None:
+                hold += self.upgrade(keys)
+            self._registered(keys, depths)
+            return []
+        # One by one: another thread must not find a key in a slot that is given back.
         duplicates = [at for at, key in enumerate(keys) if slot_of.setdefault(key, slots[at]) != slots[at]]
         if hold is not None:
             hold += self.upgrade(keys)
@@ -301,18 +347,23 @@ class Registry(Room):
 
     def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys, except held ones. Returns one answer per key."""
+        self.catch_up()
         answers: list[Deletion] = []
         gone: list[Key] = []
-        for key in keys:
-            slot = self._slot_of.get(key)
-            if slot is None:
-                answers.append(Deletion.MISSING)
-            elif slot in self._held:
-                answers.append(Deletion.PINNED)
-            else:
-                answers.append(Deletion.DELETED)
-                gone.append(key)
-                self._reset((key,))
+        slots: list[int] = []
+        with self._thread_pins.lock:  # rule 5
+            self._hold_pinned()
+            for key in keys:
+                slot = self._slot_of.get(key)
+                if slot is None:
+                    answers.append(Deletion.MISSING)
+                elif slot in self._held:
+                    answers.append(Deletion.PINNED)
+                else:
+                    answers.append(Deletion.DELETED)
+                    gone.append(key)
+                    slots += self._take_out((key,))
+        self._free_taken(gone, slots)
         self._policy.discard(gone)
         self._deleted += len(gone)
         if self._waiters.requests:
@@ -324,22 +375,27 @@ class Registry(Room):
 
         A key that is in another slot by now stays.
         """
-        for key, slot in zip(keys, slots, strict=True):
-            if self._slot_of.get(key) == slot:
-                self._policy.discard((key,))
-                if slot in self._held:
-                    self._evictions.stay((slot,))
-                    del self._slot_of[key]
-                    self._depths.pop(key, None)
-                    self._doomed.add(slot)
-                    self._watchers.removed((key,))
-                else:
-                    self._reset((key,))
+        gone: list[Key] = []
+        free: list[int] = []
+        with self._thread_pins.lock:  # rule 5
+            self._hold_pinned()
+            for key, slot in zip(keys, slots, strict=True):
+                if self._slot_of.get(key) == slot:
+                    gone.append(key)
+                    self._take_out((key,))
+                    if slot in self._held:
+                        self._evictions.stay((slot,))
+                        self._doomed.add(slot)
+                    else:
+                        free.append(slot)
+        self._policy.discard(gone)
+        self._free_taken(gone, free)
         if self._waiters.requests:
             self._serve()
 
     def statistics(self) -> RegistryStatistics:
         """An immutable snapshot."""
+        self.catch_up()
         return RegistryStatistics(
             staged=self._staged,
             registered=len(self._slot_of),
@@ -363,13 +419,16 @@ class Registry(Room):
 
         With a spiller, the room is free when its copies have settled: until then it is *coming*.
         """
-        victims, rejected = self._policy.make_room(incoming, n, self._held_keys if self._held else ())
         spiller = self._evictions.spiller
+        with self._thread_pins.lock:  # rule 5
+            self._hold_pinned()
+            victims, rejected = self._policy.make_room(incoming, n, self._held_keys if self._held else ())
+            slots = self._take_out(victims) if spiller is None else self.slots(victims)
+            if spiller is not None:
+                self._held.update(slots)
         if spiller is None:
-            self._go(victims)
+            self._went(victims, slots)
         elif victims:
-            slots = self.slots(victims)
-            self._held.update(slots)
             self._evictions.leave(victims, slots)
             self._hand_over(spiller, Spill(victims, slots, self._over, self.depths(victims)))
         return rejected
@@ -387,23 +446,25 @@ class Registry(Room):
         self.release(slots)
         return leaving
 
-    def _go(self, victims: list[Key]) -> None:
-        """Evict these victims. The caller serves the waiting requests."""
-        self._reset(victims)
+    def _went(self, victims: list[Key], slots: Sequence[int]) -> None:
+        """These victims were taken out. The caller serves the waiting requests."""
+        self._free_taken(victims, slots)
         self._evicted += len(victims)
         if victims and self._evictions.listeners:
             self._evictions.tell(victims)
 
-    def _reset(self, keys: Iterable[Key]) -> None:
-        """Free registered slots without refs. The caller serves the waiting requests."""
-        if self._depths or self._watchers.all:
-            keys = list(keys)
+    def _take_out(self, keys: Sequence[Key]) -> list[int]:
+        """Have these keys found no more. Returns their slots. Under the lock of the threads: rule 5."""
+        if self._depths:
             for key in keys:
                 self._depths.pop(key, None)
-            self._free_slots(list(map(self._slot_of.pop, keys)))
+        return list(map(self._slot_of.pop, keys))
+
+    def _free_taken(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Free the slots of keys that were taken out. The caller serves the waiting requests."""
+        self._free_slots(slots)
+        if self._watchers.all:
             self._watchers.removed(keys)
-        else:
-            self._free_slots(list(map(self._slot_of.pop, keys)))
 
     def _registered(self, keys: Sequence[Key], depths: Sequence[int | None] | None) -> None:
         self._staged -= len(keys)
@@ -467,6 +528,7 @@ class BlockPool(Registry):
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
         """Stage a slot for each key, evicting as many as needed; ``None`` if too many are held."""
+        self.catch_up()
         missing = len(keys) - len(self._free)
         if missing <= 0:
             return self.take(len(keys))

@@ -1,46 +1,82 @@
-"""Reads in the caller's thread: what a tier offers whose blocks lie in host memory of this process.
+"""Reads in the caller's thread: what a tier offers that other threads may read without its own.
 
-A tier belongs to one thread, its trio thread. While that thread waits for I/O its tables are at rest, and another thread that
-keeps it from going on (:class:`offload.from_thread._resting.RestingLoop`) may read them:
+A tier belongs to one thread, its trio thread. Some can be read without that thread, whatever it does meanwhile:
 
-    any thread, the tier's own at rest          any thread                the tier's own thread, before it does anything else
-    prepare_pin: a lease that holds nothing yet                           the call that prepare_pin returned: now it holds
-    host_blocks: where the blocks lie           copy, sum, compare        note_loaded
+    any thread                                       the tier's own thread, whenever it gets to it
+    pin_from_thread: find, and hold                  catch_up: do what threads have left
+    load_from_thread: copy, and verify               note_loaded: count it
+    DirectLease.release_from_thread                  catch_up
 
-Rule 1. What is called in another thread changes nothing, so that an exception that strikes there at any bytecode
-        (KeyboardInterrupt, or what a handler of a signal raises) leaves the tables whole.
-Rule 2. Between a prepared pin and the call that makes it one, nothing else happens in the tier's thread.
+Rule 1. What is called in another thread may be interrupted at any bytecode by an exception (KeyboardInterrupt, or what a
+        handler of a signal raises). It leaves the tables whole, and a lease that nobody got to know of holds nothing.
+Rule 2. A pin that has been given holds its blocks at once, whether or not the tier's own thread knows of it yet.
+Rule 3. What cannot be answered without the tier's own thread is answered by ``None`` or false, and asked for there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
 
-from .abc import Key, ReadLease
+from .abc import Key
 from .pages import Pages
-from .pooled import Lease
+
+
+class DirectLease(ABC):
+    """A lease that any thread may release."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def release_from_thread(self) -> None:
+        """Release the blocks, in any thread. Idempotent; never blocks."""
+
+    @abstractmethod
+    def release_nowait(self) -> None:
+        """Release the blocks, in the tier's own thread. Idempotent."""
 
 
 class DirectTier(ABC):
-    """A tier whose blocks other threads may find and read. It says so by deriving, since a wrapper of it is none."""
+    """A tier that other threads may read. It says so by deriving, since a wrapper of it is none."""
+
+    waits_for_disk: ClassVar[bool] = False
+    """Whether a load waits for more than memory."""
 
     @abstractmethod
-    def prepare_pin(self, keys: Sequence[Key]) -> tuple[Lease, Callable[[], None]]:
-        """The lease that a pin of ``keys`` would give now, and what makes it hold: rules 1 and 2. Never blocks."""
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that are there now. In any thread."""
 
     @abstractmethod
-    def host_blocks(self, lease: ReadLease) -> tuple[Pages, Sequence[int | None] | None] | None:
-        """Where leased blocks lie, and the xxh3-64 of each as far as it is known; ``None`` where they are not in host memory.
+    def pin_from_thread(self, keys: Sequence[Key]) -> Any:
+        """A lease (:class:`DirectLease`) of the longest prefix of ``keys`` that is there; ``None``: rule 3.
 
-        The checksums are ``None`` where this tier verifies nothing. Never blocks.
+        It counts as a use. In any thread; waits for no other.
+        """
+
+    @abstractmethod
+    def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
+        """Copy leased blocks to these pages, one for each, and verify them. In any thread.
+
+        Args:
+            lease: of this tier.
+            there: where they go.
+            deadline: on the clock of ``time.monotonic``. Behind it no further block is read from a disk.
+
+        Returns:
+            Whether all of them are there, and are what was stored. If not, a load in the tier's own thread finds out why.
         """
 
     @property
     @abstractmethod
     def is_waited_for(self) -> bool:
-        """Whether a task waits for room here, so that a lease that is released must not be released late."""
+        """Whether a task waits for room here, so that :meth:`catch_up` is wanted behind a release."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Do what other threads have left to do. In the tier's own thread."""
 
     @abstractmethod
     def note_loaded(self, blocks: int) -> None:
-        """Count blocks that were loaded, and verified. In the tier's own thread."""
+        """Count blocks that another thread has loaded. In the tier's own thread."""

@@ -13,6 +13,7 @@ Rule 4. The trio thread reads and writes no file. Files that are no longer neede
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -37,6 +38,7 @@ from .abc import (
     RoomRequest,
     Source,
 )
+from .direct import DirectTier
 from .pages import Pages
 from .pooled import Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
@@ -45,7 +47,7 @@ _OTHER_SIZE = Missed("size")
 """The block is as it was stored, but its size is not that of the destination. It stays."""
 
 
-class FileTier(PooledTier[FileRegistry]):
+class FileTier(PooledTier[FileRegistry], DirectTier):
     """Blocks in files of one directory, which belongs to one tier at a time.
 
     The blocks found in the directory at the start can be loaded again, the oldest file as the least recently used. This reads
@@ -148,7 +150,7 @@ class FileTier(PooledTier[FileRegistry]):
             DamagedBlock: one of them is damaged; it is no longer found once its ref is released.
         """
         directory, keys = self._open_directory(), self.pool.keys
-        with directory:
+        with directory.in_use():
             for ref, page in zip(refs, pages, strict=True):
                 key = keys[ref]
                 try:
@@ -209,6 +211,18 @@ class FileTier(PooledTier[FileRegistry]):
         work.bad = {at: _OTHER_SIZE for at, (_, slot) in enumerate(blocks) if sizes[slot] != size}
         await run_in_thread_or_leave(work.run, destination, there)
         return work.bad
+
+    waits_for_disk: ClassVar[bool] = True
+
+    def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
+        """See :class:`backends.direct.DirectTier`."""
+        directory, sizes, size = self._open, self.pool.sizes, there.page_bytes
+        if directory is None or not lease.is_held or any(sizes.get(slot) != size for slot in lease.refs):
+            return False
+        blocks = list(zip(lease.keys, lease.refs, strict=True))
+        with contextlib.suppress(PlaceClosed):
+            return Reading(directory, self._layout, self.checksums, blocks, {}).run_until(deadline, there)
+        return False
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys and remove their files; a held one is ``PINNED`` and stays.

@@ -11,16 +11,16 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from maru._memory.memory import madvise
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
-from .abc import Key, ReadLease
+from .abc import Key
 from .direct import DirectTier
-from .pages import Pages, copy_pages
+from .pages import Pages, copy_and_sum, copy_pages
 from .pooled import Lease
 from .slots import SlotTier
 
@@ -148,30 +148,16 @@ class MemoryTier(SlotTier, DirectTier):
 
     # --- DirectTier -----------------------------------------------------------------------------------------------
 
-    def prepare_pin(self, keys: Sequence[Key]) -> tuple[Lease, Callable[[], None]]:
+    def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
         """See :class:`backends.direct.DirectTier`."""
-        pool = self.pool
-        prefix = keys[: pool.prefix(keys)]
-
-        def hold() -> None:
-            pool.use(prefix)
-            pool.upgrade(prefix)
-
-        return Lease(self, prefix, pool.slots(prefix)), hold
-
-    def host_blocks(self, lease: ReadLease) -> tuple[Pages, Sequence[int | None] | None] | None:
-        """See :class:`backends.direct.DirectTier`."""
-        slots = Lease.held_in(self, lease).refs
-        return self._pages.pages(slots), list(map(self._sums.get, slots)) if self.checksums else None
-
-    @property
-    def is_waited_for(self) -> bool:
-        """See :class:`backends.direct.DirectTier`."""
-        return self.pool.is_waited_for
-
-    def note_loaded(self, blocks: int) -> None:
-        """See :class:`backends.direct.DirectTier`."""
-        self._loaded += blocks
+        if there.page_bytes != self.block_bytes or not lease.is_held:
+            return False
+        slots = lease.refs
+        here = self._pages.pages(slots)
+        if not self.checksums:
+            copy_pages(there, here)
+            return True
+        return not self._verify(slots, copy_and_sum(there, here))
 
     # --- populating later -----------------------------------------------------------------------------------------
 

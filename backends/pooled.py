@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
@@ -30,8 +31,10 @@ from .abc import (
     WeakBlocks,
 )
 from .blocks import Registry
+from .direct import DirectLease
 from .leaving import Listener, Spill
 from .pages import Pages
+from .thread_pins import ThreadPin
 from .tier_base import TierBase, TierLease, TierReservation
 
 R = TypeVar("R", bound=Registry)
@@ -130,6 +133,37 @@ class Lease(TierLease["PooledTier[Any]"]):
 
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
+
+
+class ThreadLease(Lease, DirectLease):
+    """A hold that another thread has taken. Made by :meth:`PooledTier.pin_from_thread`."""
+
+    __slots__ = ("__weakref__", "pin")
+
+    def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], refs: list[int]) -> None:
+        super().__init__(tier, keys, refs)
+        self.pin: ThreadPin
+        """What the registry knows of it."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released."""
+        return not self.pin.is_over
+
+    def forget(self, positions: Sequence[int]) -> None:
+        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+        if self.is_held:
+            super().forget(positions)
+
+    def release_from_thread(self) -> None:
+        """Release the blocks, in any thread. Idempotent."""
+        if not self.pin.is_over:
+            self.pin.release()
+
+    def release_nowait(self) -> None:
+        """Release the blocks. Idempotent."""
+        self.release_from_thread()
+        self.tier.pool.catch_up()
 
 
 def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
@@ -276,10 +310,32 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     def pin_nowait(self, keys: Sequence[Key]) -> Lease:
         """Like :meth:`pin`, without a checkpoint."""
+        self.pool.catch_up()
         prefix = keys[: self.pool.prefix(keys)]
         if prefix:
             self.pool.use(prefix)
         return Lease(self, prefix, self.pool.upgrade(prefix))
+
+    # --- what a direct tier offers: see :mod:`backends.direct` ------------------------------------------------------
+
+    def pin_from_thread(self, keys: Sequence[Key]) -> ThreadLease:
+        """Like :meth:`pin`, in any thread, without its own."""
+        lease, pin = self.pool.pin_from_thread(partial(ThreadLease, self), keys)
+        lease.pin = pin
+        return lease
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a task waits for room here."""
+        return self.pool.is_waited_for
+
+    def catch_up(self) -> None:
+        """Do what other threads have left to do."""
+        self.pool.catch_up()
+
+    def note_loaded(self, blocks: int) -> None:
+        """Count blocks that another thread has loaded."""
+        self._loaded += blocks
 
     @abstractmethod
     def _room(self) -> tuple[int, int]:

@@ -120,6 +120,10 @@ class Room(ABC):
     def give_back(self, slots: Sequence[int]) -> None:
         """Free staged slots that were not registered. ``EVICTED`` is ignored."""
 
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Serve the waiting requests with what other threads have released."""
+
     # --- room -----------------------------------------------------------------------------------------------------
 
     @property
@@ -161,6 +165,8 @@ class Room(ABC):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return slots
         with self._waiters.join(request, size) as waiter:
+            # Behind the joining: a thread that releases wakes this one only if it finds a request in the queue.
+            self.catch_up()
             try:
                 await waiter.changed.wait()
             except BaseException:

@@ -1,149 +1,273 @@
-"""Reads without the trio thread: a lookup and a load that the memory of this process can answer, in the thread that asks.
+"""Reads without the trio thread: a lookup and a load in the thread that asks, over all tiers that allow it.
 
-    lookup: find in the fastest tier -> a hit           -> in the trio thread, before all else: hold it, count it
-    load:   plan -> copy, sum, compare, without a lock  -> in the trio thread: count it
+    lookup: search, pin -> a hit                -> in the trio thread, later: count it
+    load:   plan -> copy, sum, compare          -> in the trio thread, later: count it, promote
+    release                                     -> in the trio thread, later: forget the hit
 
-Each step is called while the trio thread is at rest, but the copy; see :mod:`backends.direct`. What cannot be answered so is
-answered by ``None``, and goes the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
+A tier allows it by being a :class:`~backends.direct.DirectTier`. What cannot be answered so is answered by ``None``, and goes
+the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
 
-Rule 1. A lookup is answered here only if the fastest tier has all of it, or there is no other tier. Its breaker is closed,
-        and no tier must be told tenants.
-Rule 2. A load is answered here only if all of it lies in host memory, goes to host memory, and is what was stored. A block that
-        is not is loaded once more the ordinary way, which finds the damage, forgets the block, and looks in other tiers.
+Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is given up
+        where a tier would have to be asked that is not direct, or that may be probed: a probe has a deadline. A tier whose
+        breaker is open is left out, and named.
+Rule 2. A load is made here only if all of it goes to host memory, comes from direct tiers whose breakers are closed, and is
+        what was stored. A block that is not is loaded once more the ordinary way, which finds the damage, forgets the block,
+        counts the fault and looks in other tiers.
 Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to see goes the ordinary way, and so does every
         lookup while a key is withheld.
-Rule 4. A load is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``, so it is over
-        before one that yields would have noticed.
+Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``, so
+        it is over before one that yields would have noticed. One that waits for a disk is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import logging
+import time
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import trio
 
 from backends.abc import LOADED, Destination, Key
-from backends.direct import DirectTier
-from backends.pages import Pages, check_apart, copy_and_sum, copy_pages
+from backends.direct import DirectLease, DirectTier
+from backends.pages import Pages, check_apart
 from backends.pooled import Lease
 
+from .._errors import TierUnavailable
+from .._health.breaker import Call
 from .loading import LoadResult
-from .lookup import Hit, Segment
+from .lookup import ContainsQuestion, Hit, Segment, following, search
+from .statistics import count
 
 if TYPE_CHECKING:
     from .._health import BreakerTier
+    from .._pipeline.priority import LoadPriority
     from .lookup import Place
+    from .promotion import Promoter
     from .shadow import ShadowCheck
     from .statistics import Counts
+    from .tenants import TenantTags
 
 MOST_BYTES: Final = 32 << 20
 """More is loaded the ordinary way: beside its copy, a change of thread costs nothing, and stores yield to it."""
 
 _NOTHING: Final = MappingProxyType[str, Exception]({})
+_log = logging.getLogger("offload.engine")
 
 
+class _AskTheTrioThread(Exception):
+    """A tier cannot be asked in this thread: rule 1."""
+
+
+@attrs.define(eq=False)
 class DirectReads:
-    """The reads of one engine that need nothing of its trio thread but that it is at rest.
+    """The reads of one engine that need nothing of its trio thread."""
 
-    Args:
-        places: the tiers, the fastest first.
-        tagged: whether a tier must be told tenants.
-        counts: what the engine counts.
-        live: its hits.
-        shadow: compares some loads; ``None`` where none is compared.
-    """
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    counts: Counts
+    live: dict[Hit, None]
+    """The hits of the engine."""
+    tags: TenantTags | None
+    """``None`` where no tier must be told tenants."""
+    shadow: ShadowCheck | None
+    """``None`` where no load is compared."""
+    promoter: Promoter
+    load_priority: LoadPriority
+    clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        counts: Counts,
-        live: dict[Hit, None],
-        *,
-        tagged: bool,
-        shadow: ShadowCheck | None,
-    ) -> None:
-        self._places = places
-        self._tagged = tagged
-        self._shadow = shadow
-        self._counts = counts
-        self._live = live
+    # --- any thread ---------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[Key]) -> tuple[Hit, Callable[[], None]] | None:
-        """A hit that holds nothing yet, and what makes it hold, in the trio thread and before all else; or rule 1."""
-        name, breaker_tier = self._places[0]
-        tier = breaker_tier.direct
-        shadow = self._shadow
-        if tier is None or self._tagged or not keys or (shadow is not None and len(shadow.withheld)):
-            return None
-        lease, hold = breaker_tier.prepare_pin(tier, keys)
-        found = len(lease.keys)
-        if found < len(keys) and len(self._places) > 1:
-            return None
-        segments = [Segment(0, name, breaker_tier, lease, found)] if found else []
+    def find(self, keys: Sequence[Key], tenant: str) -> DirectLookup | None:
+        """Look the longest prefix up, and pin it; or rule 1."""
+        shadow = self.shadow
         since = 0 if shadow is None else shadow.withheld.total
-        hit = Hit(keys if found == len(keys) else keys[:found], segments, _NOTHING, self._live, since=since)
-        return hit, partial(self._hold, hit, hold, len(keys))
+        if shadow is not None and len(shadow.withheld):
+            return None
+        asking = _DirectQueries(self.places, self.clock.current_time())
+        try:
+            asking.find(keys)
+        except _AskTheTrioThread:
+            asking.release()
+            return None
+        except BaseException:
+            asking.release()
+            raise
+        segments = asking.segments
+        found = sum([segment.blocks for segment in segments])
+        keys_found = keys if found == len(keys) else keys[:found]
+        hit = Hit(keys_found, segments, asking.unavailable or _NOTHING, self.live, tenant, since=since)
+        return DirectLookup(hit, len(keys), asking.permits, self)
 
-    def plan(self, hit: Hit, destination: Destination) -> DirectLoad | None:
+    def plan(self, hit: Hit, destination: Destination, promote: bool | str, deadline: float) -> DirectLoad | None:
         """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
-        if self._shadow is not None and not self._shadow.may_pass(hit.keys, hit._since):
+        if self.shadow is not None and not self.shadow.may_pass(hit.keys, hit._since):
             return None
-        if hit.released or there is None or not 0 < n <= len(destination):
+        if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
             return None
+        if isinstance(promote, str):
+            self.promoter.check(promote)
         if len(there) != n:
             there = there.part(0, n)
         parts: list[_Part] = []
-        start = 0
+        start, now = 0, self.clock.current_time()
         for segment in hit._segments:
             breaker_tier: BreakerTier = segment.tier  # type: ignore[assignment]
-            tier = breaker_tier.direct
-            blocks = None if tier is None else tier.host_blocks(segment.lease.inner)  # type: ignore[attr-defined]
-            if tier is None or blocks is None or blocks[0].page_bytes != size:
+            tier, lease = breaker_tier.direct, segment.lease.inner  # type: ignore[attr-defined]
+            if tier is None or not isinstance(lease, Lease | DirectLease):
+                return None
+            try:
+                permit = breaker_tier.permit_from_thread(now)
+            except TierUnavailable:
+                return None
+            if permit is None:
                 return None
             stop = start + segment.blocks
-            parts.append(_Part(breaker_tier, tier, blocks[0], blocks[1], there.part(start, stop)))
+            parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, there.part(start, stop)))
             start = stop
-        return DirectLoad(parts, there, n, self._counts, self._shadow)
+        return DirectLoad(hit, parts, there, promote, deadline, self)
 
-    def may_release_late(self, hit: Hit) -> bool:
-        """Whether nothing notices that a hit is released only when the trio thread wakes for something else."""
-        return all([(tier := segment.tier.direct) is not None and not tier.is_waited_for for segment in hit._segments])  # type: ignore[attr-defined]
+    @staticmethod
+    def release_from_thread(hit: Hit) -> bool:
+        """Release what a hit holds, if any thread may. The trio thread still has to forget it: :meth:`release`."""
+        leases = [segment.lease.inner for segment in hit._segments]  # type: ignore[attr-defined]
+        if not all([isinstance(lease, DirectLease) for lease in leases]):
+            return False
+        for lease in leases:
+            lease.release_from_thread()
+        return True
+
+    @staticmethod
+    def is_waited_for(hit: Hit) -> bool:
+        """Whether a task waits for room where a hit has been released, so that it must be told."""
+        return any([segment.tier.direct.is_waited_for for segment in hit._segments])  # type: ignore[attr-defined]
+
+    # --- the trio thread ----------------------------------------------------------------------------------------------
 
     def release(self, hit: Hit) -> bool:
-        """In the trio thread: release a hit at once, if all of it lies in such tiers and no load reads through it."""
-        leases = [segment.lease.inner for segment in hit._segments]  # type: ignore[attr-defined]
-        if hit._loads or not all([isinstance(lease, Lease) and isinstance(lease.tier, DirectTier) for lease in leases]):
+        """Release a hit at once, if that waits for nothing and no load reads through it."""
+        leases: list[Any] = [segment.lease for segment in hit._segments]
+        if hit._loads or not all([lease.is_released_at_once for lease in leases]):
             return False
         hit.released = True
-        self._live.pop(hit, None)
+        self.live.pop(hit, None)
         for lease in leases:
             lease.release_nowait()
         if hit._end is not None:
             hit._end()
         return True
 
-    def _hold(self, hit: Hit, hold: Callable[[], None], asked: int) -> None:
-        hold()
-        hit.hold()
-        counts = self._counts
+
+# --- looking up -------------------------------------------------------------------------------------------------------
+
+
+class _DirectQueries:
+    """Asks the tiers of one lookup in the thread that asks."""
+
+    __slots__ = ("_now", "_places", "permits", "segments", "unavailable")
+
+    def __init__(self, places: Sequence[Place], now: float) -> None:
+        self._places = places
+        self._now = now
+        self.segments: list[Segment] = []
+        self.permits: dict[int, int] = {}
+        """The permit of each tier that was asked, by its rank."""
+        self.unavailable: dict[str, Exception] = {}
+
+    def find(self, keys: Sequence[Key]) -> None:
+        """Ask for the longest prefix of these, and pin it."""
+        questions = search(len(self._places), keys)
+        question = next(questions, None)
+        while question is not None:
+            name, breaker_tier = self._places[question.rank]
+            answer: object
+            tier = self._allowed(question.rank, name, breaker_tier)
+            if isinstance(question, ContainsQuestion):
+                answer = frozenset() if tier is None else tier.contains_nowait(question.keys)
+            else:
+                answer = 0 if tier is None else self._pin(question.rank, name, breaker_tier, tier, question.keys)
+            question = following(questions, answer)
+
+    def _allowed(self, rank: int, name: str, breaker_tier: BreakerTier) -> DirectTier | None:
+        """The tier, to be asked; ``None`` where its breaker is open."""
+        if name in self.unavailable:
+            return None
+        tier = breaker_tier.direct
+        if rank not in self.permits:
+            try:
+                permit = breaker_tier.permit_from_thread(self._now)
+            except TierUnavailable as error:
+                self.unavailable[name] = error
+                return None
+            if permit is None:
+                raise _AskTheTrioThread
+            self.permits[rank] = permit
+        if tier is None:
+            raise _AskTheTrioThread
+        return tier
+
+    def _pin(self, rank: int, name: str, breaker_tier: BreakerTier, tier: DirectTier, keys: Sequence[Key]) -> int:
+        lease = tier.pin_from_thread(keys)
+        if lease is None:
+            raise _AskTheTrioThread
+        blocks = len(lease.keys)
+        if blocks:
+            self.segments.append(Segment(rank, name, breaker_tier, breaker_tier.lease_of(lease), blocks))
+        return blocks
+
+    def release(self) -> None:
+        """Release what was pinned. What a signal keeps from being released here, is with its lease."""
+        for segment in self.segments:
+            segment.lease.inner.release_from_thread()  # type: ignore[attr-defined]
+
+
+@attrs.frozen(eq=False)
+class DirectLookup:
+    """A lookup that the thread which asks has made itself."""
+
+    hit: Hit
+    _asked: int
+    _permits: dict[int, int]
+    _reads: DirectReads
+
+    def count(self) -> None:
+        """Count it, in the trio thread; from now on the engine releases the hit at its end."""
+        reads, hit = self._reads, self.hit
+        for rank, permit in self._permits.items():
+            _, breaker_tier = reads.places[rank]
+            breaker_tier.note_answered(permit, Call.ASK)
+            if breaker_tier.direct is not None:
+                breaker_tier.direct.catch_up()
+        counts = reads.counts
         counts.lookups += 1
-        counts.asked += asked
+        counts.asked += self._asked
         counts.hit += len(hit.keys)
+        for name in hit.unavailable:
+            count(counts.lookup_failures, name)
+        hit.hold()
+        if reads.tags is not None:
+            try:
+                hit._end = reads.tags.carry(hit.keys, hit._tenant)
+            except Exception:
+                # Its blocks are in tiers that need no tenant: only what a load would look for elsewhere is not found.
+                _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class _Part:
     """Neighbouring blocks of one tier, and where they go."""
 
+    rank: int
     breaker_tier: BreakerTier
     tier: DirectTier
-    here: Pages
-    checksums: Sequence[int | None] | None
-    """Of each block, where it is known; ``None`` where the tier verifies nothing."""
+    lease: Lease | DirectLease
+    permit: int
     there: Pages
 
 
@@ -151,11 +275,28 @@ class _Part:
 class DirectLoad:
     """A load that the thread which asks makes itself."""
 
+    _hit: Hit
     _parts: Sequence[_Part]
     _there: Pages
-    _blocks: int
-    _counts: Counts
-    _shadow: ShadowCheck | None
+    promote: bool | str
+    """Where it is to be promoted to."""
+    _deadline: float
+    _reads: DirectReads
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it waits for more than memory."""
+        return any([part.tier.waits_for_disk for part in self._parts])
+
+    @property
+    def promotes(self) -> bool:
+        """Whether a part of it may have to be promoted, which should not wait until the trio thread wakes by itself."""
+        return bool(self.promote) and any([part.rank for part in self._parts])
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it copies."""
+        return len(self._there) * self._there.page_bytes
 
     def copy(self) -> LoadResult | None:
         """Copy all of it and compare it with what was stored. ``None`` if a block is not that: rule 2.
@@ -165,21 +306,22 @@ class DirectLoad:
         """
         check_apart(self._there)
         for part in self._parts:
-            if part.checksums is None:
-                copy_pages(part.there, part.here)
-            elif not _as_stored(part.checksums, copy_and_sum(part.there, part.here)):
+            deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
+            if not part.tier.load_from_thread(part.lease, part.there, deadline):
                 return None
-        return LoadResult(self._blocks, [LOADED] * self._blocks)
+        return LoadResult(len(self._there), [LOADED] * len(self._there))
 
     def count(self) -> None:
-        """Count it, in the trio thread."""
-        self._counts.loads += 1
-        self._counts.loaded += self._blocks
-        if self._shadow is not None:
-            self._shadow.note_passed()
+        """Count it, and begin to promote it, in the trio thread."""
+        reads, hit = self._reads, self._hit
+        reads.counts.loads += 1
+        reads.counts.loaded += len(self._there)
+        if reads.shadow is not None:
+            reads.shadow.note_passed()
+        origins: list[int] = []
         for part in self._parts:
-            part.breaker_tier.note_loaded(part.tier, len(part.here))
-
-
-def _as_stored(stored: Sequence[int | None], loaded: Sequence[int]) -> bool:
-    return stored == loaded or all(was is None or was == now for was, now in zip(stored, loaded, strict=True))
+            origins += [part.rank] * len(part.there)
+            part.tier.note_loaded(len(part.there))
+            part.breaker_tier.note_answered(part.permit, Call.LOAD)
+        if self.promotes:
+            reads.promoter.promote(hit.keys, origins, self.promote, hit._tenant)

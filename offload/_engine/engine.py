@@ -120,7 +120,13 @@ class Engine:
         self._live_hits: dict[Hit, None] = {}
         self._hooks = EngineHooks()
         self.direct: DirectReads = DirectReads(
-            self._places, self._counts, self._live_hits, tagged=self._tags is not None, shadow=parts.shadow
+            self._places,
+            self._counts,
+            self._live_hits,
+            self._tags,
+            self._shadow,
+            self._promoter,
+            self._load_priority,
         )
 
     def __repr__(self) -> str:

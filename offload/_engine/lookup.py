@@ -17,11 +17,11 @@ Rule 2. If the lookup has less time, the rest of it is shared evenly by the tier
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import cycle
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import trio
@@ -157,6 +157,54 @@ Place: TypeAlias = tuple[str, BreakerTier]
 """The name of a tier, and the tier behind its breaker."""
 
 
+@attrs.frozen
+class PinQuestion:
+    """Pin the prefix of these keys that this tier has. The answer is how many blocks that is."""
+
+    rank: int
+    keys: Sequence[Key]
+
+
+@attrs.frozen
+class ContainsQuestion:
+    """Which of these keys this tier has, without a pin. The answer is a set."""
+
+    rank: int
+    keys: Sequence[Key]
+
+
+Questions: TypeAlias = Generator[PinQuestion | ContainsQuestion, Any, None]
+"""What a lookup asks the tiers, in order. Whoever drives it asks them, in trio or in another thread, and keeps the leases."""
+
+
+def search(tiers: int, keys: Sequence[Key]) -> Questions:
+    """The questions that find the longest prefix of ``keys`` over so many tiers, the fastest first."""
+    found, wanted = 0, len(keys)
+    asked_in_vain = 0  # tiers that do not have the block at `found`
+    for rank in cycle(range(tiers)):
+        if found == wanted or asked_in_vain == tiers:
+            return
+        end = (yield from _end_of_segment(rank, keys, found)) if rank else wanted
+        if end == found:
+            continue  # a faster one has it
+        asked_in_vain += 1
+        blocks: int = yield PinQuestion(rank, keys[found:end] if end - found < wanted else keys)
+        if blocks:
+            found += blocks
+            # Ended by this tier: it has no more, so it counts as asked for the next block. Ended by a faster tier: every tier
+            # is asked again from the next block on.
+            asked_in_vain = 0 if found == end else 1
+
+
+def _end_of_segment(rank: int, keys: Sequence[Key], found: int) -> Generator[PinQuestion | ContainsQuestion, Any, int]:
+    """The last possible end of a segment: the first block from ``found`` on that a faster tier has."""
+    rest = keys[found:]
+    there: set[Key] = set()
+    for faster in range(rank):
+        there |= yield ContainsQuestion(faster, rest)
+    return next((found + at for at, key in enumerate(rest) if key in there), len(keys)) if there else len(keys)
+
+
 async def find(
     places: Sequence[Place],
     keys: Sequence[Key],
@@ -180,42 +228,36 @@ async def find(
     """
     places = places[behind:]
     asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)))
-    unavailable = asking.unavailable
     segments: list[Segment] = []
-    found, wanted = 0, len(keys)
-    asked_in_vain = 0  # tiers that do not have the block at `found`
+    questions = search(len(places), keys)
     try:
-        if not wanted:
+        if not keys:
             await trio.lowlevel.checkpoint()
-        for rank, (name, tier) in cycle(enumerate(places)):
-            if found == wanted or asked_in_vain == len(places):
-                break
-            end = await _end_of_segment(places[:rank], keys, found, asking) if rank else wanted
-            if end == found:
-                continue  # a faster one has it
-            asked_in_vain += 1
-            lease = await asking.pin(name, tier, keys[found:end] if end - found < wanted else keys)
-            if lease is None:
-                continue
-            blocks = len(lease.keys)
-            segments.append(Segment(behind + rank, name, tier, lease, blocks))
-            found += blocks
-            # Ended by this tier: it has no more, so it counts as asked for the next block. Ended by a faster tier: every tier
-            # is asked again from the next block on.
-            asked_in_vain = 0 if found == end else 1
+        question = next(questions, None)
+        while question is not None:
+            name, tier = places[question.rank]
+            answer: object
+            if isinstance(question, ContainsQuestion):
+                answer = await asking.contained(name, tier, question.keys)
+            else:
+                lease = await asking.pin(name, tier, question.keys)
+                answer = 0
+                if lease is not None:
+                    answer = len(lease.keys)
+                    segments.append(Segment(behind + question.rank, name, tier, lease, answer))
+            question = following(questions, answer)
     except BaseException:
         await release_segments(segments)
         raise
-    return segments, unavailable
+    return segments, asking.unavailable
 
 
-async def _end_of_segment(faster: Sequence[Place], keys: Sequence[Key], found: int, asking: _TimedQueries) -> int:
-    """The last possible end of a segment: the first block from ``found`` on that a faster tier has."""
-    rest = keys[found:]
-    there: set[Key] = set()
-    for name, tier in faster:
-        there |= await asking.contained(name, tier, rest)
-    return next((found + at for at, key in enumerate(rest) if key in there), len(keys)) if there else len(keys)
+def following(questions: Questions, answer: object) -> PinQuestion | ContainsQuestion | None:
+    """The next question; ``None`` where there is none."""
+    try:
+        return questions.send(answer)
+    except StopIteration:
+        return None
 
 
 @attrs.define(eq=False)

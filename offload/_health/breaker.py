@@ -140,6 +140,10 @@ class Breaker:
         self._until = now + self.config.longest_wait
         return self.generation
 
+    def refuses(self, now: float) -> bool:
+        """Whether :meth:`acquire` would give no permit now. Changes nothing."""
+        return self.state is not _CLOSED and now < self._until
+
     def release(self, permit: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
         """Take a permit back with the verdict on the call.
 

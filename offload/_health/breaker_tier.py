@@ -38,9 +38,10 @@ from backends.abc import (
     Tier,
     TierStatistics,
 )
-from backends.direct import DirectTier
+from backends.direct import DirectLease, DirectTier
 from backends.forwarding import ForwardingTier
 from backends.pages import Pages
+from backends.pooled import Lease
 from maru.exception_groups import holds
 
 from .._config import BreakerConfig
@@ -202,19 +203,30 @@ class BreakerTier(ForwardingTier):
 
     @property
     def direct(self) -> DirectTier | None:
-        """The tier, if other threads may read it and every caller may ask: see :mod:`backends.direct`."""
+        """The tier, if other threads may read it: see :mod:`backends.direct`."""
         inner = self.inner
-        return inner if isinstance(inner, DirectTier) and self._runner.is_closed else None
+        return inner if isinstance(inner, DirectTier) else None
 
-    def prepare_pin(self, tier: DirectTier, keys: Sequence[Key]) -> tuple[BreakerLease, Callable[[], None]]:
-        """The lease that a pin of ``keys`` would give now, and what makes it hold, in the trio thread."""
-        lease, hold = tier.prepare_pin(keys)
-        return BreakerLease(self._runner, lease), hold
+    def permit_from_thread(self, now: float) -> int | None:
+        """A permit to call :attr:`direct` in another thread; ``None`` where the trio thread may make a probe.
 
-    def note_loaded(self, tier: DirectTier, blocks: int) -> None:
-        """A load in another thread has brought so many blocks. In the trio thread."""
-        tier.note_loaded(blocks)
-        self._runner.release(self._runner.breaker.generation, Call.LOAD, _ANSWERED)
+        Raises:
+            TierUnavailable: the tier is broken.
+        """
+        return self._runner.permit_from_thread(now)
+
+    def lease_of(self, lease: ReadLease) -> BreakerLease:
+        """A lease that another thread has of :attr:`direct`, as :meth:`pin` would have given it."""
+        return BreakerLease(self._runner, lease)
+
+    def note_answered(self, permit: int, call: Call) -> None:
+        """Release a permit of another thread, whose call was answered. In the trio thread."""
+        self._runner.release(permit, call, _ANSWERED)
+
+    @property
+    def load_timeout(self) -> float:
+        """How long a load may take, in seconds."""
+        return self._config.load_timeout
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -295,11 +307,23 @@ class BreakerLease(_Forwarding):
         """Release the blocks. Idempotent; a cancel does not keep it from releasing them."""
         await self._release(self.inner.release)
 
+    @property
+    def is_released_at_once(self) -> bool:
+        """Whether a release waits for nothing, so that :meth:`release_nowait` may be called."""
+        return isinstance(self.inner, Lease | DirectLease)
+
+    def release_nowait(self) -> None:
+        """Release the blocks, where that waits for nothing. Idempotent."""
+        self.inner.release_nowait()
+
     async def __aenter__(self) -> BreakerLease:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._release(self.inner.__aexit__, *exc)
+        if self.is_released_at_once:
+            self.inner.release_nowait()  # a scope and its deadline cost more than the release
+        else:
+            await self._release(self.inner.__aexit__, *exc)
 
     async def _release(self, release: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
         """Release without a permit, whatever the tier's health: a release must neither be refused nor be the probe."""

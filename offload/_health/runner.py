@@ -82,6 +82,19 @@ class BreakerRunner:
             self.raise_unavailable()
         return permit
 
+    def permit_from_thread(self, now: float) -> int | None:
+        """A permit, for a call in another thread than the trio thread; ``None`` where that one may make a probe.
+
+        Raises:
+            TierUnavailable: the tier is broken.
+        """
+        breaker = self.breaker
+        if breaker.state is _CLOSED:
+            return breaker.generation
+        if self.is_available and not breaker.refuses(now):
+            return None
+        raise self.unavailable(now)
+
     async def acquire(self) -> int:
         """Like :meth:`acquire_nowait`, but a refusal is a checkpoint, so that a caller that retries is no busy loop."""
         try:
@@ -92,8 +105,12 @@ class BreakerRunner:
 
     def raise_unavailable(self) -> NoReturn:
         """Raise :class:`TierUnavailable` with the cause and the time of the next probe."""
-        health, now = self.health, trio.current_time()
-        raise TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
+        raise self.unavailable(trio.current_time())
+
+    def unavailable(self, now: float) -> TierUnavailable:
+        """The error of a call to a broken tier, with the cause and the time of the next probe."""
+        health = self.health
+        return TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
 
     def release(self, permit: int, call: Call, verdict: Verdict, cause: str = "") -> None:
         """Release a permit with the verdict on the call."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -44,7 +45,9 @@ class YieldQueue:
     patience: float
     """How long a store yields at most, in seconds, where none before it does."""
     loads: int = 0
-    """Loads under way."""
+    """Loads under way in the trio thread."""
+    in_threads: dict[object, None] = attrs.Factory(dict)
+    """Loads under way that other threads make, which add and remove them themselves."""
     exception: YieldingStore | None = None
     """The one store that went before loads that are, or were, under way. It is still copying."""
     waiting: OrderedDict[YieldingStore, None] = attrs.Factory(OrderedDict)
@@ -56,7 +59,7 @@ class YieldQueue:
 
     def may_go(self, store: YieldingStore, now: float) -> bool:
         """Whether this store may start now. If so, it has left the queue; call :meth:`over` when its copy is over."""
-        if self.loads:
+        if self.loads or self.in_threads:
             if self.exception is not None or self.first is not store or now < store.since + self.patience:
                 return False
             self.exception = store
@@ -132,16 +135,32 @@ class LoadPriority:
         self._yielded = self._went_first = 0
 
     def __repr__(self) -> str:
-        return f"<LoadPriority: {self._queue.loads} loads, {len(self._queue.waiting)} stores yield>"
+        return f"<LoadPriority: {self.statistics().loads} loads, {len(self._queue.waiting)} stores yield>"
 
     @property
     def is_clear(self) -> bool:
         """Whether a store may start now, since no load is under way."""
-        return not self._queue.loads
+        return not (self._queue.loads or self._queue.in_threads)
 
     def loading(self) -> AbstractContextManager[None]:
         """Announce a load for as long as the ``with`` block lasts. Any number at a time. Never waits."""
         return self._loading
+
+    @contextmanager
+    def loading_in_thread(self, call: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        """Announce a load that another thread makes, in that thread, for as long as the ``with`` block lasts.
+
+        Args:
+            call: has the trio thread call a function.
+        """
+        load = object()
+        in_threads = self._queue.in_threads
+        try:
+            in_threads[load] = None
+            yield
+        finally:
+            in_threads.pop(load, None)
+            call(self._wake_all)
 
     async def acquire_permit(self) -> CopyPermit:
         """Wait until a store may start to copy: no load is under way, or it has yielded for long enough.
@@ -171,12 +190,19 @@ class LoadPriority:
     def statistics(self) -> LoadPriorityStatistics:
         """An immutable snapshot."""
         queue = self._queue
-        return LoadPriorityStatistics(queue.loads, len(queue.waiting), self._yielded, self._went_first)
+        loads = queue.loads + len(queue.in_threads)
+        return LoadPriorityStatistics(loads, len(queue.waiting), self._yielded, self._went_first)
 
     def _over(self, store: YieldingStore) -> None:
         if self._queue.exception is store:
             self._queue.over(store)
             self._wake_first()
+
+    def _wake_all(self) -> None:
+        """Have the stores that yield decide again, where no load is under way."""
+        if self.is_clear:
+            for wake_up in self._wake_ups.values():
+                wake_up.set()
 
     def _wake_first(self) -> None:
         """Have the first store in the queue decide again: it may have changed, or the one exception may be over."""
@@ -202,8 +228,7 @@ class _Loading:
         queue = self._priority._queue
         queue.loads -= 1
         if not queue.loads:
-            for wake_up in self._priority._wake_ups.values():
-                wake_up.set()
+            self._priority._wake_all()
 
 
 # --- between batching and transfer --------------------------------------------------------------------------------------

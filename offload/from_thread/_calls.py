@@ -226,7 +226,7 @@ class Hit:
     def _let_go(self) -> None:
         # Twice is harmless, and not at all is not: so it is noted as done behind it, and `__del__` is the second attempt of a
         # thread that a signal has interrupted in here.
-        if not self._reads and not self._let_go_of and self._worker.refusal is None:
+        if not self._reads and not self._let_go_of and not self._worker.forked:
             self._worker.reads.release(self._pinned)
             self._let_go_of = True
 

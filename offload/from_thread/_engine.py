@@ -37,7 +37,6 @@ from ..preconditions import ThreadEvent as Event
 from ._calls import CallFuture, Hit, LoadFuture, LookupFuture
 from ._cancellation import CancellationToken
 from ._future import StoreFuture
-from ._reads import SHORT_COPY_BYTES
 from ._worker import LEAVE_TIMEOUT, EngineWorker
 
 T = TypeVar("T")
@@ -299,7 +298,7 @@ class Engine:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is released.
         """
         call = self._lookup(keys, tenant, timeout, polled=False)
-        hit = self._worker.reads.lookup(call.keys)
+        hit = self._worker.reads.lookup(call.keys, tenant)
         return self._worker.wait_for(call, timeout) if hit is None else hit
 
     def begin_lookup(self, keys: Sequence[Key], *, tenant: str = "", timeout: float | None = None) -> LookupFuture:
@@ -322,7 +321,7 @@ class Engine:
         """
         worker, call = self._worker, self._lookup(keys, tenant, timeout, polled=True)
         worker.check_begin(call)
-        hit = worker.reads.lookup(call.keys)
+        hit = worker.reads.lookup(call.keys, tenant)
         if hit is None:
             return worker.begin(call)
         worker.end_here(call, hit)
@@ -349,7 +348,7 @@ class Engine:
             ValueError: the hit was released or belongs to another engine, or the destination is too small.
         """
         call = self._load(hit, destination, promote, timeout, polled=False)
-        result = None if isinstance(promote, str) else self._worker.reads.load(hit, destination)
+        result = self._worker.reads.load(hit, destination, promote, call.deadline)
         return self._worker.wait_for(call, timeout) if result is None else result
 
     def begin_load(
@@ -379,7 +378,7 @@ class Engine:
         """
         worker, call = self._worker, self._load(hit, destination, promote, timeout, polled=True)
         worker.check_begin(call)
-        result = None if isinstance(promote, str) else worker.reads.load(hit, destination, SHORT_COPY_BYTES)
+        result = worker.reads.load(hit, destination, promote, call.deadline, waits=False)
         if result is None:
             return worker.begin(call)
         worker.end_here(call, result)

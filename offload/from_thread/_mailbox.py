@@ -52,6 +52,9 @@ from .._errors import EngineClosed, EngineForked, PipelineClosed
 # Messages that one tick of the trio thread handles, so that a burst does not delay cancellations and copies that end.
 _PER_TICK = 16
 
+MOST_LEFT = 64
+"""What is left without a wake-up must not pile up: each time there is so much more of it, the trio thread is woken."""
+
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
@@ -86,6 +89,18 @@ class Mailbox:
         if not self.wake_pending:
             self.wake()
 
+    def leave(self, function: Callable[[], None]) -> None:
+        """Like :meth:`call`, for what nothing waits for: the trio thread is not woken, unless much was left."""
+        self.urgent.append(function)
+        if len(self.urgent) % MOST_LEFT == 0 and not self.wake_pending:
+            self.wake()
+
+    def call_all(self) -> None:
+        """Call what was left, in the trio thread, without waiting for a wake-up."""
+        urgent = self.urgent
+        for _ in range(len(urgent)):
+            urgent.popleft()()
+
     def wake(self) -> None:
         """Wake the trio thread, whatever the flag says. No effect before :meth:`attach` and after the end of its run."""
         token = self._token
@@ -102,9 +117,8 @@ class Mailbox:
 
     def _empty(self) -> None:
         self.wake_pending = False
-        urgent, messages = self.urgent, self.messages
-        for _ in range(len(urgent)):
-            urgent.popleft()()
+        messages = self.messages
+        self.call_all()
         for _ in range(min(_PER_TICK, len(messages))):
             self._open(messages.popleft())
         if messages:

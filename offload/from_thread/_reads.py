@@ -1,11 +1,23 @@
-"""Reads that a thread makes itself, in memory, while the engine's thread rests: see :mod:`offload._engine.direct`.
+"""Reads that a thread makes itself, without the engine's thread: see :mod:`offload._engine.direct`.
 
-Each method is called in any thread. What cannot be done so is ``None``, and asked for by a message.
+Each method is called in any thread. What cannot be done so is ``None``, and asked for by a message. What is to be counted is
+left to the engine's thread, which does it before any message that is sent later.
+
+The end of an engine releases all hits that it knows of; afterwards its hits hold nothing, and what they held may be other
+blocks. Two threads may cross there:
+
+    any thread                                     the engine's thread, at the end
+    R1  pin, and leave the hit to be noted         E1  not open any more
+    R2  if not open any more: release it           E2  note what was left, and release all hits
+
+R2 sees E1, or else R1 came before E1, and E2 finds the hit. So too a load that has copied counts only where the engine is open
+behind its copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +25,8 @@ from backends.abc import Destination, Key
 
 from .._engine import Hit as PinnedHit
 from .._engine import LoadResult
-from .._engine.direct import MOST_BYTES
+from .._engine.direct import DirectLoad, DirectLookup
 from ._calls import Hit
-from ._resting import RestingLoop
 
 if TYPE_CHECKING:
     from ._worker import EngineWorker
@@ -29,56 +40,77 @@ class ThreadReads:
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
-        self.resting: RestingLoop = RestingLoop(worker.mailbox.wake)
-        """Says when the engine's thread rests."""
 
-    def lookup(self, keys: Sequence[Key]) -> Hit | None:
-        """Find all of these keys in memory, and pin them."""
-        return self.resting.read(partial(self._find, keys))
-
-    def _find(self, keys: Sequence[Key]) -> Hit | None:
+    def lookup(self, keys: Sequence[Key], tenant: str) -> Hit | None:
+        """Find the longest prefix of these keys, and pin it."""
         worker = self._worker
         if not worker.is_open or worker.refusal is not None:
             return None
-        found = worker.engine.direct.find(keys)
+        found = worker.engine.direct.find(keys, tenant)
         if found is None:
             return None
-        pinned, hold = found
-        hit = Hit(worker, pinned)  # before it holds anything: dropped at any bytecode from here on, it is released
-        self.resting.leave(partial(self._hold, pinned, hold))
+        hit = Hit(worker, found.hit)  # dropped at any bytecode from here on, it is released
+        worker.mailbox.leave(partial(self._note, found))  # R1
+        if self._has_ended():  # R2
+            hit.release()
+            return None
         return hit
 
-    def _hold(self, pinned: PinnedHit, hold: Callable[[], None]) -> None:
-        hold()
-        self._worker.hits[pinned] = None
+    def _has_ended(self) -> bool:
+        return not self._worker.is_open
 
-    def load(self, hit: Hit, destination: Destination, most_bytes: int = MOST_BYTES) -> LoadResult | None:
-        """Copy what a hit holds, and verify it, if all of it lies in memory and it is not more than so many bytes."""
-        if len(hit) * destination.block_bytes > most_bytes:
-            return None
+    def _note(self, found: DirectLookup) -> None:
+        found.count()
+        self._worker.hits[found.hit] = None
+
+    def load(
+        self, hit: Hit, destination: Destination, promote: bool | str | None, deadline: float, *, waits: bool = True
+    ) -> LoadResult | None:
+        """Copy what a hit holds, and verify it.
+
+        Args:
+            hit: of this engine.
+            destination: where it goes.
+            promote: whether it is promoted, as the engine says by default.
+            deadline: on the clock of ``time.monotonic``.
+            waits: whether the caller waits for it. Else only a short copy of memory is made.
+        """
         worker = self._worker
         with hit.reading() as pinned:
             if not worker.is_open:
                 return None
-            load = self.resting.read(partial(worker.engine.direct.plan, pinned, destination))
-            result = None if load is None else load.copy()
-            # When an engine ends its hits hold nothing any more: what was copied then may be of other blocks.
-            if load is None or not worker.is_open:
+            engine = worker.engine
+            load = engine.direct.plan(pinned, destination, engine.promote if promote is None else promote, deadline)
+            if load is None or not (waits or (load.size_bytes <= SHORT_COPY_BYTES and not load.waits_for_disk)):
                 return None
-        if result is not None:
-            self.resting.leave(load.count)
+            result = self._copy(load)
+            if result is None or self._has_ended():
+                return None
+        (worker.mailbox.call if load.promotes else worker.mailbox.leave)(load.count)
         return result
+
+    def _copy(self, load: DirectLoad) -> LoadResult | None:
+        announced = (
+            self._worker.engine.direct.load_priority.loading_in_thread(self._worker.mailbox.call)
+            if load.waits_for_disk
+            else nullcontext()
+        )
+        with announced:
+            return load.copy()
 
     def release(self, pinned: PinnedHit) -> None:
         """Have a hit released. Never blocks, and wakes the engine's thread only if something there waits for it."""
-        release = partial(self._worker.release, pinned)
-        # A load of this hit that was begun may still be a message. What is left here is done before messages are read, and so
-        # would release what that load has not pinned yet; a message comes behind it.
-        if self._worker.has_begun_calls or not self.resting.read(partial(self._release_late, pinned, release), wait=0):
-            self._worker.mailbox.call(release)
-
-    def _release_late(self, pinned: PinnedHit, release: Callable[[], None]) -> bool:
-        late = self._worker.engine.direct.may_release_late(pinned)
-        if late:
-            self.resting.leave(release)
-        return late
+        worker = self._worker
+        release = partial(worker.release, pinned)
+        # A load of this hit that was begun may still be a message, and has pinned nothing yet: the release goes behind it.
+        if worker.is_open and worker.has_begun_calls:
+            worker.mailbox.call(release)
+            return
+        direct = worker.engine.direct
+        released = direct.release_from_thread(pinned)
+        if worker.refusal is not None:
+            return  # the end of the engine has released it, or will
+        if released and not direct.is_waited_for(pinned):
+            worker.mailbox.leave(release)
+        else:
+            worker.mailbox.call(release)

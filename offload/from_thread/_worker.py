@@ -150,7 +150,7 @@ class EngineWorker(ThreadBoundary):
     def _run(self) -> None:
         crash: BaseException | None = None
         try:
-            trio.run(self._main, instruments=[self.reads.resting])
+            trio.run(self._main)
         except BaseException as error:
             crash = error
         self._end(crash)
@@ -171,6 +171,7 @@ class EngineWorker(ThreadBoundary):
                 # Pins outlive the calls: a hit that a thread still holds is released here, with the engine open and shielded
                 # from a cancellation, since a pin that stays would keep its pages from eviction for ever.
                 with trio.move_on_after(LEAVE_TIMEOUT, shield=True):
+                    self.mailbox.call_all()  # hits of other threads that are not noted yet: see `_reads`, E2
                     for hit in list(self.hits):
                         await engine.release(hit)
 

@@ -1,4 +1,4 @@
-"""Lookups and loads that the calling thread makes itself, in memory, while the engine's thread waits for I/O."""
+"""Lookups and loads that the calling thread makes itself, over memory and files, without the engine's thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 
-from backends.abc import Key
+from backends import _file_copies
+from backends._blockfile import Directory
+from backends.abc import Failed, Key
+from backends.blocks import BlockPool
 from backends.file import FileTier
 from backends.memory import MemoryTier
+from backends.pooled import PooledTier
 from backends.slots import PagesDestination
 from maru.eviction import LRU
-from offload import NO_WAIT, PipelineConfig, block_key, from_thread
+from offload import NO_WAIT, BreakerConfig, PipelineConfig, TierUnavailable, block_key, from_thread
 from offload._engine.direct import DirectLoad
-from offload.from_thread import EngineClosed, WaitTimeout, _resting
+from offload._health.breaker import Call, HealthState, Verdict
+from offload.from_thread import EngineClosed, _mailbox
 from offload.from_thread._worker import EngineWorker
 from tests.support.maru_processes import eventually
 
@@ -57,12 +62,6 @@ def engine_of(keys: Sequence[Key], tiers: dict[str, Any], **more: Any) -> Iterat
         yield engine
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the engine's thread comes to rest late. Where it does not rest at all, a test says so itself."""
-    monkeypatch.setattr(_resting, "LONGEST_WAIT", SOON)
-
-
 @contextmanager
 def no_message() -> Iterator[None]:
     def begin(self: EngineWorker, call: object, **more: object) -> None:
@@ -92,9 +91,10 @@ def at_work(engine: from_thread.Engine) -> Iterator[None]:
         thread.join(SOON)
 
 
-def is_at_rest(engine: from_thread.Engine, host: MemoryTier) -> bool:
+def is_at_rest(engine: from_thread.Engine, *tiers: PooledTier[Any]) -> bool:
     statistics = engine.statistics()
-    return statistics.unreleased_hits == statistics.engine.open_hits == host.statistics().held_blocks == 0
+    held = sum(engine.call(tier.statistics).held_blocks for tier in tiers)
+    return statistics.unreleased_hits == statistics.engine.open_hits == held == 0
 
 
 def load_all(engine: from_thread.Engine, keys: Sequence[Key]) -> list[bytes]:
@@ -147,20 +147,160 @@ def test_it_is_counted_as_any_other_read() -> None:
         assert found.tiers["host"].loaded == 8
 
 
-def test_while_the_thread_is_at_work_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_resting, "LONGEST_WAIT", 0)
+def test_a_lookup_and_a_load_do_not_wait_for_the_engines_thread() -> None:
     keys, host = keys_of(2), memory(2)
-    with engine_of(keys, {"host": host}) as engine, at_work(engine), pytest.raises(WaitTimeout):
-        engine.lookup(keys, timeout=0.01)
-
-
-def test_what_a_slower_tier_may_have_is_asked_for(tmp_path: Path) -> None:
-    keys = keys_of(8)
-    host = memory(8)
-    tiers = {"host": host, "disk": FileTier(tmp_path, 8 * (SIZE + 4096), block_bytes=SIZE)}
-    with engine_of(keys, tiers) as engine:
-        engine.call(host.pool.delete, keys[4:])
+    with engine_of(keys, {"host": host}) as engine, at_work(engine), no_message():
         assert load_all(engine, keys) == [payload(key) for key in keys]
+
+
+def disk_of(path: Path, blocks: int, **more: Any) -> FileTier:
+    return FileTier(path, blocks * (SIZE + 4096), block_bytes=SIZE, **more)
+
+
+def test_a_prefix_over_memory_and_files_is_found_and_loaded_without_a_message(tmp_path: Path) -> None:
+    keys, host, disk = keys_of(8), memory(8), disk_of(tmp_path, 8)
+    with engine_of(keys, {"host": host, "disk": disk}) as engine:
+        engine.call(host.pool.delete, [*keys[2:4], *keys[6:]])
+        with at_work(engine), no_message():
+            buffers, destination = places(8)
+            with engine.lookup(keys) as hit:
+                assert hit.runs == [("host", 2), ("disk", 2), ("host", 2), ("disk", 2)]
+                assert engine.load(hit, destination).loaded == 8
+        assert buffers == [payload(key) for key in keys]
+        found = engine.statistics().engine
+        assert (found.hit_blocks, found.loaded_blocks) == (8, 8)
+        assert (found.tiers["host"].loaded, found.tiers["disk"].loaded) == (4, 4)
+        assert is_at_rest(engine, host, disk)
+
+
+def test_what_is_begun_reads_no_file_in_the_calling_thread(tmp_path: Path) -> None:
+    keys, disk = keys_of(4), disk_of(tmp_path, 4)
+    with engine_of(keys, {"disk": disk}) as engine:
+        with at_work(engine):
+            hit = engine.lookup(keys)
+            load = engine.begin_load(hit, places(4)[1])
+            hit.release()
+            assert not load.done()
+        assert load.result(SOON).loaded == 4
+
+
+def test_what_a_thread_loads_from_a_slower_tier_is_promoted(tmp_path: Path) -> None:
+    keys, host, disk = keys_of(4), memory(8), disk_of(tmp_path, 4)
+    with engine_of(keys, {"host": host, "disk": disk}, promote=True) as engine:
+        engine.call(host.pool.delete, keys[1:])
+        with no_message():
+            assert load_all(engine, keys) == [payload(key) for key in keys]
+        engine.drain(SOON)
+        assert engine.call(host.contains_nowait, keys) == {*keys}
+        assert engine.statistics().engine.promoted_blocks == 3
+
+
+def test_a_file_that_is_not_what_was_stored_is_found_forgotten_and_missed(tmp_path: Path) -> None:
+    keys, disk = keys_of(4), disk_of(tmp_path, 4)
+    with engine_of(keys, {"disk": disk}) as engine:
+        damaged = next(tmp_path.glob(f"*/{keys[2].hex()}.*"))
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(data)
+        assert load_all(engine, keys) == [payload(key) for key in keys[:2]]
+        found = engine.statistics().engine
+        assert found.tiers["disk"].missed["damaged"] == 1
+        assert (found.loads, found.loaded_blocks) == (1, 2)
+        assert engine.call(disk.contains_nowait, keys) == {keys[0], keys[1], keys[3]}
+
+
+def test_a_tier_whose_breaker_is_open_is_left_out_and_named_and_probed_by_its_own_thread(tmp_path: Path) -> None:
+    keys, host, disk = keys_of(4), memory(4), disk_of(tmp_path, 4)
+    patient = BreakerConfig(max_faults=1, first_wait=SOON, longest_wait=2 * SOON)
+    with engine_of(keys, {"host": host, "disk": disk}, breaker=patient) as engine:
+        engine.call(host.pool.delete, keys[2:])
+        runner = engine._worker.engine._breaker_tiers["disk"]._runner
+        engine.call(runner.release, runner.breaker.generation, Call.LOAD, Verdict.FAULT, "planted")
+        with at_work(engine), no_message(), engine.lookup(keys) as hit:
+            assert hit.keys == keys[:2]
+            assert isinstance(hit.unavailable["disk"], TierUnavailable)
+        assert engine.statistics().engine.lookup_failures == {"disk": 1}
+        engine.call(setattr, runner.breaker, "_until", 0.0)  # a probe is due
+        assert load_all(engine, keys) == [payload(key) for key in keys]
+        assert engine.statistics().engine.health["disk"].state is HealthState.CLOSED
+
+
+def test_a_hit_whose_tier_breaks_is_loaded_by_the_engines_thread(tmp_path: Path) -> None:
+    keys, disk = keys_of(4), disk_of(tmp_path, 4)
+    patient = BreakerConfig(max_faults=1, first_wait=SOON, longest_wait=2 * SOON)
+    with engine_of(keys, {"disk": disk}, breaker=patient) as engine, engine.lookup(keys) as hit:
+        runner = engine._worker.engine._breaker_tiers["disk"]._runner
+        engine.call(runner.release, runner.breaker.generation, Call.LOAD, Verdict.FAULT, "planted")
+        result = engine.load(hit, places(4)[1])
+        assert result.loaded == 0
+        assert isinstance(result.outcomes[0], Failed)
+        assert isinstance(result.outcomes[0].error, TierUnavailable)
+
+
+def test_a_read_of_files_that_takes_too_long_is_ended_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, disk = keys_of(4), disk_of(tmp_path, 4)
+    read, now = Directory.read, [0.0]
+
+    def slow(self: Directory, *args: Any) -> None:
+        now[0] += 2 * SOON
+        read(self, *args)
+
+    with engine_of(keys, {"disk": disk}) as engine, engine.lookup(keys) as hit:
+        monkeypatch.setattr(Directory, "read", slow)
+        monkeypatch.setattr(_file_copies, "time", Clock(now))
+        assert not disk.load_from_thread(hit.pinned._segments[0].lease.inner, places(4)[1].views(), SOON)
+        assert now == [2 * SOON]  # one block, and no other
+
+
+class Clock:
+    """A clock that shows what a list says."""
+
+    def __init__(self, now: list[float]) -> None:
+        self._now = now
+
+    def monotonic(self) -> float:
+        return self._now[0]
+
+
+def test_stores_yield_to_a_load_of_files_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, disk = keys_of(4), disk_of(tmp_path, 4)
+    reading, go_on = threading.Event(), threading.Event()
+    read = Directory.read
+
+    def slow(self: Directory, *args: Any) -> None:
+        reading.set()
+        assert go_on.wait(SOON)
+        read(self, *args)
+
+    with engine_of(keys, {"disk": disk}) as engine, engine.lookup(keys) as hit:
+        monkeypatch.setattr(Directory, "read", slow)
+        loading = threading.Thread(target=engine.load, args=(hit, places(4)[1]))
+        loading.start()
+        assert reading.wait(SOON)
+        priority = engine._worker.engine._load_priority
+        assert not priority.is_clear and priority.statistics().loads == 1
+        go_on.set()
+        loading.join(SOON)
+        assert priority.is_clear
+
+
+def test_the_tenant_of_a_hit_goes_with_it(tmp_path: Path) -> None:
+    """What a tier behind needs to know is told it by the engine's thread, before any load that asks it."""
+    keys, host, carried = keys_of(4), memory(4), list[tuple[Sequence[Key], str, str]]()
+
+    class Tenants(MemoryTier):
+        def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+            carried.append((keys, tenant, "begun"))
+            return lambda: carried.append((keys, tenant, "over"))
+
+    with engine_of(keys, {"host": host, "shared": Tenants(SIZE * 4, SIZE)}) as engine:
+        carried.clear()
+        with no_message():
+            engine.lookup(keys, tenant="mine").release()
+        engine.statistics()
+    assert carried == [(keys, "mine", "begun"), (keys, "mine", "over")]
 
 
 def test_a_damaged_block_is_found_forgotten_and_looked_for_elsewhere(tmp_path: Path) -> None:
@@ -224,9 +364,10 @@ def test_a_release_wakes_a_store_that_waits_for_its_room() -> None:
 def test_readers_that_leave_much_wake_the_thread() -> None:
     keys, host = keys_of(1), memory(1)
     with engine_of(keys, {"host": host}) as engine:
-        for _ in range(2 * _resting.MOST_LEFT):
+        for _ in range(2 * _mailbox.MOST_LEFT):
             engine.lookup(keys).release()
-        assert eventually(lambda: len(engine._worker.reads.resting._left) < _resting.MOST_LEFT)
+        assert eventually(lambda: len(engine._worker.mailbox.urgent) < _mailbox.MOST_LEFT)
+        assert eventually(lambda: len(host.pool._thread_pins.pinned) < _mailbox.MOST_LEFT)
 
 
 @pytest.fixture
@@ -389,13 +530,7 @@ def test_blocks_that_are_read_while_others_are_written_are_right() -> None:
 
 def test_hits_that_hold_nothing_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a lookup in the calling thread pins nothing."""
-    prepare = MemoryTier.prepare_pin
-
-    def holds_nothing(self: MemoryTier, keys: Sequence[Key]) -> Any:
-        lease, _ = prepare(self, keys)
-        return lease, lambda: None
-
-    monkeypatch.setattr(MemoryTier, "prepare_pin", holds_nothing)
+    monkeypatch.setattr(BlockPool, "_hold_pinned", lambda self: self._thread_pins.pinned.clear())
     keys, host = keys_of(4), memory(4)
     with engine_of(keys, {"host": host}) as engine:
         hit = engine.lookup(keys)

@@ -313,7 +313,7 @@ def a_block_that_is_found_damaged_is_free_while_another_reads_it(patch):
                 self._policy.discard((key,))
                 self._held.discard(slot)
                 self._more.pop(slot, None)
-                self._reset((key,))
+                self._free_taken((key,), self._take_out((key,)))
 
     patch.setattr(Registry, "forget", forget)
 
