@@ -45,8 +45,8 @@ class DirectTier(ABC):
     """Whether a load waits for more than memory."""
 
     @abstractmethod
-    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are there now. In any thread."""
+    def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:
+        """Those of ``keys`` that are there now; ``None``: rule 3. In any thread; waits for no other."""
 
     @abstractmethod
     def pin_from_thread(self, keys: Sequence[Key]) -> Any:

@@ -318,6 +318,10 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     # --- what a direct tier offers: see :mod:`backends.direct` ------------------------------------------------------
 
+    def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Like :meth:`contains_nowait`, in any thread."""
+        return self.contains_nowait(keys)
+
     def pin_from_thread(self, keys: Sequence[Key]) -> ThreadLease:
         """Like :meth:`pin`, in any thread, without its own."""
         lease, pin = self.pool.pin_from_thread(partial(ThreadLease, self), keys)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..abc import Key
+from ..direct import DirectLease
 from ..pages import Pages
 from ..tier_base import TierLease
 
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from ._tier import MaruTier
 
 
-class MaruLease(TierLease["MaruTier"]):
-    """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin`."""
+class MaruLease(TierLease["MaruTier"], DirectLease):
+    """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin` and :meth:`MaruTier.pin_from_thread`.
+
+    Only one that was made in another thread may be released there.
+    """
 
     __slots__ = ("held",)
 
@@ -82,6 +86,10 @@ class MaruLease(TierLease["MaruTier"]):
         """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
         self.held.release()
         self.tier.wake_first()  # what it held may be evicted now
+
+    def release_from_thread(self) -> None:
+        """Release the blocks, in any thread. Idempotent; no message."""
+        self.held.release()
 
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()

@@ -36,7 +36,8 @@ from ..abc import (
     TierStatistics,
 )
 from ..damaged_blocks import DamagedBlocks
-from ..pages import Pages
+from ..direct import DirectTier
+from ..pages import Pages, copy_and_sum, copy_pages
 from ..room import WaitQueue
 from ..tier_base import TierBase, TierLease
 from ._answers import deletions_of
@@ -60,7 +61,7 @@ class PageSizeError(BackendError, ValueError):
         self.page_bytes = page_bytes
 
 
-class MaruTier(TierBase[MaruLease]):
+class MaruTier(TierBase[MaruLease], DirectTier):
     """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
 
     Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. An engine
@@ -281,6 +282,53 @@ class MaruTier(TierBase[MaruLease]):
         except LeaseLost:
             return dict.fromkeys(range(len(expected)), Missed("lease"))
         return {} if sums is None else dict.fromkeys(unequal(expected, sums), Missed("damaged"))
+
+    # --- reading in another thread: see :mod:`backends.direct` ----------------------------------------------------
+
+    def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:
+        """Like :meth:`contains`, in any thread; ``None`` where the index cannot tell, or something must be purged first."""
+        there = None if self.damaged else self.handler.exist_here(self.naming.names(keys))
+        return None if there is None else {key for key, is_there in zip(keys, there, strict=True) if is_there}
+
+    def pin_from_thread(self, keys: Sequence[Key]) -> MaruLease | None:
+        """Like :meth:`pin`, in any thread, by index and pin board; ``None`` where they cannot, or a block has another size."""
+        held = None if self.damaged else self.handler.hold_pages_here(self.naming.names(keys))
+        if held is None:
+            return None
+        if held.lengths.count(self.block_bytes) != len(held.lengths):
+            held.release()
+            return None
+        return MaruLease(self, keys[: len(held)], held)
+
+    def load_from_thread(self, lease: MaruLease, there: Pages, deadline: float) -> bool:
+        """Copy leased blocks to these pages, and verify them. In any thread."""
+        if there.page_bytes != self.block_bytes:
+            return False
+        expected = lease.checksums
+        try:
+            lease.check()
+            if self.checksums and expected.count(None) < len(expected):
+                right = not unequal(expected, copy_and_sum(there, lease.pages))
+            else:
+                copy_pages(there, lease.pages)
+                right = True
+            lease.check()
+        except LeaseLost:
+            return False
+        return right
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a task waits for room here."""
+        return bool(self._waiters.requests)
+
+    def catch_up(self) -> None:
+        """Another thread may have released what was held: who waits for room tries again."""
+        self.wake_first()
+
+    def note_loaded(self, blocks: int) -> None:
+        """Count blocks that another thread has loaded."""
+        self._loaded += blocks
 
     # --- deleting -------------------------------------------------------------------------------------------------
 

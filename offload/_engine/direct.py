@@ -186,7 +186,9 @@ class _DirectQueries:
             answer: object
             tier = self._allowed(question.rank, name, breaker_tier)
             if isinstance(question, ContainsQuestion):
-                answer = frozenset() if tier is None else tier.contains_nowait(question.keys)
+                answer = frozenset() if tier is None else tier.contains_from_thread(question.keys)
+                if answer is None:
+                    raise _AskTheTrioThread
             else:
                 answer = 0 if tier is None else self._pin(question.rank, name, breaker_tier, tier, question.keys)
             question = following(questions, answer)
