@@ -38,7 +38,7 @@ class ThreadPin(weakref.ref[Any]):
     def __init__(
         self, lease: object, releases: Callable[[ThreadPin], None], keys: Sequence[Key], slots: list[int]
     ) -> None:
-        super().__init__(lease, releases)  # type: ignore[call-arg]  # of weakref.ref, not of object
+        super().__init__(lease, releases)  # type: ignore[call-arg]  # typeshed knows `__new__` only
         self._releases = releases
         self._released = False
         self.keys: Sequence[Key] = keys
@@ -47,7 +47,7 @@ class ThreadPin(weakref.ref[Any]):
         """Whether the registry counts it among what is held. Changes in the registry's own thread."""
 
     def __new__(cls, lease: object, releases: Callable[[ThreadPin], None], *_: object) -> ThreadPin:
-        """Make the reference; what is besides it, ``__init__`` keeps."""
+        """Made by :meth:`ThreadPins.pin` only."""
         return super().__new__(cls, lease, releases)
 
     @property

@@ -15,8 +15,8 @@ Rule 2. A load is made here only if all of it goes to host memory, comes from di
         counts the fault and looks in other tiers.
 Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to see goes the ordinary way, and so does every
         lookup while a key is withheld.
-Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``, so
-        it is over before one that yields would have noticed. One that waits for a disk is.
+Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``,
+        so it is over before one that yields would have noticed. One that waits for a disk is.
 """
 
 from __future__ import annotations

@@ -291,8 +291,8 @@ class Engine:
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
 
-        Where all of it is in host memory, this thread finds it itself, unless the engine's thread is at work just then.
-        Otherwise it is :meth:`begin_lookup`, and a wait for its end.
+        This thread finds it itself, whatever the engine's thread does meanwhile, in tiers in memory and in files. Where another
+        tier has to be asked, or a broken one may be tried again, it is :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is released.
@@ -337,8 +337,9 @@ class Engine:
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        Where all of it is in host memory, and goes there, this thread copies it itself, unless the engine's thread is at work
-        just then. Otherwise it is :meth:`begin_load`, and a wait for its end. However it ends, ``destination`` is the caller's
+        What is in host memory or in files, and goes to host memory, this thread reads itself, up to 32 MiB; where that finds
+        anything wrong, and for all else, it is :meth:`begin_load`, and a wait for its end. So a disk that hangs within one
+        block holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's
         again, but for the one case below: a load that runs out of time, or is interrupted, is ended and waited for.
 
         Raises:
@@ -361,7 +362,8 @@ class Engine:
     ) -> LoadFuture:
         """Begin to copy the blocks of a hit to ``destination``. Never blocks; may be done on return.
 
-        The hit may be released as soon as this returns: its blocks stay pinned until the load has ended. The engine writes to
+        A short copy of memory is made at once, and nothing else: no file is read in this thread. The hit may be released as
+        soon as this returns: its blocks stay pinned until the load has ended. The engine writes to
         the destination until the future is done.
 
         Args:

@@ -51,12 +51,14 @@ class ThreadReads:
             return None
         hit = Hit(worker, found.hit)  # dropped at any bytecode from here on, it is released
         worker.mailbox.leave(partial(self._note, found))  # R1
-        if self._has_ended():  # R2
+        if self._has_ended:  # R2
             hit.release()
             return None
         return hit
 
+    @property
     def _has_ended(self) -> bool:
+        """Whether the engine has begun to end. A property: what was open a line before need not be now."""
         return not self._worker.is_open
 
     def _note(self, found: DirectLookup) -> None:
@@ -84,7 +86,7 @@ class ThreadReads:
             if load is None or not (waits or (load.size_bytes <= SHORT_COPY_BYTES and not load.waits_for_disk)):
                 return None
             result = self._copy(load)
-            if result is None or self._has_ended():
+            if result is None or not worker.is_open:
                 return None
         (worker.mailbox.call if load.promotes else worker.mailbox.leave)(load.count)
         return result

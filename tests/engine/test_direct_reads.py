@@ -23,7 +23,7 @@ from backends.pooled import PooledTier
 from backends.slots import PagesDestination
 from maru.eviction import LRU
 from offload import NO_WAIT, BreakerConfig, PipelineConfig, TierUnavailable, block_key, from_thread
-from offload._engine.direct import DirectLoad
+from offload._engine.direct import DirectLoad, DirectReads
 from offload._health.breaker import Call, HealthState, Verdict
 from offload.from_thread import EngineClosed, _mailbox
 from offload.from_thread._worker import EngineWorker
@@ -456,12 +456,14 @@ def is_struck(function: Callable[[], object], after: float) -> bool:
     return False
 
 
+@pytest.mark.parametrize("where", ["memory", "files"])
 @pytest.mark.parametrize("what", ["lookup", "load", "release"])
 @pytest.mark.filterwarnings("ignore:.*dropped without being released:ResourceWarning")
-def test_a_signal_at_any_moment_leaves_all_whole(what: str) -> None:
+def test_a_signal_at_any_moment_leaves_all_whole(what: str, where: str, tmp_path: Path) -> None:
     """Each time nothing is held behind it, and the next read works."""
     random = Random(what)
-    keys, host = keys_of(3), memory(3)
+    keys = keys_of(3)
+    host = memory(3) if where == "memory" else disk_of(tmp_path, 3)
     stored = [payload(key) for key in keys]
     with engine_of(keys, {"host": host}) as engine, handled():
         _, destination = places(3)
@@ -480,6 +482,55 @@ def test_a_signal_at_any_moment_leaves_all_whole(what: str) -> None:
             assert is_at_rest(engine, host), f"after {turn} turns"
             assert load_all(engine, keys) == stored
         assert struck > 10
+    if isinstance(host, FileTier):
+        directory = host._open
+        host.close()  # no reader keeps the directory open that is none any more
+        assert directory is not None
+        assert directory.root == -1
+
+
+# --- against the end of the engine ------------------------------------------------------------------------------------
+
+
+def test_a_hit_that_is_found_while_the_engine_ends_holds_nothing_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has pinned, and the engine ends before it notes the hit."""
+    keys, host = keys_of(4), memory(4)
+    pinned, go_on = threading.Event(), threading.Event()
+    find = DirectReads.find
+
+    def slow(self: DirectReads, *args: Any) -> Any:
+        found = find(self, *args)
+        pinned.set()
+        assert go_on.wait(SOON)
+        return found
+
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            engine.lookup(keys)
+        except BaseException as error:
+            errors.append(error)
+
+    with engine_of(keys, {"host": host}) as engine:
+        monkeypatch.setattr(DirectReads, "find", slow)
+        looking = threading.Thread(target=look)
+        looking.start()
+        assert pinned.wait(SOON)
+    go_on.set()
+    looking.join(SOON)
+    assert [type(error) for error in errors] == [EngineClosed]
+    errors.clear()  # their tracebacks hold what was local
+    assert host.statistics().held_blocks == 0
+
+
+def test_a_hit_that_outlives_its_engine_holds_nothing() -> None:
+    keys, host = keys_of(4), memory(4)
+    with engine_of(keys, {"host": host}) as engine:
+        hit = engine.lookup(keys)
+    assert host.statistics().held_blocks == 0
+    hit.release()
+    assert host.statistics().held_blocks == 0
 
 
 # --- against a writer -------------------------------------------------------------------------------------------------
