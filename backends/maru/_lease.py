@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from ._tier import MaruTier
 
 
-class MaruLease(TierLease["MaruTier"], DirectLease):
-    """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin` and :meth:`MaruTier.pin_from_thread`.
-
-    Only one that was made in another thread may be released there.
-    """
+class MaruLease(TierLease["MaruTier"]):
+    """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin`."""
 
     __slots__ = ("held",)
 
@@ -87,14 +84,23 @@ class MaruLease(TierLease["MaruTier"], DirectLease):
         self.held.release()
         self.tier.wake_first()  # what it held may be evicted now
 
-    def release_from_thread(self) -> None:
-        """Release the blocks, in any thread. Idempotent; no message."""
-        self.held.release()
-
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
         if self.tier.damaged:
             await self.tier.purge()
+
+
+class MaruThreadLease(MaruLease, DirectLease):
+    """A hold by the pin board, which any thread may release. Made by :meth:`MaruTier.pin_from_thread`.
+
+    What is found damaged through it is purged by the next question, and not by its release.
+    """
+
+    __slots__ = ()
+
+    def release_from_thread(self) -> None:
+        """Release the blocks, in any thread. Idempotent; no message."""
+        self.held.release()
 
 
 @attrs.frozen

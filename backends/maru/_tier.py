@@ -41,7 +41,7 @@ from ..pages import Pages, copy_and_sum, copy_pages
 from ..room import WaitQueue
 from ..tier_base import TierBase, TierLease
 from ._answers import deletions_of
-from ._lease import DamagedPage, MaruLease
+from ._lease import DamagedPage, MaruLease, MaruThreadLease
 from ._names import KeyNames, KeyNaming
 from ._reservation import MaruReservation
 
@@ -290,7 +290,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         there = None if self.damaged else self.handler.exist_here(self.naming.names(keys))
         return None if there is None else {key for key, is_there in zip(keys, there, strict=True) if is_there}
 
-    def pin_from_thread(self, keys: Sequence[Key]) -> MaruLease | None:
+    def pin_from_thread(self, keys: Sequence[Key]) -> MaruThreadLease | None:
         """Like :meth:`pin`, in any thread, by index and pin board; ``None`` where they cannot, or a block has another size."""
         held = None if self.damaged else self.handler.hold_pages_here(self.naming.names(keys))
         if held is None:
@@ -298,7 +298,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         if held.lengths.count(self.block_bytes) != len(held.lengths):
             held.release()
             return None
-        return MaruLease(self, keys[: len(held)], held)
+        return MaruThreadLease(self, keys[: len(held)], held)
 
     def load_from_thread(self, lease: MaruLease, there: Pages, deadline: float) -> bool:
         """Copy leased blocks to these pages, and verify them. In any thread."""

@@ -291,8 +291,9 @@ class Engine:
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
 
-        This thread finds it itself, whatever the engine's thread does meanwhile, in tiers in memory and in files. Where another
-        tier has to be asked, or a broken one may be tried again, it is :meth:`begin_lookup`, and a wait for its end.
+        This thread finds it itself, whatever the engine's thread does meanwhile, in tiers in memory, in files, and in the page
+        store where its index tells. Where another tier has to be asked, or a broken one may be tried again, it is
+        :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is released.
@@ -337,7 +338,7 @@ class Engine:
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        What is in host memory or in files, and goes to host memory, this thread reads itself, up to 32 MiB; where that finds
+        What such a lookup has found, and goes to host memory, this thread reads itself, up to 32 MiB; where that finds
         anything wrong, and for all else, it is :meth:`begin_load`, and a wait for its end. So a disk that hangs within one
         block holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's
         again, but for the one case below: a load that runs out of time, or is interrupted, is ended and waited for.
