@@ -14,7 +14,7 @@ Rule 2. A ref is the number of the slot. Every operation takes and gives whole c
 Rule 3. Room is granted in the order of the requests (`backends/room.py`), except for an engine's own `put` and `stage`,
         which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
-Rule 5. Other threads may find and hold keys; see :mod:`backends.thread_pins`. What they have left is done before anything that
+Rule 5. Other threads may find and hold keys; see :mod:`backends._thread_pins`. What they have left is done before anything that
         depends on what is held, and what goes is chosen and taken out under their lock.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
@@ -34,10 +34,10 @@ import attrs
 from maru.eviction import LRU, EvictionPolicy
 from maru.kv_events import KeyWatcher, KeyWatchers
 
+from ._thread_pins import ThreadPin, ThreadPins
 from .abc import EVICTED, Deletion, Key
 from .leaving import Evictions, Listener, Spill
 from .room import Room
-from .thread_pins import ThreadPin, ThreadPins
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from maru.kv_events import KeyWatcher
 
 from ._errors import MissingKeys
 from ._keys import check_keys
+from ._thread_pins import ThreadPin
 from .abc import (
     DUPLICATE,
     EVICTED,
@@ -34,7 +35,6 @@ from .blocks import Registry
 from .direct import DirectLease
 from .leaving import Listener, Spill
 from .pages import Pages
-from .thread_pins import ThreadPin
 from .tier_base import TierBase, TierLease, TierReservation
 
 R = TypeVar("R", bound=Registry)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from backends.direct import DirectLease
 from backends.maru import MaruTier
-from backends.maru._lease import MaruThreadLease
 from backends.memory import MemoryTier
 from maru import HeldBatch, MaruHandler
 from offload import NO_WAIT, from_thread
@@ -82,7 +82,7 @@ def test_what_a_thread_holds_in_the_page_store_is_not_deleted(server: Server) ->
     with engine_over(server, {}, keys) as (engine, _):
         with no_message():
             hit = engine.lookup(keys)
-        assert isinstance(hit.pinned._segments[0].lease.inner, MaruThreadLease)  # type: ignore[attr-defined]
+        assert isinstance(hit.pinned._segments[0].lease.inner, DirectLease)  # type: ignore[attr-defined]
         engine.delete(keys)
         buffers, destination = places(4)
         assert engine.load(hit, destination).loaded == 4
@@ -107,7 +107,7 @@ def test_a_lease_that_was_pinned_by_message_is_released_in_the_engines_own_threa
         monkeypatch.setattr(MaruTier, "pin_from_thread", lambda self, keys: None)
         monkeypatch.setattr(HeldBatch, "release", note)
         hit = engine.lookup(keys)
-        assert not isinstance(hit.pinned._segments[0].lease.inner, MaruThreadLease)  # type: ignore[attr-defined]
+        assert not isinstance(hit.pinned._segments[0].lease.inner, DirectLease)  # type: ignore[attr-defined]
         hit.release()
         assert engine.statistics().unreleased_hits == 0
         assert engine._worker.thread is not None
