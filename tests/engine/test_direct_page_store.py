@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 from backends.direct import DirectLease
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from maru import HeldBatch, MaruHandler
-from offload import NO_WAIT, from_thread
+from maru import MaruHandler
+from offload import NO_WAIT, BreakerConfig, EngineConfig, from_thread
 from tests.engine.test_direct_reads import at_work, keys_of, load_all, no_message, payload, places
 from tests.maru.test_index_client import requests
 from tests.support.maru_processes import Server, eventually, temporary_pool
@@ -39,7 +38,10 @@ def engine_over(
         source.put(key, payload(key))
     knobs = {"chunk_size_bytes": SIZE, "pool_size": SIZE * 64, "lease": 60.0, "timeout_ms": 30_000}
     store = MaruTier(MaruHandler(server_url=f"ipc://{server.pool}/maru.sock", **knobs))
-    with from_thread.open_engine(source, {**tiers, "store": store}) as engine:
+    # On a busy machine a server answers late: what is asked for is no test of how long that may take.
+    breaker = BreakerConfig(call_timeout=SOON, load_timeout=SOON)
+    config = EngineConfig(source=source, tiers={**tiers, "store": store}, breaker=breaker, lookup_timeout=SOON)
+    with from_thread.open_engine(config) as engine:
         engine.store(source.weak(keys), precondition=NO_WAIT).result(SOON)
         engine.drain(SOON)
 
@@ -90,28 +92,6 @@ def test_what_a_thread_holds_in_the_page_store_is_not_deleted(server: Server) ->
         hit.release()
         engine.delete(keys)
         assert eventually(lambda: not len(engine.lookup(keys)))
-
-
-def test_a_lease_that_was_pinned_by_message_is_released_in_the_engines_own_thread(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of(4)
-    released: list[int] = []
-    release = HeldBatch.release
-
-    def note(self: HeldBatch) -> None:
-        released.append(threading.get_ident())
-        release(self)
-
-    with engine_over(server, {}, keys) as (engine, _):
-        monkeypatch.setattr(MaruTier, "pin_from_thread", lambda self, keys: None)
-        monkeypatch.setattr(HeldBatch, "release", note)
-        hit = engine.lookup(keys)
-        assert not isinstance(hit.pinned._segments[0].lease.inner, DirectLease)  # type: ignore[attr-defined]
-        hit.release()
-        assert engine.statistics().unreleased_hits == 0
-        assert engine._worker.thread is not None
-        assert set(released) == {engine._worker.thread.ident}
 
 
 def test_a_page_that_is_damaged_is_found_and_purged_by_the_engines_thread(server: Server) -> None:
