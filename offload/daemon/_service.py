@@ -426,17 +426,16 @@ class Service:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def lookup(self, session: Session, request: Lookup) -> Answer | None:
-        """Find and hold a prefix: at once where all of it is in memory, else in a task."""
+        """Find and hold a prefix: at once where the tiers allow it, else in a task."""
         if len(session.holds) + len(session.requests) >= self.sessions.limits.holds:
             raise Refusal("full", f"a session has at most {self.sessions.limits.holds} holds: release some")
         keys = stored_keys(session.tenant, request.keys)
-        found = self._engine.direct.find(keys)
+        found = self._engine.direct.find(keys, session.tenant)
         if found is None:
             self._start(session, request, self._look_up)
             return None
-        hit, hold = found
-        hold()
-        return self._found(session, request, hit)
+        found.count()
+        return self._found(session, request, found.hit)
 
     async def _look_up(self, session: Session, request: Lookup) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
