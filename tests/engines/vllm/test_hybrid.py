@@ -70,11 +70,12 @@ def test_a_corrupted_page_has_the_request_computed_from_its_start(hybrid: str, s
     once = {"model": hybrid, "options": HYBRID, "transfer": maru(server)}
     run({**once, "steps": [generate([first])]})
     server.corrupt()
-    steps = [generate([second]), {"do": "settle"}, {"do": "reset"}, generate([second])]
-    answer = run({**once, "steps": steps})
-    assert [answer["answers"][at]["tokens"] for at in (0, 3)] == [reference["answers"][0]["tokens"]] * 2
+    again = [generate([second]), {"do": "settle"}, {"do": "reset"}]
+    # A store is cancelled where the machine is slower with it than vLLM with its next steps: then it is offered once more.
+    answer = run({**once, "steps": again * 4})
+    assert [one["tokens"] for one in answer["answers"][::3]] == [reference["answers"][0]["tokens"]] * 4
     assert answer["counts"]["worker"]["chunks not loaded, and computed instead"] > 0
-    assert answer["answers"][3]["cached"] == [1024]  # it was stored anew
+    assert answer["answers"][9]["cached"] == [1024]  # it was stored anew
     nothing_is_left(answer)
 
 
