@@ -125,6 +125,20 @@ _TIER_GAUGES: Final = (
     ("held_blocks", "Blocks held by refs or leases"),
     ("reserved_blocks", "Blocks reserved and not yet published"),
 )
+_DAEMON_GAUGES: Final = (
+    ("sessions", "Engines that have a session"),
+    ("requests", "Requests that are not answered yet"),
+    ("holds", "Hits that engines hold"),
+    ("memories", "Pieces of memory of engines that are mapped"),
+    ("caches", "Caches that are registered"),
+    ("connections", "Connections"),
+    ("unread_bytes", "Answers that engines have not read"),
+)
+_DAEMON_COUNTERS: Final = (
+    ("bad_frames", "Frames that were no message"),
+    ("turned_away", "Engines that were refused a session"),
+    ("sessions_given_back", "Sessions that are over, and of which nothing is held any more"),
+)
 _STAGES: Final = ("admission", "awaiting", "batching", "transfer", "chain")
 _STATUSES: Final = ("complete", "cancelled", "failed")
 _OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
@@ -186,6 +200,29 @@ class StageCollector:
         yield _reasons("filtered_blocks", "Blocks that were not to be stored", FILTER_REASONS, statistics.filtered)
         yield _reasons("failed_blocks", "Blocks not stored because of an error", FAILED_BY, statistics.failed)
         yield _counter("evicted_blocks", "Blocks gone before they were copied", {(): statistics.evicted})
+
+
+class DaemonCollector:
+    """Show what a daemon counts of its sessions to Prometheus: ``kv_offload_daemon_sessions``, and so on.
+
+    Args:
+        counters: returns the daemon's statistics. Those of its engine and its tiers are for :class:`EngineCollector`.
+    """
+
+    def __init__(self, counters: Callable[[], Mapping[str, float]]) -> None:
+        self._counters = counters
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry then does not scrape when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics of one snapshot."""
+        values = self._counters()
+        for field, text in _DAEMON_GAUGES:
+            yield _gauge(f"daemon_{field}", text, {(): int(values[field])})
+        for field, text in _DAEMON_COUNTERS:
+            yield _counter(f"daemon_{field}", text, {(): int(values[field])})
 
 
 class ConfigCollector:

@@ -111,12 +111,12 @@ class DaemonConfig:
         'A TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant. Engines show one. '
         "Read again at SIGHUP. Empty: there is one tenant, and no credential.",
     )
-    health: str = _knob.text(
+    status: str = _knob.text(
         "",
         "ipc, host:port, or empty",
         r"ipc|(?:127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|",
-        "Where /healthz and /readyz are served over HTTP, without a credential. ipc: health.sock in runtime_dir. Only of this "
-        "host: they tell whether there is a daemon.",
+        "Where the status page is served over HTTP, with /healthz, /readyz and /metrics, without a credential. ipc: "
+        "status.sock in runtime_dir. Only of this host: it tells names of tiers and keys. Empty: nowhere.",
     )
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
 

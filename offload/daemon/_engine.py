@@ -44,6 +44,7 @@ class DaemonEngine:
     Args:
         config: of the tiers and routes; its source is replaced.
         block_bytes: size of every block; 0: the first cache says it.
+        instruments: of its pipelines.
 
     Attributes:
         caches: what engines have registered.
@@ -51,7 +52,8 @@ class DaemonEngine:
         on_settled: called for each container of the first pipeline that has settled. Must not raise.
     """
 
-    def __init__(self, config: EngineConfig, block_bytes: int) -> None:
+    def __init__(self, config: EngineConfig, block_bytes: int, instruments: Sequence[object] = ()) -> None:
+        self._instruments = instruments
         self.caches: Caches = Caches(block_bytes)
         self.engine: Engine | None = None
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
@@ -98,7 +100,7 @@ class DaemonEngine:
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
         config = attrs.evolve(self._config, source=self.caches, block_bytes=0, tiers=unpopulated(self._config.tiers))
-        async with open_engine(config) as engine:
+        async with open_engine(config, instruments=self._instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
             self.engine = engine
             self._attempt.over.set()

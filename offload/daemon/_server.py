@@ -21,6 +21,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -32,6 +33,7 @@ from maru.transport import ChannelServer
 
 from .._engine import EngineConfig
 from .._errors import ConfigError, OffloadError
+from .._stage_times import StageTimes
 from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
 from ._engine import DaemonEngine
 from ._handover import Handover
@@ -40,10 +42,10 @@ from ._service import Service
 from ._statistics import counters
 
 if TYPE_CHECKING:
-    from maru import ServerConfig
+    from maru import MaruServer, ServerConfig
 
 _LOCK_NAME: Final = "daemon.lock"
-_HEALTH_NAME: Final = "health.sock"
+STATUS_NAME: Final = "status.sock"
 _UNREAD_BYTES: Final = 16 << 20
 """Answers that may wait for one engine. One that reads so little is hung up on."""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
@@ -79,18 +81,19 @@ class Daemon:
     Attributes:
         url: where engines find it.
         epoch: this start of it: a random number, in every answer.
-        health_at: where its health is told over HTTP.
+        status_at: where its status page is served over HTTP.
     """
 
     def __init__(self, config: DaemonConfig, engine: EngineConfig, maru: ServerConfig | None) -> None:
         """Use :func:`open_daemon` instead."""
-        self.health_at: list[str] = []
+        self.status_at: list[str] = []
         self._maru = maru
         self.config: DaemonConfig = config
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
         self.directory: str = ""
-        self._engine = DaemonEngine(engine, config.block_bytes)
+        self._times: StageTimes | None = StageTimes() if config.status else None
+        self._engine = DaemonEngine(engine, config.block_bytes, [self._times] if self._times is not None else ())
         self._service: Service
         self._channel: ChannelServer
 
@@ -168,7 +171,7 @@ class Daemon:
             with channel, handover:
                 self._channel, self.url = channel, f"ipc://{channel.path}"
                 # The page store outlives the tier that is its client.
-                async with _page_store(self._maru), trio.open_nursery() as nursery:
+                async with _page_store(self._maru) as page_store, trio.open_nursery() as nursery:
                     self._service = Service(
                         self._engine,
                         epoch=self.epoch,
@@ -184,16 +187,21 @@ class Daemon:
                     nursery.start_soon(handover.run)
                     nursery.start_soon(self._read)
                     nursery.start_soon(self._look_for_silent)
-                    if config.health:
-                        await self._start_health(nursery)
+                    if self._times is not None:
+                        await self._start_status(nursery, self._times, page_store)
                     await nursery.start(self._engine.run)
                     task_status.started()
 
-    async def _start_health(self, nursery: trio.Nursery) -> None:
-        from ._health import serve_health  # only a daemon that is probed needs a web server
+    async def _start_status(self, nursery: trio.Nursery, times: StageTimes, page_store: MaruServer | None) -> None:
+        from ..status import serve_status  # only a daemon that is looked at needs a web server
+        from ._status import DaemonStatus, metrics_of
 
-        bind = f"unix:{self.directory}/{_HEALTH_NAME}" if self.config.health == "ipc" else self.config.health
-        self.health_at = await nursery.start(serve_health, bind, lambda: self.state)
+        ipc = self.config.status == "ipc"
+        bind = f"unix:{self.directory}/{STATUS_NAME}" if ipc else self.config.status
+        status = DaemonStatus(self._engine, times, lambda: self.state, server=page_store, name=f"daemon at {self.url}")
+        serving = partial(serve_status, status, bind, metrics=metrics_of(self._engine, times, self.statistics))
+        addresses: list[str] = await nursery.start(serving)
+        self.status_at = [bind] if ipc else addresses
 
     async def _read(self) -> None:
         """Read frames and serve them, with a checkpoint between two batches."""
@@ -208,7 +216,7 @@ class Daemon:
             self._service.end_silent()
 
 
-def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[object]:
+def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[MaruServer | None]:
     """The embedded page store, or nothing."""
     if config is None:
         return nullcontext()

@@ -155,10 +155,19 @@ class StatusApp:
         sampler: makes its views; its :meth:`Sampler.run` is to be run beside.
         stop: ends all streams of events.
         hosts: names under which it is served.
+        metrics: what ``/metrics`` answers, in the text of Prometheus; ``None``: there is none.
     """
 
-    def __init__(self, source: StatusSource, sampler: Sampler, stop: trio.Event, hosts: Sequence[str] = HOSTS) -> None:
+    def __init__(
+        self,
+        source: StatusSource,
+        sampler: Sampler,
+        stop: trio.Event,
+        hosts: Sequence[str] = HOSTS,
+        metrics: Callable[[], bytes] | None = None,
+    ) -> None:
         self._source = source
+        self._metrics_of = metrics
         self._sampler = sampler
         self._stop = stop
         self._files = {name: (files(__package__) / "page" / name).read_bytes() for name in _TYPES}
@@ -172,6 +181,7 @@ class StatusApp:
                 Route("/explain", self._explain),
                 Route("/healthz", self._healthz),
                 Route("/readyz", self._readyz),
+                *([] if metrics is None else [Route("/metrics", self._metrics)]),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
         )
@@ -192,6 +202,10 @@ class StatusApp:
             return _json(await self._source.explain(request.query_params.get("key", "")))
         except NoSuchKey as error:
             return _json({"error": str(error)}, 400)
+
+    async def _metrics(self, request: Request) -> Response:
+        assert self._metrics_of is not None
+        return _respond(self._metrics_of(), "text/plain; version=0.0.4")
 
     async def _healthz(self, request: Request) -> Response:
         return _json({"status": "ok"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import trio
@@ -29,6 +29,7 @@ async def serve_status(
     *,
     hosts: Sequence[str] = HOSTS,
     stop: trio.Event | None = None,
+    metrics: Callable[[], bytes] | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve the status page until ``stop`` is set, or until cancelled.
@@ -42,13 +43,14 @@ async def serve_status(
         bind: ``host:port``, port 0 for a free one; or ``unix:/path``.
         hosts: names under which browsers may ask for it.
         stop: ends it in order.
+        metrics: what ``/metrics`` answers: ``lambda: prometheus_client.generate_latest(registry)``.
 
     Raises:
         OSError: it cannot listen there.
     """
     stop = trio.Event() if stop is None else stop
     sampler = Sampler(source)
-    app = StatusApp(source, sampler, stop, hosts)
+    app = StatusApp(source, sampler, stop, hosts, metrics)
     config = Config()
     config.bind = [bind]
     config.umask = 0o077  # of a Unix socket

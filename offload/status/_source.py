@@ -49,15 +49,22 @@ class EngineStatus:
         times: one of its instruments.
         server: the page store behind it, if it is in this process.
         name: what the page calls it.
+        maker: makes its views; a new one of this name if there is none.
     """
 
     def __init__(
-        self, engine: Engine, times: StageTimes, *, server: MaruServer | None = None, name: str = "engine"
+        self,
+        engine: Engine,
+        times: StageTimes,
+        *,
+        server: MaruServer | None = None,
+        name: str = "engine",
+        maker: ViewMaker | None = None,
     ) -> None:
         self._engine = engine
         self._times = times
         self._server = server
-        self._maker = ViewMaker(name, trio.current_time())
+        self._maker = ViewMaker(name, trio.current_time()) if maker is None else maker
 
     def view(self) -> StatusView:
         """A snapshot; see :class:`StatusSource`."""

@@ -132,6 +132,10 @@ class ViewMaker:
         self._began = began
         self._before: tuple[float, dict[str, int]] | None = None
 
+    def nothing(self, now: float) -> StatusView:
+        """Make the view of what has no tier yet."""
+        return StatusView(self._name, now - self._began, 0, 0, 0, 0, 0, 0, 0, (), (), (), Rates())
+
     def make(self, statistics: EngineStatistics, inside: Sequence[Inside], now: float) -> StatusView:
         """Make a view of a snapshot and of what is inside."""
         counted = _counted(statistics)

@@ -14,6 +14,7 @@ import trio
 
 from offload.client import DaemonRefused, open_client, open_connection
 from offload.daemon._messages import Counters, Done, Signal, State, Stats, Status
+from offload.status import fetch_view
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, store, until
 from tests.support.daemons import PATIENCE, SIZE, Process, host_only, serve
 
@@ -206,12 +207,16 @@ def test_systemd_is_told_when_it_is_ready_and_when_it_stops(path, tmp_path):
             assert process.wait() == 0
 
 
-def test_health_is_told_over_http(path):
-    pytest.importorskip("hypercorn")
-    with serve(path, host_only(path), "--health", "ipc") as process:
-        assert get(path, "/healthz") == (200, "ok\n")
-        assert get(path, "/readyz") == (200, "ready\n")
+def test_the_status_page_is_served_over_http(path):
+    with serve(path, host_only(path), "--status", "ipc") as process:
+        assert get(path, "/healthz") == (200, '{"status":"ok"}')
+        assert get(path, "/readyz") == (200, '{"status":"ready"}')
         assert get(path, "/elsewhere")[0] == 404
+        assert "<title>" in get(path, "/")[1]
+        assert fetch_view(f"unix:{path}/status.sock").name == f"daemon at ipc://{path}/daemon.sock"
+        metrics = get(path, "/metrics")[1]
+        assert "kv_offload_daemon_sessions 0.0" in metrics
+        assert 'kv_offload_stage_seconds_count{stage="transfer"} 0.0' in metrics
         process.kill(signal.SIGTERM)
         assert process.wait() == 0
 
@@ -219,8 +224,8 @@ def test_health_is_told_over_http(path):
 def get(path, where):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
-        sock.connect(f"{path}/health.sock")
-        sock.sendall(f"GET {where} HTTP/1.1\r\nHost: daemon\r\nConnection: close\r\n\r\n".encode())
+        sock.connect(f"{path}/status.sock")
+        sock.sendall(f"GET {where} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b""
         while part := sock.recv(4096):
             answer += part

@@ -1,0 +1,109 @@
+"""The status page of a daemon: what :mod:`offload.status` shows, of the engine that a daemon keeps open, and its metrics.
+
+The tiers are opened after the page is served, and perhaps only when the first cache is registered. Until then the page shows no
+tier, and ``/readyz`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from ..instruments import StageTimes
+from ..status import EngineStatus, NoSuchKey, StatusView, ViewMaker
+
+if TYPE_CHECKING:
+    from maru import MaruServer, PoolMap
+
+    from ._engine import DaemonEngine
+
+
+class DaemonStatus:
+    """A :class:`offload.status.StatusSource` over a daemon.
+
+    Args:
+        engine: of the daemon; ``times`` is one of its instruments.
+        times: measures its stages.
+        state: tells how the daemon is: ``ready``, or why it is not.
+        server: the embedded page store, if there is one.
+        name: what the page calls it.
+    """
+
+    def __init__(
+        self,
+        engine: DaemonEngine,
+        times: StageTimes,
+        state: Callable[[], str],
+        *,
+        server: MaruServer | None,
+        name: str,
+    ) -> None:
+        self._daemon_engine = engine
+        self._times = times
+        self._state = state
+        self._server = server
+        self._maker = ViewMaker(name, trio.current_time())
+        self._opened: EngineStatus | None = None
+
+    @property
+    def _status(self) -> EngineStatus | None:
+        """Of the tiers, once they are open."""
+        if self._opened is None and self._daemon_engine.engine is not None:
+            self._opened = EngineStatus(self._daemon_engine.engine, self._times, server=self._server, maker=self._maker)
+        return self._opened
+
+    def view(self) -> StatusView:
+        """A snapshot."""
+        status = self._status
+        return self._maker.nothing(trio.current_time()) if status is None else status.view()
+
+    async def map_pool(self) -> PoolMap | None:
+        """The map of the embedded page store."""
+        if self._server is None:
+            await trio.lowlevel.checkpoint()
+            return None
+        return await self._server.map_pool()
+
+    async def explain(self, key: str) -> Mapping[str, Any]:
+        """Explain a key, as the daemon names it: with its tenant.
+
+        Raises:
+            NoSuchKey: these are no digits of a key, or nothing is stored here yet.
+        """
+        status = self._status
+        if status is None:
+            await trio.lowlevel.checkpoint()
+            raise NoSuchKey("no tier is open yet: the first cache that is registered says how large a block is")
+        return await status.explain(key)
+
+    def not_ready(self) -> str:
+        """How the daemon is, if it is not ready."""
+        state = self._state()
+        return "" if state == "ready" else state
+
+
+def metrics_of(
+    engine: DaemonEngine, times: StageTimes, counters: Callable[[], Mapping[str, float]]
+) -> Callable[[], bytes] | None:
+    """What answers ``/metrics``; ``None`` where prometheus_client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from ..metrics import DaemonCollector, EngineCollector, StageCollector
+    except ImportError:
+        return None
+    registry = CollectorRegistry()
+    registry.register(StageCollector(times.statistics))
+    registry.register(DaemonCollector(counters))
+
+    of_tiers: list[EngineCollector] = []  # registered when the tiers are open
+
+    def answer() -> bytes:
+        if engine.engine is not None and not of_tiers:
+            of_tiers.append(EngineCollector(engine.engine.statistics))
+            registry.register(of_tiers[0])
+        return generate_latest(registry)
+
+    return answer
