@@ -106,14 +106,10 @@ def peers(session: nox.Session, environment: str) -> None:
     asked, rest = parser.parse_known_args(session.posargs)
     only = asked.only.split(",") if asked.only else list(SUBJECTS)
     subjects = [name for name in only if SUBJECTS[name].environment == environment]
-    if (environment == "published" and not asked.maru_checkout) or not subjects:
+    if not subjects:
         session.skip("not asked for")
     session.install("-e", ".", *PEERS[environment])
     here = {"PYTHONPATH": str(Path(__file__).parent)}
-    if (
-        environment == "published"
-    ):  # its package is called as ours is, so a process of its own has its path, and not ours
-        rest += ["--checkout", asked.maru_checkout]
     for name in subjects:
         session.run(
             "python", "-W", "ignore", "-m", "tests.peers.measure", name, "--out", "peers-results", *rest, env=here

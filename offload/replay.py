@@ -25,6 +25,7 @@ from ._replay.options import ReplayError as ReplayError
 from ._replay.options import ReplayOptions as ReplayOptions
 from ._replay.options import TierSpec as TierSpec
 from ._replay.replayer import TraceKeys as TraceKeys
+from ._replay.replayer import keys_of as keys_of
 from ._replay.report import Percentiles as Percentiles
 from ._replay.report import ReplayReport as ReplayReport
 from ._replay.session import replay as replay

@@ -1,12 +1,12 @@
 """Drives any cache with the requests of a trace, and times the same things for each.
 
-    keys -> load the longest prefix -> look at what was loaded -> [write what is missing] -> store it, answered
+    keys -> load the longest prefix -> look at what was loaded -> write what is missing -> store it, answered
 
 The driver is what a comparison stands on: `offload bench replay` and `tests/peers` use it for caches of ours, for a dictionary
 that makes the same copies (:mod:`.baseline`), and for other projects' stores.
 
-Rule 1. All of it is timed, but the writing of the missing blocks, which takes the place of the forward pass: it is a stamp at
-        both ends of each block, a microsecond, so that elapsed time is what the cache takes.
+Rule 1. All of it is timed, keys included. What takes the place of the forward pass, the writing of the missing blocks, is a
+        stamp at both ends of each: a fiftieth of a copy of 64 KiB.
 Rule 2. What was loaded is looked at in the same way for each cache: its stamps are those of its key. A block that is another
         one, or is not all there, is counted as wrong. A cache may verify more than that; that is its own time.
 Rule 3. Requests begin in the order of the trace. Of several in flight, each has memory of its own.
@@ -15,15 +15,17 @@ Rule 3. Requests begin in the order of the trace. Of several in flight, each has
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import attrs
 import trio
 
 from backends.abc import Key
 from backends.memory import HostPages
+
+T = TypeVar("T")
 
 STAMP_BYTES: Final = 32
 """At both ends of a block: its key."""
@@ -115,14 +117,21 @@ def make_places(in_flight: int, most_blocks: int, block_bytes: int) -> list[Plac
     return [Place(here, there, block_bytes, memory) for here, there in zip(parts[::2], parts[1::2], strict=True)]
 
 
-async def drive(cache: Cache, requests: Sequence[Sequence[Key]], places: Sequence[Place], driven: Driven) -> None:
+async def drive(
+    cache: Cache,
+    requests: Sequence[T],
+    places: Sequence[Place],
+    driven: Driven,
+    keys_of: Callable[[T], Sequence[Key]],
+) -> None:
     """Send requests to a cache, as many at once as there are places, and add what it did.
 
     Args:
         cache: what is driven.
-        requests: the keys of each.
+        requests: what keys are made of.
         places: memory for each request in flight.
         driven: what is added to.
+        keys_of: makes the keys of a request, as an engine does: for each request anew.
     """
     at = len(driven.seconds)
     driven.seconds += [0.0] * len(requests)
@@ -131,18 +140,25 @@ async def drive(cache: Cache, requests: Sequence[Sequence[Key]], places: Sequenc
     waiting = iter(enumerate(requests, at))
     began = perf_counter()
     if len(places) == 1:
-        await _drive(cache, waiting, places[0], driven)
+        await _drive(cache, waiting, places[0], driven, keys_of)
     else:
         async with trio.open_nursery() as nursery:
             for place in places:
-                nursery.start_soon(_drive, cache, waiting, place, driven)
+                nursery.start_soon(_drive, cache, waiting, place, driven, keys_of)
     driven.elapsed += perf_counter() - began
 
 
-async def _drive(cache: Cache, waiting: Iterator[tuple[int, Sequence[Key]]], place: Place, driven: Driven) -> None:
+async def _drive(
+    cache: Cache,
+    waiting: Iterator[tuple[int, T]],
+    place: Place,
+    driven: Driven,
+    keys_of: Callable[[T], Sequence[Key]],
+) -> None:
     here, there = place.here, place.there
-    for at, keys in waiting:
+    for at, request in waiting:
         began = perf_counter()
+        keys = keys_of(request)
         found = await cache.load(keys, there)
         driven.wrong += place.count_wrong(keys[:found])
         missing = keys[found:]

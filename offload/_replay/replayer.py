@@ -57,6 +57,11 @@ class TraceKeys:
             return self.of(request)
 
 
+def keys_of(request: Request) -> list[Key]:
+    """The keys of a request's blocks, made anew: what an engine pays for each request."""
+    return [block_key(b"%d" % hash_id, salt="offload.replay") for hash_id in request.hash_ids]
+
+
 class Buffer:
     """Host memory for the blocks of one request, written and compared as a function of their keys."""
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
-from backends.abc import Key
 from backends.memory import MemoryTier
 from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
 from maru.bench._row import Goal, Row
@@ -22,8 +21,8 @@ from maru.eviction import LRU
 from .._replay.baseline import Baseline
 from .._replay.driver import Cache, Driven, Place, drive, make_places
 from .._replay.engine_cache import open_engine_cache
-from .._replay.replayer import TraceKeys
-from .._replay.trace import read_trace
+from .._replay.replayer import keys_of
+from .._replay.trace import Request, read_trace
 
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500
@@ -40,17 +39,12 @@ _BASELINE: Final = "dictionary, LRU order, memmove"
 
 def rows(effort: Effort, trace: str | None) -> Iterator[Row]:
     """The rows of the main job."""
-    requests = _keys_of(trace, effort.size(_REQUESTS, 20)) if trace is not None else None
+    requests = read_trace(trace, effort.size(_REQUESTS, 20)) if trace is not None else None
     for kib in _GOALS:
         yield from _of_size(kib, effort.at_most(3), requests)
 
 
-def _keys_of(trace: str, limit: int) -> list[Sequence[Key]]:
-    keys = TraceKeys()
-    return [keys.of(request) for request in read_trace(trace, limit)]
-
-
-def _of_size(kib: int, effort: Effort, requests: Sequence[Sequence[Key]] | None) -> Iterator[Row]:
+def _of_size(kib: int, effort: Effort, requests: Sequence[Request] | None) -> Iterator[Row]:
     if requests is None:
         for tier in _TIERS:
             for figure, unit, goal in _figures(kib, tier):
@@ -85,8 +79,8 @@ def _figures(kib: int, tier: str) -> Iterator[tuple[str, str, Goal | None]]:
 # --- subjects -----------------------------------------------------------------------------------------------------
 
 
-async def _play(requests: Sequence[Sequence[Key]], block_bytes: int, capacity_bytes: int) -> Figures:
-    most = max(map(len, requests))
+async def _play(requests: Sequence[Request], block_bytes: int, capacity_bytes: int) -> Figures:
+    most = max(len(request.hash_ids) for request in requests)
     async with AsyncExitStack() as stack:
         subjects: dict[str, tuple[Cache, Sequence[Place]]] = {
             "baseline": (Baseline(capacity_bytes // block_bytes, block_bytes), make_places(1, most, block_bytes))
@@ -98,14 +92,14 @@ async def _play(requests: Sequence[Sequence[Key]], block_bytes: int, capacity_by
         return await _in_turn(requests, subjects)
 
 
-async def _in_turn(requests: Sequence[Sequence[Key]], subjects: Mapping[str, tuple[Cache, Sequence[Place]]]) -> Figures:
+async def _in_turn(requests: Sequence[Request], subjects: Mapping[str, tuple[Cache, Sequence[Place]]]) -> Figures:
     """Send the same few requests to each subject, then the next few, in changing order."""
     driven = {name: Driven() for name in subjects}
     names = list(subjects)
     for start in range(0, len(requests), _AT_ONCE):
         for name in names:
             cache, places = subjects[name]
-            await drive(cache, requests[start : start + _AT_ONCE], places, driven[name])
+            await drive(cache, requests[start : start + _AT_ONCE], places, driven[name], keys_of)
         names.append(names.pop(0))
     figures: dict[str, float] = {}
     for name, done in driven.items():

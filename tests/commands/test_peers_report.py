@@ -59,7 +59,7 @@ def test_a_table_and_a_picture_are_made_of_what_was_measured(tmp_path: Path) -> 
 
 async def test_a_round_drives_ours_and_the_floor_alike() -> None:
     requests = measure.requests_of("", 60)
-    setting = Setting(8 << 20, 4096, max(map(len, requests)))
+    setting = Setting(8 << 20, 4096, measure.most_blocks(requests))
     done = await measure.one_round("memory", setting, requests)
     assert (done["hits"], done["stores"], done["wrong"]) == (done["floor_hits"], done["floor_stores"], 0)
     assert done["hits"] > 0 and done["floor_stores"] < done["blocks"]
@@ -69,3 +69,10 @@ def test_every_subject_of_ours_can_be_imported() -> None:
     for subject in SUBJECTS.values():
         if subject.environment == "ours":
             assert callable(subject.open())
+
+
+def test_without_a_store_that_can_be_compared_there_is_a_table_and_no_picture() -> None:
+    results = [{**result("redis"), "rounds": [], "why_not": "redis-server: apt-get install redis-server"}]
+    assert "not run: redis-server" in report.markdown(results)
+    with pytest.raises(SystemExit, match="no picture"):
+        report.picture(results)

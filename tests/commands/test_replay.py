@@ -40,6 +40,7 @@ from offload.replay import (
     TraceKeys,
     command,
     drive,
+    keys_of,
     make_places,
     open_engine_cache,
     parse_request,
@@ -67,6 +68,9 @@ PEERS = "tests.support.plugin_peers"
 
 def line_of(hash_ids: Sequence[int], timestamp: int = 0) -> str:
     return json.dumps({"timestamp": timestamp, "input_length": 512, "output_length": 9, "hash_ids": list(hash_ids)})
+
+
+MOST = max(map(len, TRACE))
 
 
 def requests_of(trace: Sequence[Sequence[int]]) -> list[Request]:
@@ -606,13 +610,11 @@ async def test_no_more_requests_are_in_flight_than_asked_for(monkeypatch: pytest
 
 @pytest.mark.parametrize("capacity", [6, 8, 15])
 async def test_a_memory_tier_in_lru_order_does_what_the_baseline_does_with_each_request(capacity: int) -> None:
-    keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
-    most = max(map(len, keys))
-    ours, floor = Driven(), Driven()
-    await drive(Baseline(capacity, BLOCK), keys, make_places(1, most, BLOCK), floor)
+    requests, ours, floor = requests_of(TRACE), Driven(), Driven()
+    await drive(Baseline(capacity, BLOCK), requests, make_places(1, MOST, BLOCK), floor, keys_of)
     tier = MemoryTier(capacity * BLOCK, BLOCK, eviction=LRU())
-    async with open_engine_cache(tier, BLOCK, most) as cache:
-        await drive(cache, keys, cache.places, ours)
+    async with open_engine_cache(tier, BLOCK, MOST) as cache:
+        await drive(cache, requests, cache.places, ours, keys_of)
     assert (ours.found, ours.stored, ours.wrong) == (floor.found, floor.stored, 0)
 
 
@@ -632,10 +634,9 @@ class Faulty:
 
 
 async def test_a_cache_that_loses_or_confuses_blocks_is_found_out() -> None:
-    keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
     right, lost, other = Driven(), Driven(), Driven()
     for driven, cache in ((right, Baseline(64, BLOCK)), (lost, Faulty("lost")), (other, Faulty("other"))):
-        await drive(cache, keys, make_places(1, max(map(len, keys)), BLOCK), driven)
+        await drive(cache, requests_of(TRACE), make_places(1, MOST, BLOCK), driven, keys_of)
     assert (right.wrong, lost.wrong) == (0, 0)
     assert lost.hits < right.hits
     assert other.wrong > 0

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +21,7 @@ from typing import Any
 
 import trio
 
-from backends.abc import Key
-from offload.replay import Baseline, Driven, Request, TraceKeys, drive, make_places, read_trace
+from offload.replay import Baseline, Driven, Request, drive, keys_of, make_places, read_trace
 
 from .setting import Setting, Unavailable
 from .subjects import SUBJECTS
@@ -32,11 +32,14 @@ PACKAGES = ("trio-offload", "lmcache", "mooncake-transfer-engine-non-cuda", "red
 NAMESPACE = "TRIO_OFFLOAD_PEERS_NAMESPACE"
 
 
-def requests_of(trace: str, limit: int) -> list[Sequence[Key]]:
-    """The keys of the first requests of a trace; of a synthetic one, if none is named."""
-    requests = read_trace(trace, limit) if trace else synthetic(limit)
-    keys = TraceKeys()
-    return [keys.of(request) for request in requests]
+def requests_of(trace: str, limit: int) -> list[Request]:
+    """The first requests of a trace; of a synthetic one, if none is named."""
+    return read_trace(trace, limit) if trace else synthetic(limit)
+
+
+def most_blocks(requests: Sequence[Request]) -> int:
+    """Of the largest request."""
+    return max(len(request.hash_ids) for request in requests)
 
 
 def synthetic(n: int) -> list[Request]:
@@ -53,7 +56,7 @@ def synthetic(n: int) -> list[Request]:
     return requests
 
 
-async def one_round(name: str, setting: Setting, requests: Sequence[Sequence[Key]]) -> dict[str, Any]:
+async def one_round(name: str, setting: Setting, requests: Sequence[Request]) -> dict[str, Any]:
     """All requests once, through a new store and a new floor."""
     subject = SUBJECTS[name]
     floor, theirs, at_floor = Baseline(setting.blocks, setting.block_bytes), Driven(), Driven()
@@ -65,11 +68,11 @@ async def one_round(name: str, setting: Setting, requests: Sequence[Sequence[Key
             for ours_now in (number % 2 == 0, number % 2 == 1):
                 if ours_now:
                     began = time.process_time()
-                    await drive(cache, part, places, theirs)
+                    await drive(cache, part, places, theirs, keys_of)
                     processor += time.process_time() - began
                 else:
-                    await drive(floor, part, place, at_floor)
-    blocks = sum(map(len, requests))
+                    await drive(floor, part, place, at_floor, keys_of)
+    blocks = sum(len(request.hash_ids) for request in requests)
     return {
         "seconds": theirs.elapsed, "floor_seconds": at_floor.elapsed, "processor_seconds": processor, "blocks": blocks,
         "hits": theirs.hits, "floor_hits": at_floor.hits, "stores": theirs.stores, "floor_stores": at_floor.stores,
@@ -80,7 +83,7 @@ async def one_round(name: str, setting: Setting, requests: Sequence[Sequence[Key
 def measure(asked: argparse.Namespace, kib: int) -> dict[str, Any]:
     """Some rounds of one store at one size of blocks; or why there are none."""
     requests = requests_of(asked.trace, asked.requests)
-    most, in_flight = max(map(len, requests)), SUBJECTS[asked.subject].in_flight
+    most, in_flight = most_blocks(requests), SUBJECTS[asked.subject].in_flight
     setting = Setting(asked.capacity_mib << 20, kib << 10, most, in_flight)
     result: dict[str, Any] = {
         "subject": asked.subject, "kib": kib, "capacity_bytes": setting.capacity_bytes, "requests": len(requests),
@@ -121,9 +124,12 @@ def in_a_namespace() -> None:
     command = 'ip link set lo up && exec "$@"'
     arguments = ["unshare", "-Urn", "bash", "-c", command, "bash", sys.executable, "-m", "tests.peers.measure"]
     try:
+        subprocess.run([*arguments[:2], "true"], check=True, capture_output=True)
         os.execvp(arguments[0], [*arguments, *sys.argv[1:]])
-    except OSError as error:
-        raise SystemExit(f"a private network namespace is needed, and cannot be made: {error}") from error
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"a private network namespace (unshare -Urn) is needed, and cannot be made: {error}"
+        ) from error
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from .setting import Opened, Setting
 
 _BESIDE = 64 << 20
 """Bytes of the pool beside the blocks: regions are rounded up."""
+_AS_FULL_AS_OTHERS = ("--high-watermark", "1.0", "--low-watermark", "1.0", "--log-level", "WARNING")
+"""By default a server evicts ahead of need, from 95 % on."""
 
 
 # --- the memory tier --------------------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def server(setting: Setting) -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="peers-") as pool:
         capacity = str(setting.capacity_bytes + _BESIDE)
         program = [sys.executable, "-c", "from maru.server_cli import main; main()"]
-        command = [*program, "--pool-path", pool, "--capacity-bytes", capacity, "--json", "--log-level", "WARNING"]
+        command = [*program, "--pool-path", pool, "--capacity-bytes", capacity, "--json", *_AS_FULL_AS_OTHERS]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:

@@ -96,17 +96,18 @@ def told(results: Sequence[dict[str, Any]]) -> str:
     versions = {name: version for one in results for name, version in one["versions"].items()}
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     load = max(one["load"] for one in results)
-    floor = statistics.median(
+    floors = [
         row["floor_seconds"] / row["blocks"] * 1e6
         for one in results
         if one["kib"] == first["kib"]
         for row in one["rounds"]
-    )
+    ]
+    floor = f"{statistics.median(floors):.1f}" if floors else "?"
     return (
         f"{first['date']}, {first['machine']}, Python {first['python']}; {named}. {first['requests']:,} requests of "
         f"{first['trace']}, {first['capacity_bytes'] >> 20:,} MiB, each store answered before the next; "
         f"{max(len(one['rounds']) for one in results)} rounds, load {load:.1f} at most. "
-        f"The floor took {floor:.1f} us a block of {first['kib']} KiB."
+        f"The floor took {floor} us a block of {first['kib']} KiB."
     )
 
 
@@ -135,6 +136,8 @@ def picture(results: Sequence[dict[str, Any]]) -> str:
     """The ratios as bars, the floor a line; ours are filled, others hatched."""
     figures = [figure for one in results if (figure := figure_of(one)).ratios]
     height = 40 + 26 * len(figures)
+    if not figures:
+        raise SystemExit("no picture: no store can be compared")
     most = max(figure.ratios[-1] for figure in figures)
     return "\n".join(
         [
