@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ._ending import EnvironmentFault, ending, lacking
-from .configuration import Knob, as_size
+
+if TYPE_CHECKING:
+    from .configuration import Knob
 
 LEAST_DESCRIPTORS: Final = 128
 """Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
@@ -138,6 +140,8 @@ def knob_option(knob: Knob, section: str, aliases: Mapping[str, str] | None = No
 
 
 def _shown(knob: Knob) -> str:
+    from .configuration import as_size
+
     default = knob.default
     if isinstance(default, bool):
         default = "on" if default else "off"

@@ -232,10 +232,10 @@ def test_the_tally_says_what_the_list_would() -> None:
 def test_a_lease_that_is_not_released_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[object] = []
 
-    async def forget(self: Lease, *exc: object) -> None:
+    def forget(self: Lease) -> None:
         forgotten.append(self)
 
-    monkeypatch.setattr(Lease, "__aexit__", forget)
+    monkeypatch.setattr(Lease, "release_nowait", forget)
     report = played(TierSpec("memory", None, math.inf))
     assert report.left_over["memory: held"] > 0
     assert report.left_over["memory: not deleted"] == report.left_over["memory: not free"] > 0

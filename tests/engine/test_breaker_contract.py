@@ -80,7 +80,7 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
         wire.decide = lambda code, number: Fate.LOSE_REQUEST if silent else Fate.PASS
         breaker = BreakerConfig(first_wait=30.0)
-        handler = handler_to(wire.endpoint, timeout_ms=30_000)
+        handler = handler_to(wire.endpoint, timeout_ms=30_000, index="off")  # with it, nobody is asked
         async with with_breaker(MaruTier(handler), "maru", breaker=breaker) as tier:
             reservation = await tier.reserve(RoomRequest(keys, BLOCK, "wait"))
             await reservation.transfer(source, source.upgrade(keys))

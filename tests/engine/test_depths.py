@@ -120,7 +120,7 @@ async def test_in_the_page_store_the_head_stays() -> None:
         with trio.fail_after(60):
             async with offload.open_engine(source, {"maru": tier}, config=EVICTING) as engine:
                 await write(engine, source)
-                assert await prefix_in(engine) == KEPT
+                assert await prefix_in(engine) == KEPT - 1  # a page is kept free, so that the next store need not ask
 
 
 @pytest.mark.parametrize("chain", [True, "on_evict"])

@@ -267,7 +267,7 @@ def test_a_directory_of_blocks_is_not_held_by_a_forked_child(tmp_path: Path) -> 
         directory = Directory({str(tmp_path)!r})
         def check():
             def enter():
-                with directory:
+                with directory.in_use():
                     pass
             refused(PlaceClosed, enter)
             directory.close()

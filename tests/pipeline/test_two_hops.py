@@ -304,7 +304,7 @@ async def test_a_page_store_that_does_not_answer_costs_the_blocks_and_no_store(c
 
 
 async def test_the_way_back_walks_as_in_the_diagram() -> None:
-    async with open_hops() as hops:
+    async with open_hops(index="off") as hops:
         await hops.store(NAMES[4:8])
         hops.recorder.take()
         buffers, destination = places(4)
@@ -353,7 +353,7 @@ async def test_a_prefix_that_lies_in_both_is_one_hit_of_two_runs() -> None:
 
 async def test_what_comes_back_is_promoted_and_others_go_down_for_it() -> None:
     """The two hops back: page to device for the load, and page to host memory behind its back."""
-    async with open_hops() as hops:
+    async with open_hops(index="off") as hops:
         await hops.store(NAMES[4:8])
         hops.recorder.take()
         _, destination = places(2)
