@@ -411,6 +411,17 @@ def test_an_engine_that_is_closed_is_a_cache_without_anything():
         vllm.worker.engine.statistics = lambda: type("S", (), {"unreleased_hits": 0})()  # type: ignore[method-assign]
 
 
+def test_a_full_pool_is_named_with_what_is_to_be_raised(caplog):
+    config = PipelineConfig(on_destination_full="fail", batch_config=BatchConfig(min_batch_size=1))
+    with instance(FakeTier(2, SIZE), config=config) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.worker.engine.drain(SOON)
+        assert vllm.worker.counts.snapshot()["chunks not stored"] > 0
+    assert any("no room: raise capacity_bytes" in record.getMessage() for record in caplog.records)
+
+
 def test_too_many_stores_are_dropped_and_counted():
     config = PipelineConfig(budget_blocks=4, batch_config=BatchConfig(max_batch_size=4, min_batch_size=1))
     with instance(memory(), config=config, computed=from_thread.Event) as vllm:

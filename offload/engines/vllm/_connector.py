@@ -139,6 +139,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             computed=_forward_pass if on_device else lambda: NO_WAIT,
             tenant=self._settings.tenant,
             events=events,
+            room_knob=self.settings_type.room_knob,
         )
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -54,6 +54,9 @@ def _check_table(instance: object, attribute: attrs.Attribute[Any], value: objec
 @attrs.frozen
 class Settings:
     """What both halves need."""
+
+    room_knob: ClassVar[str] = "capacity_bytes of a tier in engine"
+    """What is to be raised where there is no room."""
 
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
@@ -112,6 +115,8 @@ class Settings:
 @attrs.frozen
 class MaruSettings:
     """The published parameters of ``MaruKVConnector``, and what they stand for."""
+
+    room_knob: ClassVar[str] = "maru_pool_size, or capacity_bytes of the server"
 
     maru_server_url: str = _knob.text("", "tcp://host:port or ipc://path, or empty", r"(?s).*", "Where the server is.")
     maru_pool_size: int = _knob.size(1 << 30, 0, 1 << 40, "Bytes of pages of this instance: 4G, 500M.")

@@ -24,7 +24,7 @@ from ..._errors import DrainUnproven, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
-from .._faults import FaultLog
+from .._faults import FaultLog, name_of
 from ._chunks import ChunkSource
 from ._key_events import KeyEvents
 from ._naming import ChunkNaming
@@ -70,6 +70,7 @@ class WorkerHalf:
             By default the pass is over when vLLM says so.
         tenant: who may find it.
         events: is told which hashes the keys of tiers stand for.
+        room_knob: what is to be raised where there is no room.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class WorkerHalf:
         computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
         tenant: str = "",
         events: KeyEvents | None = None,
+        room_knob: str = "capacity_bytes",
     ) -> None:
+        self._room_knob = room_knob
         self.counts: FaultLog = FaultLog("worker", _log)
         self.engine: from_thread.Engine = engine
         self._source = source
@@ -257,7 +260,7 @@ class WorkerHalf:
             future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)
         except OffloadError as error:
             self._forget(chunks)
-            self.counts.trouble("chunks not stored", error, len(chunks))
+            self._not_stored(error, len(chunks))
             return
         self.counts.add("chunks offered", len(chunks))
         self._stores[future] = _Store(
@@ -274,8 +277,14 @@ class WorkerHalf:
         if future.dropped:
             self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", len(chunks))
         elif result.status is Status.FAILED:
-            why = result.error or next(iter(result.failed.values()), "?")
-            self.counts.trouble("chunks not stored", why, len(chunks) - len(result.completed))
+            why = result.error or next(iter(result.failed.values()), None)
+            self._not_stored(why, len(chunks) - len(result.completed))
+
+    def _not_stored(self, why: BaseException | None, chunks: int) -> None:
+        """Count it, and say what to do where there was no room."""
+        full = why is not None and name_of(why) == "full"
+        hint = f"; no room: raise {self._room_knob}" if full else ""
+        self.counts.trouble("chunks not stored", f"{why or '?'}{hint}", chunks)
 
     def _forget(self, chunks: ExternalBlocks) -> None:
         self._source.forget(chunks.refs or ())
