@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     import trio
 
+    import offload
     from backends.abc import Destination
 
-    from ._engine import Engine, Hit, LoadResult
+    from ._engine import LoadResult
     from ._pipeline.container import OffloadBatch, OffloadContainer
     from ._pipeline.pipeline import Pipeline
 
@@ -169,10 +170,10 @@ class Mismatch:
 class EngineInstrument(Protocol):
     """An observer of an engine, beside those of its pipelines, with optional hooks. The same object may be both."""
 
-    def looked_up(self, keys: Sequence[Key], hit: Hit) -> None:
+    def looked_up(self, keys: Sequence[Key], hit: offload.Hit) -> None:
         """A lookup of these keys was answered, and what was found is pinned."""
 
-    def loaded(self, hit: Hit, result: LoadResult, seconds: float) -> None:
+    def loaded(self, hit: offload.Hit, result: LoadResult, seconds: float) -> None:
         """A load is over; it took so long."""
 
     def deleted(self, keys: Sequence[Key]) -> None:
@@ -191,7 +192,7 @@ given when the engine is opened."""
 class Watcher(Protocol):
     """An observer that adds its hooks itself, to each pipeline or engine that it is given to as one of the ``instruments``."""
 
-    def watch(self, opened: Pipeline | Engine) -> None:
+    def watch(self, opened: Pipeline | offload.Engine) -> None:
         """Observe this, which was just opened. Called on the trio thread; may not block."""
 
 

@@ -62,7 +62,7 @@ def check_settings(settings: Settings) -> None:
     """Make what the settings name, without entering it, and drop it again: what is wrong raises.
 
     Raises:
-        ConfigError: a tier, a tenant or a policy cannot be what it is said to be.
+        offload.ConfigError: a tier, a tenant or a policy cannot be what it is said to be.
     """
     from backends.closing import closing
 

@@ -149,7 +149,7 @@ def read_document(path: str) -> Document:
     """A daemon's file; without a path, an empty one.
 
     Raises:
-        ConfigError: not TOML.
+        offload.ConfigError: not TOML.
         OSError: it cannot be read.
     """
     return _knob.read(Path(path) if path else "")
@@ -169,7 +169,7 @@ def daemon_config(
         options: by the name of the knob (``daemon.lease``), what to call it in an error (``--lease``) and its value.
 
     Raises:
-        ConfigError: an unknown name, or a value out of its bound.
+        offload.ConfigError: an unknown name, or a value out of its bound.
     """
     return _knob.load(DaemonConfig, document, section=SECTION, others=("engine",), environ=environ, options=options)
 
@@ -186,7 +186,7 @@ def engine_config(
         environ: the environment; by default that of this process.
 
     Raises:
-        ConfigError: an unknown name, a value out of its bound, or a source: a daemon's source are its engines.
+        offload.ConfigError: an unknown name, a value out of its bound, or a source: a daemon's source are its engines.
     """
     config = EngineConfig.from_document(document, others=(SECTION,), environ=environ)
     if config.source is not None:
@@ -236,7 +236,7 @@ def read_tenants(path: str) -> Tenants:
     """The tenants of a file; none without a path.
 
     Raises:
-        ConfigError: it is open to other users, or is no such file.
+        offload.ConfigError: it is open to other users, or is no such file.
         OSError: it cannot be read.
     """
     if not path:

@@ -118,7 +118,7 @@ class Daemon:
         """Take over the settings that can change while it runs; sessions of tenants that are gone end.
 
         Raises:
-            ConfigError: the tenants cannot be read. Nothing was changed.
+            offload.ConfigError: the tenants cannot be read. Nothing was changed.
             OSError: the same.
         """
         tenants = read_tenants(config.tenants_file)
@@ -237,7 +237,7 @@ async def open_daemon(
         maru: a page store to run in this process, which a tier is a client of.
 
     Raises:
-        ConfigError: the directory or the tenants' file cannot be used.
+        offload.ConfigError: the directory or the tenants' file cannot be used.
         DaemonInUse: another daemon has the directory.
         CannotOpen: the tiers of the configured block size cannot be opened.
     """
@@ -254,7 +254,7 @@ def _own_directory(path: str) -> Iterator[str]:
     """Hold the lock of a directory that is this user's alone; its real path.
 
     Raises:
-        ConfigError: others may enter it, or it cannot be made.
+        offload.ConfigError: others may enter it, or it cannot be made.
         DaemonInUse: another daemon holds it.
     """
     directory, real = open_private_directory(

@@ -48,7 +48,7 @@ def read_settings(path: str, options: Mapping[str, tuple[str, object]]) -> Setti
     """Read a daemon's file, the environment and the options.
 
     Raises:
-        ConfigError: an unknown name, or a value out of its bound.
+        offload.ConfigError: an unknown name, or a value out of its bound.
         OSError: the file cannot be read.
     """
     document = read_document(path)

@@ -66,7 +66,7 @@ def test_aborted_requests_leave_the_others_alone_and_nothing_behind(model: str, 
     nothing_is_left(offloaded)
 
 
-def test_a_server_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
+def test_what_a_killed_server_has_indexed_is_loaded_and_it_is_used_again_when_it_is_back(
     model: str, server: Server, tmp_path: Path
 ) -> None:
     prompts = [prompt(1024, 40, number) for number in range(3)]
@@ -94,10 +94,7 @@ def test_a_server_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
     world.join()
     got = [answer["answers"][at]["tokens"] for at in (0, 4, 7)]
     assert got == [one["tokens"] for one in reference["answers"]]
-    assert answer["answers"][4]["cached"] == [0]
-    counts = answer["counts"]["scheduler"]
-    assert counts.get("lookups without maru, which is unavailable", 0) > 0
-    assert "which is unavailable" in answer["log"]
+    assert answer["answers"][4]["cached"] == [1024]  # its pages stay until the lease ends
 
 
 def test_a_server_that_was_never_there_is_named_and_costs_no_answer(model: str, tmp_path: Path) -> None:
