@@ -35,13 +35,19 @@ def store(cache, keys=KEYS, **options):
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (4, 32, 16), (32, 64), (2048,), (2, 2, 1, 512)])
-def test_objects_that_are_read_as_they_are_written_are_served_within_a_second(shape):
+def test_objects_that_are_read_as_they_are_written_are_served(shape):
     with open_cache() as cache:
-        began = time.perf_counter()
         assert store(cache, shape=shape).success
-        assert time.perf_counter() - began < 1
         assert failures(cache) == {}
         assert cache.lookup(KEYS, object_bytes=PAGE, describe=looking_like(shape)).found == [True, True]
+
+
+@pytest.mark.long  # it looks at the clock
+def test_the_first_objects_are_served_within_a_second():
+    with open_cache() as cache:
+        began = time.perf_counter()
+        assert store(cache).success
+        assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize("first", ["store", "lookup", "load"])
@@ -53,14 +59,12 @@ def test_objects_that_are_read_as_they_are_written_are_served_within_a_second(sh
 def test_a_layout_that_is_loaded_otherwise_than_stored_is_found_before_anything_is_served(fault, first, monkeypatch):
     fault(monkeypatch)
     with open_cache() as cache:
-        began = time.perf_counter()
         if first == "store":
             assert not store(cache).success
         elif first == "lookup":
             assert cache.lookup(KEYS, object_bytes=PAGE, describe=looking_like()).found == [False, False]
         else:
             assert cache.load(KEYS, objects(2, PAGE), describe=looking_like()) == [False, False]
-        assert time.perf_counter() - began < 1
         assert failures(cache) == {"start: layout": 1, f"{first}: layout": 2}
         assert "planes are in each other's places" in cache.cache.report()["last_failures"]["layout"]
         assert not store(cache).success

@@ -51,25 +51,30 @@ def shared_with(directory, interface=1):
 
 
 @WAYS
-def test_a_pool_that_is_read_as_it_is_written_passes_within_a_second_and_its_pages_stay(interface, tmp_path):
+def test_a_pool_that_is_read_as_it_is_written_passes_and_its_pages_stay(interface, tmp_path):
     pool = LayerFirstPool()
     for page in range(15):
         pool.fill(page)
     before = pool.kv_buffer.clone()
-    began = time.perf_counter()
     with open_backend(pool, shared_with(tmp_path, interface)) as backend:
-        assert time.perf_counter() - began < 1
         assert failures(backend) == {}
         assert torch.equal(pool.kv_buffer[:, :, : 15 * PAGE_TOKENS], before[:, :, : 15 * PAGE_TOKENS])
         assert backend.batch_set_v1(hashes(2), tokens(0, 1)) == [True, True]
 
 
+@pytest.mark.long  # it looks at the clock
+@WAYS
+def test_a_pool_is_tried_within_a_second(interface, tmp_path):
+    began = time.perf_counter()
+    with open_backend(LayerFirstPool(), shared_with(tmp_path, interface)) as backend:
+        assert time.perf_counter() - began < 1
+        assert failures(backend) == {}
+
+
 @pytest.mark.parametrize("fault", LAYOUTS, ids=name_of)
 def test_a_layout_that_is_loaded_otherwise_than_stored_is_found_at_the_start(fault, monkeypatch):
     fault(monkeypatch)
-    began = time.perf_counter()
     with open_backend(LayerFirstPool()) as backend:
-        assert time.perf_counter() - began < 1
         assert failures(backend) == {"start: layout": 1}
         assert "planes are in each other's places" in backend.report_status()["last_failures"]["layout"]
         assert backend.batch_set_v1(hashes(2), tokens(0, 1)) == [False, False]
