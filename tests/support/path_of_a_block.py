@@ -44,8 +44,10 @@ WARM = 5
 """How often an operation is done before it is recorded."""
 RECORDED = 40
 """How often it is recorded."""
-BY_THE_CLOCK = {"BusyPoll.run", "Watch._give_turn"}
+BY_THE_CLOCK = {"BusyPoll.is_due", "BusyPoll.run", "Watch._give_turn"}
 """Called where an answer took longer than a turn of the loop, or where polling pays: each time here, never there."""
+WAITS = ROOT / "maru" / "transport"
+"""What is called there depends on whether an answer is there already, so a page that was written elsewhere may lack it."""
 PAGE = ROOT / "docs" / "path-of-a-block.md"
 SERVER = """
 import sys, trio
@@ -342,7 +344,8 @@ def differences(page: str, paths: dict[str, Recording]) -> list[str]:
     """
     opening, ending = "\n".join(render_opening()) + "\n", "\n".join(render_cancelled()) + "\n"
     found = [] if page.startswith(opening) and page.endswith(ending) else ["its first or its last part"]
-    always = [code for path in paths.values() for code in path.always]
+    every = [code for path in paths.values() for code in path.always]
+    always = [code for code in every if WAITS not in Path(code.co_filename).parents]
     wanted = [f"`{name_of(code)}`: {why}" if (why := first_line(code)) else f"`{name_of(code)}`" for code in always]
     found += [text for text in dict.fromkeys(wanted) if text not in page]
     named = re.findall(r"^  - (?:and )?((?:`[\w.]+`(?:, )?)+)", page.removesuffix(ending), re.MULTILINE)
