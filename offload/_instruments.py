@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from .abc import CALLS, ENGINE_HOOKS, HOOKS, CallInstrument, EngineInstrument, Instrument, Watcher
 
@@ -41,7 +41,7 @@ class HookTable:
 
     __slots__ = ("_instruments",)
 
-    names: tuple[str, ...] = ()
+    names: ClassVar[tuple[str, ...]] = ()
     """Of the hooks."""
 
     def __init__(self, instruments: Iterable[object] = ()) -> None:
@@ -112,7 +112,7 @@ class Hooks(HookTable):
 
     __slots__ = (*HOOKS, *CALLS)
 
-    names = (*HOOKS, *CALLS)
+    names: ClassVar[tuple[str, ...]] = (*HOOKS, *CALLS)
 
     admission: Calls
     awaiting: Calls
@@ -133,7 +133,7 @@ class EngineHooks(HookTable):
 
     __slots__ = ENGINE_HOOKS
 
-    names = ENGINE_HOOKS
+    names: ClassVar[tuple[str, ...]] = ENGINE_HOOKS
 
     looked_up: Calls
     loaded: Calls
