@@ -30,7 +30,7 @@ def inspect_hooks():
 
 
 def test_hooks_has_a_slot_for_every_hook_of_the_protocol_and_no_other():
-    declared = {name for name in Hooks.__annotations__ if not name.startswith("_")}
+    declared = set(Hooks.__annotations__) - {"names"}
     assert declared == {*HOOKS, *CALLS}
     assert set(HOOKS) == {name for name in vars(Instrument) if not name.startswith("_")}
     assert set(CALLS) == {name for name in vars(CallInstrument) if not name.startswith("_")}
