@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from .._config import BatchConfig, BreakerConfig, PipelineConfig
+_CACHE: Final[Mapping[str, Any]] = {
+    # A server that is away must not keep an inference engine from starting, nor later from finding it again.
+    "on_enter_failure": "miss",
+    # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
+    "pipeline": {"on_destination_full": "evict"},
+}
 
 
-def with_defaults(table: Mapping[str, Any], timeout: float, room_timeout: float) -> dict[str, Any]:
-    """A table of an engine for a cache that is stored to by the batch, and that must not keep its user waiting.
+def as_cache(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of an engine for a cache. What is said wins, name by name."""
+    return _over(_CACHE, table)
+
+
+def as_batch_cache(table: Mapping[str, Any], timeout: float, room_timeout: float) -> dict[str, Any]:
+    """The same, for a cache that is stored to by the batch, and that must not keep its user waiting.
 
     Args:
         table: what is said; it wins, name by name.
@@ -17,20 +27,27 @@ def with_defaults(table: Mapping[str, Any], timeout: float, room_timeout: float)
         room_timeout: seconds that a store may wait for room in a full tier.
     """
     defaults = {
-        # A server that is away must not keep an inference engine from starting, nor later from finding it again.
-        "on_enter_failure": "miss",
         "on_load_failure": "retry",
         "lookup_timeout": timeout,
-        "breaker": BreakerConfig(call_timeout=timeout, enter_timeout=timeout, first_wait=min(1.0, timeout)),
-        "pipeline": PipelineConfig(
+        "breaker": {"call_timeout": timeout, "enter_timeout": timeout, "first_wait": min(1.0, timeout)},
+        "pipeline": {
             # What is stored comes as a batch already: nothing is gained by waiting for company.
-            batch_config=BatchConfig(max_batch_size=256, min_batch_size=1, flush_interval=0.0),
+            "batch_config": {"max_batch_size": 256, "min_batch_size": 1, "flush_interval": 0.0},
             # The presence filter asks the server, which may take as long as any question.
-            policy_timeout=timeout,
-            on_destination_full="evict",
-            destination_timeout=room_timeout,
+            "policy_timeout": timeout,
+            "destination_timeout": room_timeout,
             # The engine bounds what it stores at once by its own memory, so that this bound is for errors.
-            budget_blocks=1 << 20,
-        ),
+            "budget_blocks": 1 << 20,
+        },
     }
-    return {**defaults, **table}
+    return as_cache(_over(defaults, table))
+
+
+def _over(defaults: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said, over the defaults: table by table, name by name."""
+    merged = {**defaults, **said}
+    for name, value in said.items():
+        default = defaults.get(name)
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            merged[name] = _over(default, value)
+    return merged

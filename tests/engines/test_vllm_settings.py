@@ -83,6 +83,16 @@ def test_any_tiers_are_named_as_in_the_file_of_an_engine():
     assert not strict.engine_config().opens_without("host")
 
 
+def test_what_is_full_makes_room_unless_told_otherwise():
+    def pipeline(**said):
+        return Settings.read({"engine": {**TIERS, **said}}, 32, 1024).engine_config().pipeline
+
+    assert pipeline().on_destination_full == "evict"
+    assert pipeline(pipeline={"on_destination_full": "wait"}).on_destination_full == "wait"
+    other = pipeline(pipeline={"budget_blocks": 300})
+    assert (other.on_destination_full, other.budget_blocks) == ("evict", 300)
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

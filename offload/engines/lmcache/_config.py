@@ -22,7 +22,7 @@ from maru.configuration import Knobs
 from ... import from_thread
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
-from .._tables import with_defaults
+from .._tables import as_batch_cache
 from ._memory import MemoryObjects
 from ._names import KeyNames
 from ._opening import OpenEngine
@@ -122,7 +122,7 @@ class CacheConfig:
         if isinstance(self.engine, str) and self.engine:
             return EngineConfig.from_toml(Path(self.engine), section="engine")
         table = self.engine if isinstance(self.engine, Mapping) else {"tiers": {"maru": self._maru(page_bytes)}}
-        return EngineConfig.from_mapping(with_defaults(table, self.timeout, self.timeout), section="engine")
+        return EngineConfig.from_mapping(as_batch_cache(table, self.timeout, self.timeout), section="engine")
 
     def open(self, page_bytes: int) -> OpenEngine:
         """Open the engine. Waits for its tiers, each until it is there or known to be away.

@@ -12,7 +12,7 @@ from maru.configuration import Knobs
 
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
-from .._tables import with_defaults
+from .._tables import as_batch_cache
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -87,7 +87,7 @@ class Settings:
         Raises:
             ConfigError: an unknown name, or a value that cannot be.
         """
-        table = with_defaults(self.engine, self.lookup_timeout * _ANSWER, self.store_timeout * _ANSWER)
+        table = as_batch_cache(self.engine, self.lookup_timeout * _ANSWER, self.store_timeout * _ANSWER)
         tiers = table["tiers"]
         if isinstance(tiers, Mapping):
             table["tiers"] = {name: _sized(tier, block_bytes) for name, tier in tiers.items()}

@@ -17,6 +17,7 @@ from maru.configuration import Knobs
 
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
+from .._tables import as_cache
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _log = logging.getLogger("vllm.offload")
@@ -153,9 +154,7 @@ class MaruSettings:
             tier["server_url"] = said.maru_server_url
         if said.maru_instance_id:
             tier["instance_id"] = said.maru_instance_id
-        # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
-        engine = {"tiers": {"maru": tier}, "pipeline": {"on_destination_full": "evict"}}
-        return Settings(engine, chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant)
+        return Settings({"tiers": {"maru": tier}}, chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant)
 
     def _page_bytes(self, chunk_bytes: int) -> int:
         """A page holds one chunk of KV, of all layers."""
@@ -224,12 +223,12 @@ class SpecSettings:
 
 
 def opened_config(engine: Mapping[str, Any], section: str) -> EngineConfig:
-    """What an engine is opened with. It opens without a tier that cannot be entered, unless told otherwise.
+    """What an engine is opened with: what is said, over what suits a cache.
 
     Raises:
         ConfigError: an unknown name, or a value that cannot be.
     """
-    return EngineConfig.from_mapping({"on_enter_failure": "miss", **engine}, section=section)
+    return EngineConfig.from_mapping(as_cache(engine), section=section)
 
 
 def _aligned(chunk_tokens: int, block_size: int, knob: str) -> int:

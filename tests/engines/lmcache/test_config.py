@@ -48,6 +48,14 @@ def test_what_an_engine_table_says_wins():
     assert engine.lookup_timeout == 9.0
 
 
+def test_one_setting_of_a_pipeline_leaves_the_others_as_a_cache_has_them():
+    table = {**in_memory()["engine"], "pipeline": {"budget_blocks": 300, "batch_config": {"max_batch_size": 8}}}
+    pipeline = CacheConfig.from_dict({"engine": table}).engine_config(4096).pipeline
+    batch = pipeline.batch_config
+    assert (pipeline.budget_blocks, batch.max_batch_size, batch.min_batch_size) == (300, 8, 1)
+    assert pipeline.on_destination_full == "evict"
+
+
 def test_an_engine_is_read_from_a_file(tmp_path):
     path = tmp_path / "engine.toml"
     path.write_text('[engine.tiers.host]\ntype = "memory"\ncapacity_bytes = "1MiB"\n')
