@@ -86,56 +86,82 @@ def validate(
     n = len(columns.keys)
     region_ids = [columns.regions] * n if isinstance(columns.regions, int) else columns.regions
     lengths = [columns.lengths] * n if isinstance(columns.lengths, int) else columns.lengths
-    statuses: list[int] = []
-    skipped: list[int] = []
-    written_over: set[str] = set()
-    more_bytes: dict[Session, int] = {}
-    more_entries = 0
-    there: dict[str, bool] = {}  # what the entries so far change: which key is there, and what lies at a place
-    lies_at: dict[tuple[int, int], tuple[str, int]] = {}
-    for key, region_id, offset, length in zip(columns.keys, region_ids, columns.offsets, lengths, strict=True):
-        region = regions.get(region_id)
-        if len(key) * 4 > max_key_bytes and len(key.encode()) > max_key_bytes:
-            status = _KEY
-        elif region is None:
-            status = _FOREIGN
-        elif length < 1 or offset < 0 or offset + length > region.length:
-            status = _RANGE
-        elif there.get(key, key in located):
-            status = DUPLICATE
-        elif offset in region.returning:
+    entries = _Entries(regions, located, pinned, max_key_bytes, quiet, remaining)
+    status_of = entries.status_of
+    statuses = [status_of(*entry) for entry in zip(columns.keys, region_ids, columns.offsets, lengths, strict=True)]
+    skipped = [at for at, status in enumerate(statuses) if status]
+    refused = len(skipped) - statuses.count(DUPLICATE)
+    return Validation(statuses, skipped, refused, entries.written_over, entries.more_bytes, entries.more_entries)
+
+
+class _Entries:
+    """The entries of a registration, one after the other, and what those so far would change."""
+
+    __slots__ = (
+        "_lies_at", "_located", "_max_key_bytes", "_pinned", "_quiet", "_regions", "_remaining", "_there",
+        "more_bytes", "more_entries", "written_over",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        regions: Mapping[int, Region],
+        located: Mapping[str, Location],
+        pinned: Container[str],
+        max_key_bytes: int,
+        quiet: bool,
+        remaining: RemainingQuota | None,
+    ) -> None:
+        self._regions = regions
+        self._located = located
+        self._pinned = pinned
+        self._max_key_bytes = max_key_bytes
+        self._quiet = quiet
+        self._remaining = remaining
+        self._there: dict[str, bool] = {}  # whether a key that an entry has touched is there
+        self._lies_at: dict[tuple[int, int], tuple[str, int]] = {}  # what an entry has put at a place
+        self.written_over: set[str] = set()
+        self.more_bytes: dict[Session, int] = {}
+        self.more_entries = 0
+
+    def status_of(self, key: str, region_id: int, offset: int, length: int) -> int:
+        """The status of one more entry."""
+        region = self._regions.get(region_id)
+        if len(key) * 4 > self._max_key_bytes and len(key.encode()) > self._max_key_bytes:
+            return _KEY
+        if region is None:
+            return _FOREIGN
+        if length < 1 or offset < 0 or offset + length > region.length:
+            return _RANGE
+        if self._there.get(key, key in self._located):
+            return DUPLICATE
+        if offset in region.returning:
             # The owner has not applied the return of this page yet. Once it does, the page is free to it: a key registered
             # there now would have its bytes overwritten by the next store.
-            status = _BUSY
-        else:
-            place = region_id, offset
-            old, old_length = "", 0
-            if place in lies_at:
-                old, old_length = lies_at[place]
-            elif offset in region.keys_at:
-                old = region.keys_at[offset]
-                old_length = located[old].length
-            if old_length and (quiet or old in pinned):
-                # What lies there is read, or in quiet time may be: it stays found where it is until its pins are gone.
-                status = _PINNED
-            else:
-                owner = region.session
-                assert owner is not None  # it may be registered in
-                more = 0 if old_length else 1
-                if remaining is not None and not remaining.take(owner, length - old_length, more):
-                    status = _QUOTA
-                else:
-                    status = NEW
-                    if old_length:
-                        there[old] = False
-                        if old in located:
-                            written_over.add(old)
-                    there[key] = True
-                    lies_at[place] = key, length
-                    more_bytes[owner] = more_bytes.get(owner, 0) + length - old_length
-                    more_entries += more
-        if status:
-            skipped.append(len(statuses))
-        statuses.append(status)
-    refused = len(skipped) - statuses.count(DUPLICATE)
-    return Validation(statuses, skipped, refused, written_over, more_bytes, more_entries)
+            return _BUSY
+        return self._status_at(key, region, (region_id, offset), length)
+
+    def _status_at(self, key: str, region: Region, place: tuple[int, int], length: int) -> int:
+        """The status of an entry that only what lies at its place, or a quota, can refuse."""
+        old, old_length = "", 0
+        if place in self._lies_at:
+            old, old_length = self._lies_at[place]
+        elif place[1] in region.keys_at:
+            old = region.keys_at[place[1]]
+            old_length = self._located[old].length
+        if old_length and (self._quiet or old in self._pinned):
+            # What lies there is read, or in quiet time may be: it stays found where it is until its pins are gone.
+            return _PINNED
+        owner = region.session
+        assert owner is not None  # it may be registered in
+        more_bytes, more_entries = length - old_length, 0 if old_length else 1
+        if self._remaining is not None and not self._remaining.take(owner, more_bytes, more_entries):
+            return _QUOTA
+        if old_length:
+            self._there[old] = False
+            if old in self._located:
+                self.written_over.add(old)
+        self._there[key] = True
+        self._lies_at[place] = key, length
+        self.more_bytes[owner] = self.more_bytes.get(owner, 0) + more_bytes
+        self.more_entries += more_entries
+        return NEW
