@@ -125,6 +125,7 @@ _TIER_GAUGES: Final = (
     ("held_blocks", "Blocks held by refs or leases"),
     ("reserved_blocks", "Blocks reserved and not yet published"),
 )
+# What a daemon hosts is behind a dot, and 0 where it does not.
 _DAEMON_GAUGES: Final = (
     ("sessions", "Engines that have a session"),
     ("requests", "Requests that are not answered yet"),
@@ -133,11 +134,23 @@ _DAEMON_GAUGES: Final = (
     ("caches", "Caches that are registered"),
     ("connections", "Connections"),
     ("unread_bytes", "Answers that engines have not read"),
+    ("pinned_pool.clients", "Clients of the pinned pool"),
+    ("pinned_pool.pools", "Clients of these that have a pool"),
+    ("pinned_pool.chunks", "Chunks of pinned memory; the whole of the next"),
+    ("pinned_pool.chunks_left", "Chunks in no pool"),
 )
 _DAEMON_COUNTERS: Final = (
     ("bad_frames", "Frames that were no message"),
     ("turned_away", "Engines that were refused a session"),
     ("sessions_given_back", "Sessions that are over, and of which nothing is held any more"),
+    ("events.batches", "Batches of KV events in this epoch"),
+    ("events.heartbeats", "Batches without events"),
+    ("events.replays", "Requests for missed KV events that were answered"),
+    ("events.snapshots", "Requests for all keys that were answered"),
+    ("events.bad_requests", "Frames of readers of KV events that were no request"),
+    ("events.given_up", "Answers that a reader of KV events did not take in time"),
+    ("pinned_pool.turned_away", "Clients of the pinned pool that were refused for lack of places"),
+    ("pinned_pool.bad", "Connections to the pinned pool that ended because of a bad frame"),
 )
 _STAGES: Final = ("admission", "awaiting", "batching", "transfer", "chain")
 _STATUSES: Final = ("complete", "cancelled", "failed")
@@ -220,9 +233,17 @@ class DaemonCollector:
         """Yield all metrics of one snapshot."""
         values = self._counters()
         for field, text in _DAEMON_GAUGES:
-            yield _gauge(f"daemon_{field}", text, {(): int(values[field])})
+            yield _gauge(_daemon_name(field), text, {(): int(_daemon_value(values, field))})
         for field, text in _DAEMON_COUNTERS:
-            yield _counter(f"daemon_{field}", text, {(): int(values[field])})
+            yield _counter(_daemon_name(field), text, {(): int(_daemon_value(values, field))})
+
+
+def _daemon_name(field: str) -> str:
+    return f"daemon_{field.replace('.', '_')}"
+
+
+def _daemon_value(values: Mapping[str, float], field: str) -> float:
+    return values.get(field, 0) if "." in field else values[field]
 
 
 class ConfigCollector:

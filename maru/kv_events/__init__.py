@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._mirror import MirrorStatistics as MirrorStatistics
     from ._publisher import EventPublisher as EventPublisher
     from ._publisher import PublisherStatistics as PublisherStatistics
+    from ._publisher import open_publisher as open_publisher
     from ._publisher import publish_events as publish_events
     from ._subscriber import EventMirror as EventMirror
     from ._subscriber import open_mirror as open_mirror
@@ -40,6 +41,7 @@ _HOMES = {
     "MirrorStatistics": "._mirror",
     "EventPublisher": "._publisher",
     "PublisherStatistics": "._publisher",
+    "open_publisher": "._publisher",
     "publish_events": "._publisher",
     "EventMirror": "._subscriber",
     "open_mirror": "._subscriber",

@@ -60,7 +60,7 @@ class PublisherStatistics:
 
 
 class EventPublisher:
-    """Publishes the keys of some books. Made by :func:`publish_events` only.
+    """Publishes the keys of some books. Made by :func:`open_publisher` and :func:`publish_events` only.
 
     Attributes:
         endpoint: the address of the events, with the port that was chosen.
@@ -69,16 +69,17 @@ class EventPublisher:
 
     def __init__(
         self,
-        books: Mapping[str, KeyBook[Any]],
-        log: EventLog,
+        new_log: Callable[[], EventLog],
         events: TrioSocket,
         answers: TrioSocket,
         topic: bytes,
         heartbeat: float,
-        name_of: NameOf,
     ) -> None:
-        self._books, self._log, self._events, self._answers = books, log, events, answers
-        self._topic, self._heartbeat, self._name_of = topic, heartbeat, name_of
+        self._new_log, self._events, self._answers = new_log, events, answers
+        self._topic, self._heartbeat = topic, heartbeat
+        self._log = new_log()
+        self._books: Mapping[str, KeyBook[Any]] = {}
+        self._name_of: NameOf = same_name
         self._news = trio.Event()
         self._heartbeats = self._replays = self._snapshots = self._bad_requests = self._given_up = 0
         self.endpoint: str = events.endpoints[0]
@@ -99,20 +100,37 @@ class EventPublisher:
             self._given_up,
         )
 
-    async def _run(self) -> None:
-        """Tell and answer until cancelled."""
+    async def publish(
+        self,
+        books: Mapping[str, KeyBook[Any]],
+        name_of: NameOf = same_name,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Publish what these books hold, as a new epoch, until cancelled. Then it may be called again, with other ones.
+
+        Nobody is answered in between: a mirror is not current before the first call, nor long after one has ended.
+
+        Args:
+            books: what is published, by medium.
+            name_of: the block hash of a key, or None for a key that is not published.
+            task_status: started when what the books hold was published.
+        """
+        self._log, self._news = self._new_log(), trio.Event()
+        self._books, self._name_of = books, name_of
         with ExitStack() as stack:
-            for medium, book in self._books.items():
+            for medium, book in books.items():
                 self._log.stored(medium, self._names(book.list_keys()))
                 stack.callback(book.watch_keys(_Collector(self, medium)))
             self._tell()
+            task_status.started()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._publish)
+                nursery.start_soon(self._keep_telling)
                 nursery.start_soon(self._answer_requests)
 
     # --- publishing -----------------------------------------------------------------------------------------------
 
-    async def _publish(self) -> None:
+    async def _keep_telling(self) -> None:
         while True:
             with trio.move_on_after(self._heartbeat) as silence:
                 await self._news.wait()
@@ -195,13 +213,8 @@ async def publish_events(
     endpoint: str,
     answers_endpoint: str,
     *,
-    topic: str = "",
-    heartbeat: float = 1.0,
-    rank: int | None = None,
-    block_size: int = 0,
-    kept_bytes: int = 16 << 20,
     name_of: NameOf = same_name,
-    options: SocketOptions | None = None,
+    **settings: Any,
 ) -> AsyncIterator[EventPublisher]:
     """Publish the contents of these books as KV events, for the length of an ``async with`` block.
 
@@ -211,12 +224,44 @@ async def publish_events(
         books: what is told, by medium: ``{"host": tier, ...}``. A tier is one where it has ``list_keys`` and ``watch_keys``.
         endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
         answers_endpoint: where readers ask for what they missed, and for everything.
+        name_of: the block hash of a key, or None for a key that is not published.
+        settings: the other arguments of :func:`open_publisher`.
+
+    Raises:
+        OSError: an address cannot be used.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``; or heartbeat is not positive.
+    """
+    with raise_unwrapped():
+        async with open_publisher(endpoint, answers_endpoint, **settings) as publisher, trio.open_nursery() as nursery:
+            await nursery.start(publisher.publish, books, name_of)
+            yield publisher
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_publisher(
+    endpoint: str,
+    answers_endpoint: str,
+    *,
+    topic: str = "",
+    heartbeat: float = 1.0,
+    rank: int | None = None,
+    block_size: int = 0,
+    kept_bytes: int = 16 << 20,
+    options: SocketOptions | None = None,
+) -> AsyncIterator[EventPublisher]:
+    """Open the sockets of a publisher, for the length of an ``async with`` block: for books that are not there yet, or change.
+
+    Its :meth:`EventPublisher.publish` publishes.
+
+    Args:
+        endpoint: where to tell.
+        answers_endpoint: where readers ask.
         topic: the first frame of each message; llm-d's routers expect ``kv@<pod>@<model>``.
         heartbeat: seconds without a change after which an empty batch is published.
         rank: the engine's data-parallel rank, if it has one.
         block_size: tokens in a block, if known.
         kept_bytes: of published batches that can be requested again. A reader that missed more requests a snapshot.
-        name_of: the block hash of a key, or None for a key that is not published.
         options: bounds and CURVE keys of both sockets. Every process that can connect may read which keys there are: without
             keys, use addresses of this host.
 
@@ -226,14 +271,12 @@ async def publish_events(
     """
     if not 0 < heartbeat < float("inf"):
         raise ValueError(f"heartbeat = {heartbeat!r}: must be positive and finite")
-    log = EventLog(secrets.randbits(63) | 1, rank=rank, block_size=block_size, kept_bytes=kept_bytes)
+
+    def new_log() -> EventLog:
+        return EventLog(secrets.randbits(63) | 1, rank=rank, block_size=block_size, kept_bytes=kept_bytes)
+
     async with (
         open_socket("pub", bind=[endpoint], options=options) as events,
         open_socket("router", bind=[answers_endpoint], options=options) as answers,
     ):
-        publisher = EventPublisher(books, log, events, answers, topic.encode(), heartbeat, name_of)
-        with raise_unwrapped():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(publisher._run)
-                yield publisher
-                nursery.cancel_scope.cancel()
+        yield EventPublisher(new_log, events, answers, topic.encode(), heartbeat)

@@ -4,7 +4,7 @@ Blocks outlive the engines that stored them. An engine comes by :mod:`offload.cl
 
 To read it: ``_messages`` is what both sides say, ``_sessions`` what an engine holds and the order in which it is given back,
 ``_memory`` how the memory of engines is read and written, ``_service`` what is done for each message, ``_server`` the tasks
-around it, ``_command`` the command.
+around it, ``_events`` what routers are told, ``_command`` the command.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._config import daemon_config as daemon_config
     from ._config import daemon_knobs as daemon_knobs
     from ._config import default_url as default_url
+    from ._event_names import event_name as event_name
     from ._messages import MESSAGES as MESSAGES
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "daemon_config": "._config",
     "daemon_knobs": "._config",
     "default_url": "._config",
+    "event_name": "._event_names",
     "MESSAGES": "._messages",
 }
 

@@ -183,7 +183,8 @@ def ready_line(daemon: Daemon) -> str:
     """Where it listens, and how long it took."""
     return (
         f"offload serve is ready at {daemon.url} (epoch {daemon.epoch:016x}, after {age():.3f} s, pid {os.getpid()}"
-        f"{''.join(f', status at {bind}' for bind in daemon.status_at)})"
+        f"{''.join(f', status at {bind}' for bind in daemon.status_at)}"
+        f"{f', KV events at {daemon.events_at[0]}' if daemon.events_at else ''})"
     )
 
 

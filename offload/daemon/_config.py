@@ -118,7 +118,30 @@ class DaemonConfig:
         "Where the status page is served over HTTP, with /healthz, /readyz and /metrics, without a credential. ipc: "
         "status.sock in runtime_dir. Only of this host: it tells names of tiers and keys. Empty: nowhere.",
     )
+    kv_events: str = _knob.text(
+        "",
+        "ipc, host:port, or empty",
+        r"ipc|(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
+        "Where to publish which blocks come to the tiers and go. ipc: at kv-events.sock and kv-answers.sock in "
+        "runtime_dir. host:port: there, and at the next port for what readers missed; needs kv_events_insecure. Empty: none.",
+    )
+    kv_events_topic: str = _knob.text(
+        "", "a text", r"[^\x00]*", "The first frame of each event; llm-d expects kv@pod@model."
+    )
+    kv_events_insecure: bool = _knob.flag(
+        False,
+        "Publish over TCP: every process that reaches the port may read which keys there are; with tenants, how many blocks.",
+    )
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
+
+    def __attrs_post_init__(self) -> None:
+        port = self.kv_events.rpartition(":")[2]
+        if port.isdecimal() and not 0 < int(port) < 65_535:
+            raise ConfigError(
+                "daemon.kv_events", self.kv_events, "the port must be from 1 to 65534: the next one is taken, too"
+            )
+        if port.isdecimal() and not self.kv_events_insecure:
+            raise ConfigError("daemon.kv_events", self.kv_events, "must be ipc, unless kv_events_insecure is set")
 
     @property
     def limits(self) -> Limits:

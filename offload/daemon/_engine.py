@@ -49,6 +49,7 @@ class DaemonEngine:
     Attributes:
         caches: what engines have registered.
         engine: ``None`` until the tiers are open.
+        opened: set when they are.
         on_settled: called for each container of the first pipeline that has settled. Must not raise.
     """
 
@@ -56,6 +57,7 @@ class DaemonEngine:
         self._instruments = instruments
         self.caches: Caches = Caches(block_bytes)
         self.engine: Engine | None = None
+        self.opened: trio.Event = trio.Event()
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
         self._config = config
         self._wanted = trio.Event()
@@ -103,6 +105,7 @@ class DaemonEngine:
         async with open_engine(config, instruments=self._instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
             self.engine = engine
+            self.opened.set()
             self._attempt.over.set()
             task_status.started()
             # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.

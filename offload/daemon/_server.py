@@ -44,6 +44,8 @@ from ._statistics import counters
 if TYPE_CHECKING:
     from maru import MaruServer, ServerConfig
 
+    from ._events import DaemonEvents
+
 _LOCK_NAME: Final = "daemon.lock"
 STATUS_NAME: Final = "status.sock"
 _UNREAD_BYTES: Final = 16 << 20
@@ -87,6 +89,7 @@ class Daemon:
     def __init__(self, config: DaemonConfig, engine: EngineConfig, maru: ServerConfig | None) -> None:
         """Use :func:`open_daemon` instead."""
         self.status_at: list[str] = []
+        self._events: DaemonEvents | None = None
         self._maru = maru
         self.config: DaemonConfig = config
         self.epoch: int = secrets.randbits(62) | 1
@@ -105,11 +108,17 @@ class Daemon:
         """``starting``, ``ready``, or ``draining``."""
         return "draining" if self._service.draining else self._engine.state
 
+    @property
+    def events_at(self) -> tuple[str, ...]:
+        """Where KV events are published, and where readers ask for what they missed; empty where they are not."""
+        return () if self._events is None else self._events.endpoints
+
     def statistics(self) -> dict[str, float]:
         """The counters, as engines are told."""
         channel = self._channel.statistics()
         return {
             **counters(self._service, None, self._engine),
+            **({} if self._events is None else self._events.counters()),
             "connections": channel.connections,
             "unread_bytes": channel.unread_bytes,
         }
@@ -126,6 +135,8 @@ class Daemon:
         before, service.tenants = service.tenants, tenants
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
+        if self._events is not None:
+            self._events.rename(tenants)
         for session in service.sessions:
             if before.credentials.get(session.tenant) != tenants.credentials.get(session.tenant) or (
                 bool(before.credentials) != bool(tenants.credentials)
@@ -187,6 +198,11 @@ class Daemon:
                     nursery.start_soon(handover.run)
                     nursery.start_soon(self._read)
                     nursery.start_soon(self._look_for_silent)
+                    if config.kv_events:
+                        from ._events import DaemonEvents  # it brings ZeroMQ
+
+                        self._events = DaemonEvents(config, self.directory, self._engine, tenants)
+                        await nursery.start(self._events.run)
                     if self._times is not None:
                         await self._start_status(nursery, self._times, page_store)
                     await nursery.start(self._engine.run)

@@ -16,7 +16,7 @@ import attrs
 
 from backends.abc import MAX_KEY_BYTES, Key
 
-_PREFIX_BYTES: Final = 8
+PREFIX_BYTES: Final = 8
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Tenants:
 
 def prefix_of(tenant: str) -> bytes:
     """What stands before the keys of a tenant."""
-    return hashlib.blake2b(tenant.encode(), digest_size=_PREFIX_BYTES).digest() if tenant else b""
+    return hashlib.blake2b(tenant.encode(), digest_size=PREFIX_BYTES).digest() if tenant else b""
 
 
 def stored_keys(tenant: str, keys: Sequence[Key]) -> list[Key]:
@@ -50,6 +50,6 @@ def stored_keys(tenant: str, keys: Sequence[Key]) -> list[Key]:
     if not tenant:
         return list(keys)
     prefix = prefix_of(tenant)
-    if max(map(len, keys), default=0) > MAX_KEY_BYTES - _PREFIX_BYTES:
-        raise ValueError(f"a tenant's keys have at most {MAX_KEY_BYTES - _PREFIX_BYTES} bytes")
+    if max(map(len, keys), default=0) > MAX_KEY_BYTES - PREFIX_BYTES:
+        raise ValueError(f"a tenant's keys have at most {MAX_KEY_BYTES - PREFIX_BYTES} bytes")
     return [prefix + key for key in keys]
