@@ -7,11 +7,14 @@ whole and bound their size. A request has a number, and its answer has the same:
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
+
+from maru._errors import BadFrame as BadFrame
+from maru._typed_frames import decoded
+from maru._typed_frames import packed as packed
+from maru._typed_frames import unpacked as unpacked
 
 VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 512 << 10
@@ -28,10 +31,6 @@ _U32 = 0xFFFF_FFFF
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _Ids = Annotated[list[_Number], msgspec.Meta(max_length=MAX_IDS)]
-
-
-class BadFrame(ValueError):
-    """What came is no frame."""
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -122,7 +121,7 @@ class Allocated(_Message, tag=34, frozen=True):
 
     allocation_id: _Number
     chunk_indices: bytes
-    """As `packed` makes them."""
+    """As `maru._typed_frames.packed` makes them."""
 
 
 class PoolFull(_Message, tag=35, frozen=True):
@@ -189,10 +188,7 @@ def decode_request(body: bytes) -> Request:
     Raises:
         BadFrame: it is none.
     """
-    try:
-        return _requests.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadFrame(f"no request: {exc}") from exc
+    return decoded(_requests, body, MAX_MESSAGE_BYTES)
 
 
 def decode_answer(body: bytes) -> Answer:
@@ -201,25 +197,4 @@ def decode_answer(body: bytes) -> Answer:
     Raises:
         BadFrame: it is none.
     """
-    try:
-        return _answers.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadFrame(f"no answer: {exc}") from exc
-
-
-def packed(indices: Sequence[int]) -> bytes:
-    """Chunk numbers as bytes, four each, the lowest first."""
-    column = array("I", indices)
-    assert column.itemsize == 4
-    return column.tobytes()
-
-
-def unpacked(column: bytes) -> list[int]:
-    """And back.
-
-    Raises:
-        BadFrame: these are no such bytes.
-    """
-    if len(column) % 4:
-        raise BadFrame("no chunk numbers")
-    return array("I", column).tolist()
+    return decoded(_answers, body, MAX_MESSAGE_BYTES)

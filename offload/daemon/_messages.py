@@ -12,14 +12,16 @@ Rule 4. Everything is bounded, by the types below: what decodes is within the bo
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union
 
 import attrs
 import msgspec
 
 from backends.abc import MAX_KEY_BYTES
+from maru._errors import BadFrame as BadFrame
+from maru._typed_frames import decoded
+from maru._typed_frames import packed as packed
+from maru._typed_frames import unpacked as unpacked
 
 OLDEST: Final = 1
 VERSION: Final = 1
@@ -43,10 +45,6 @@ RefusedKind: TypeAlias = Literal[
 
 
 StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
-
-
-class BadFrame(ValueError):
-    """What came is no message of this protocol."""
 
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -188,13 +186,13 @@ class Store(_Message, tag=5, frozen=True):
     cache: _U63
     keys: _Keys
     blocks: _Column
-    """The number of each block, as :func:`packed` makes them."""
+    """The number of each block, as :func:`maru._typed_frames.packed` makes them."""
     waits: bool = False
     """Whether it waits for its ``signal``: the bytes are not written yet."""
     cancel_token: _U63 = 0
     """Stores with the same number, but 0, can be cancelled together."""
     depths: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)] = b""
-    """The index of each block in its prefix, as :func:`packed` makes them; empty: not known."""
+    """The index of each block in its prefix, as :func:`maru._typed_frames.packed` makes them; empty: not known."""
 
 
 class Stored(_Answer, tag=133, frozen=True):
@@ -409,7 +407,7 @@ def decode_request(frame: bytes) -> Request:
     Raises:
         BadFrame: it is none.
     """
-    request: Request = _decode(_requests, frame)
+    request: Request = decoded(_requests, frame, MAX_FRAME_BYTES)
     return request
 
 
@@ -419,41 +417,14 @@ def decode_answer(frame: bytes) -> Answer:
     Raises:
         BadFrame: it is none.
     """
-    answer: Answer = _decode(_answers, frame)
+    answer: Answer = decoded(_answers, frame, MAX_FRAME_BYTES)
     return answer
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(f"a frame of {len(frame)} bytes")
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadFrame(str(exc)[:200]) from exc
 
 
 def negotiate(oldest: int, newest: int) -> int | None:
     """The version that both sides speak, or ``None``."""
     version = min(newest, VERSION)
     return version if version >= max(oldest, OLDEST) else None
-
-
-def packed(numbers: Sequence[int]) -> bytes:
-    """Numbers of blocks as bytes: four for each, the lowest first."""
-    column = array("I", numbers)
-    assert column.itemsize == 4
-    return column.tobytes()
-
-
-def unpacked(column: bytes) -> list[int]:
-    """And back.
-
-    Raises:
-        BadFrame: these are no such bytes.
-    """
-    if len(column) % 4:
-        raise BadFrame(f"{len(column)} bytes are no column of numbers")
-    return array("I", column).tolist()
 
 
 def cut(text: object) -> str:
