@@ -14,8 +14,8 @@ from typing import Final, Literal, TypeAlias
 import attrs
 
 from maru._config import is_loopback
+from maru.configuration import Document, Knobs
 from maru.configuration import Knob as Knob
-from maru.configuration import Knobs
 
 from ._errors import PinnedPoolConfigError
 
@@ -102,7 +102,7 @@ def knobs() -> tuple[Knob, ...]:
 
 
 def pinned_pool_config(
-    source: str | os.PathLike[str] = "",
+    source: str | os.PathLike[str] | Document = "",
     *,
     others: Collection[str] = ("pipeline", "server", "client"),
     environ: Mapping[str, str] | None = None,
@@ -111,7 +111,7 @@ def pinned_pool_config(
     """A configuration from a TOML file (its ``[pinned_pool]``), the environment and options; the last one wins.
 
     Args:
-        source: a path (``pathlib.Path``), or TOML as a text.
+        source: a path (``pathlib.Path``), TOML as a text, or a file that was read.
         others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
         options: by the name of the knob (``pinned_pool.port``), what to call it in an error (``--port``) and its value.

@@ -112,6 +112,10 @@ class PinnedPoolServer:
             bad=sessions.bad + channel.bad + channel.hung_up,
         )
 
+    def drain(self) -> None:
+        """Refuse new clients and new pools from now on. Those that are there go on until the server ends."""
+        self._sessions.draining = True
+
     # --- what descriptors need --------------------------------------------------------------------------------------
 
     def find(self, region_id: int) -> RegionFile | None:

@@ -94,6 +94,8 @@ class Sessions:
         """Sessions that ended because of a bad frame."""
         self.turned_away: int = 0
         """Clients that were refused for lack of places."""
+        self.draining: bool = False
+        """Whether new clients and new pools are refused: the server is about to end."""
         self._table: Final = table
         self._most = most
         self._by_peer: dict[bytes, Session | None] = {}  # None: its session has ended
@@ -175,6 +177,7 @@ class Sessions:
     def _greet(self, peer: bytes, request: Hello) -> Answer:
         if request.version != VERSION:
             raise PoolRefused(f"this server speaks version {VERSION}, not {request.version}")
+        self._check_stays()
         session = self._by_peer.get(peer)
         if session is None:
             if len(self) >= self._most:
@@ -205,6 +208,7 @@ class Sessions:
     # --- pools ------------------------------------------------------------------------------------------------------
 
     def _want_pool(self, session: Session, request: AllocatePoolMemory) -> None:
+        self._check_stays()
         table = self._table
         if table.open_pool(session.client, request.nbytes) is None:
             wanted = table.chunks_for(request.nbytes)
@@ -212,6 +216,10 @@ class Sessions:
                 f"a pool of {wanted} chunks of {table.chunk_bytes} bytes: {table.left} of {table.chunks} are left"
             )
         self._wanted.append((session, request))
+
+    def _check_stays(self) -> None:
+        if self.draining:
+            raise PoolRefused("this server is about to end")
 
     def made(self, session: Session, request: AllocatePoolMemory, memory: PoolMemory) -> bytes:
         """Add the pool that was made, and answer the request. The session must not be over."""

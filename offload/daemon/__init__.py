@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._server import Daemon as Daemon
     from ._server import DaemonInUse as DaemonInUse
     from ._server import Dropped as Dropped
+    from ._engine import CannotOpen as CannotOpen
     from ._config import DaemonConfig as DaemonConfig
     from ._config import daemon_config as daemon_config
     from ._config import daemon_knobs as daemon_knobs
@@ -28,6 +29,7 @@ _HOMES = {
     "Daemon": "._server",
     "DaemonInUse": "._server",
     "Dropped": "._server",
+    "CannotOpen": "._engine",
     "DaemonConfig": "._config",
     "daemon_config": "._config",
     "daemon_knobs": "._config",

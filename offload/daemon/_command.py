@@ -89,6 +89,8 @@ def run(settings: Settings) -> int:
     from ._engine import CannotOpen
 
     _configure_logging(settings.daemon.log_level)
+    if settings.pinned_pool is not None:
+        logging.getLogger("backends.pinned_pool").setLevel(settings.pinned_pool.log_level.upper())
     failures: list[BaseException] = []
     dropped: list[Dropped] = []
     try:
@@ -118,7 +120,9 @@ async def _serve(settings: Settings) -> Dropped:
     from ._server import open_daemon
 
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with open_daemon(settings.daemon, settings.engine, maru=_maru_config(settings)) as daemon:
+        async with open_daemon(
+            settings.daemon, settings.engine, maru=_maru_config(settings), pinned_pool=settings.pinned_pool
+        ) as daemon:
             print(ready_line(daemon), flush=True)
             notify("READY", f"serving at {daemon.url}")
             gc.freeze()
@@ -184,7 +188,8 @@ def ready_line(daemon: Daemon) -> str:
     return (
         f"offload serve is ready at {daemon.url} (epoch {daemon.epoch:016x}, after {age():.3f} s, pid {os.getpid()}"
         f"{''.join(f', status at {bind}' for bind in daemon.status_at)}"
-        f"{f', KV events at {daemon.events_at[0]}' if daemon.events_at else ''})"
+        f"{f', KV events at {daemon.events_at[0]}' if daemon.events_at else ''}"
+        f"{f', pinned memory at {daemon.pinned_pool.address}' if daemon.pinned_pool else ''})"
     )
 
 

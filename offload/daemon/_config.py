@@ -1,9 +1,9 @@
 """Every setting of a daemon: its default, its bound, and the reason for both. Pure, except for reading files.
 
 A daemon's file has two tables: ``[daemon]``, which is declared here, and ``[engine]``, its tiers and routes
-(:mod:`offload._engine.config`). Without tiers there, it has two: host memory, and pages of a Maru server, which it embeds
-unless ``maru_server_url`` names one. The options of the command, ``OFFLOAD_DAEMON__...`` and the file set the same: the
-first one wins.
+(:mod:`offload._engine.config`). A third, ``[pinned_pool]``, is that of a server which the daemon may host. Without tiers
+there, it has two: host memory, and pages of a Maru server, which it embeds unless ``maru_server_url`` names one. The options
+of the command, ``OFFLOAD_DAEMON__...`` and the file set the same: the first one wins.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class bodies make fields
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import attrs
 
@@ -25,9 +25,13 @@ from .._errors import ConfigError
 from ._sessions import Limits
 from ._tenants import Tenants
 
+if TYPE_CHECKING:
+    from backends.pinned_pool import PinnedPoolConfig
+
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 SECTION: Final = "daemon"
+POOL_SECTION: Final = "pinned_pool"
 CHANNEL_NAME: Final = "daemon.sock"
 """In the runtime directory: where engines come."""
 HANDOVER_NAME: Final = "memory.sock"
@@ -132,6 +136,11 @@ class DaemonConfig:
         False,
         "Publish over TCP: every process that reaches the port may read which keys there are; with tenants, how many blocks.",
     )
+    pinned_pool: bool = _knob.flag(
+        False,
+        "Serve pinned memory as well, as offload pinned-pool does; its settings are in [pinned_pool], and its sockets in this "
+        "runtime_dir, unless another one is set there.",
+    )
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
 
     def __attrs_post_init__(self) -> None:
@@ -194,7 +203,9 @@ def daemon_config(
     Raises:
         offload.ConfigError: an unknown name, or a value out of its bound.
     """
-    return _knob.load(DaemonConfig, document, section=SECTION, others=("engine",), environ=environ, options=options)
+    return _knob.load(
+        DaemonConfig, document, section=SECTION, others=("engine", POOL_SECTION), environ=environ, options=options
+    )
 
 
 def engine_config(
@@ -211,7 +222,7 @@ def engine_config(
     Raises:
         offload.ConfigError: an unknown name, a value out of its bound, or a source: a daemon's source are its engines.
     """
-    config = EngineConfig.from_document(document, others=(SECTION,), environ=environ)
+    config = EngineConfig.from_document(document, others=(SECTION, POOL_SECTION), environ=environ)
     if config.source is not None:
         raise ConfigError(
             "engine.source", config.source, "must not be set: a daemon stores from the caches of its engines"
@@ -253,6 +264,25 @@ def embeds_maru(document: Document, daemon: DaemonConfig) -> bool:
     """Whether the daemon runs a Maru server of its own: no tiers are named, and no server."""
     tiers = document.parse().get("engine", {}).get("tiers")
     return not tiers and not daemon.maru_server_url and bool(daemon.maru_pool_size_gb)
+
+
+def pool_config(
+    document: Document, daemon: DaemonConfig, *, environ: Mapping[str, str] | None = None
+) -> PinnedPoolConfig | None:
+    """The ``[pinned_pool]`` table and the environment; ``None`` where no pool is served.
+
+    Raises:
+        offload.ConfigError: an unknown name, or a value out of its bound.
+    """
+    if not daemon.pinned_pool:
+        return None
+    from backends.pinned_pool import PinnedPoolConfigError, pinned_pool_config
+
+    try:
+        config = pinned_pool_config(document, others=(SECTION, "engine"), environ=environ)
+    except PinnedPoolConfigError as exc:
+        raise ConfigError(exc.knob, exc.value, exc.bound) from exc
+    return config if config.runtime_dir else attrs.evolve(config, runtime_dir=daemon.runtime_dir)
 
 
 def read_tenants(path: str) -> Tenants:

@@ -27,7 +27,7 @@ _log = logging.getLogger("offload.daemon")
 
 
 class CannotOpen(Exception):
-    """The tiers could not be opened: the cause says why."""
+    """The tiers, or what the daemon hosts beside them, could not be opened: the cause says why."""
 
 
 @attrs.define(eq=False)

@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -35,13 +35,14 @@ from .._engine import EngineConfig
 from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
 from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
-from ._engine import DaemonEngine
+from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
 from ._messages import MAX_FRAME_BYTES
 from ._service import Service
 from ._statistics import counters
 
 if TYPE_CHECKING:
+    from backends.pinned_pool import PinnedPoolConfig, PinnedPoolServer
     from maru import MaruServer, ServerConfig
 
     from ._events import DaemonEvents
@@ -84,13 +85,21 @@ class Daemon:
         url: where engines find it.
         epoch: this start of it: a random number, in every answer.
         status_at: where its status page is served over HTTP.
+        pinned_pool: the server of pinned memory that it hosts, if it does.
     """
 
-    def __init__(self, config: DaemonConfig, engine: EngineConfig, maru: ServerConfig | None) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        engine: EngineConfig,
+        maru: ServerConfig | None,
+        pinned_pool: PinnedPoolConfig | None,
+    ) -> None:
         """Use :func:`open_daemon` instead."""
         self.status_at: list[str] = []
+        self.pinned_pool: PinnedPoolServer | None = None
         self._events: DaemonEvents | None = None
-        self._maru = maru
+        self._maru, self._pool_config = maru, pinned_pool
         self.config: DaemonConfig = config
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
@@ -118,10 +127,18 @@ class Daemon:
         channel = self._channel.statistics()
         return {
             **counters(self._service, None, self._engine),
-            **({} if self._events is None else self._events.counters()),
+            **self._hosted(),
             "connections": channel.connections,
             "unread_bytes": channel.unread_bytes,
         }
+
+    def _hosted(self) -> dict[str, float]:
+        """The counters of what is hosted beside the tiers."""
+        values = {} if self._events is None else self._events.counters()
+        if self.pinned_pool is not None:
+            told = attrs.asdict(self.pinned_pool.statistics())
+            values |= {f"pinned_pool.{name}": value for name, value in told.items()}
+        return values
 
     def reload(self, config: DaemonConfig) -> None:
         """Take over the settings that can change while it runs; sessions of tenants that are gone end.
@@ -148,6 +165,8 @@ class Daemon:
         """Refuse what begins work, and wait for what is under way, for ``drain_timeout``. Then end all sessions."""
         service = self._service
         service.draining = True
+        if self.pinned_pool is not None:
+            self.pinned_pool.drain()
         with trio.move_on_after(self.config.drain_timeout):
             for session in service.sessions:
                 for under_way in list(session.requests.values()):
@@ -181,8 +200,12 @@ class Daemon:
             )
             with channel, handover:
                 self._channel, self.url = channel, f"ipc://{channel.path}"
-                # The page store outlives the tier that is its client.
-                async with _page_store(self._maru) as page_store, trio.open_nursery() as nursery:
+                # The page store outlives the tier that is its client; pinned memory, the engines that the daemon drains.
+                async with (
+                    _page_store(self._maru) as page_store,
+                    _pinned_pool(self._pool_config) as self.pinned_pool,
+                    trio.open_nursery() as nursery,
+                ):
                     self._service = Service(
                         self._engine,
                         epoch=self.epoch,
@@ -193,6 +216,7 @@ class Daemon:
                         nursery=nursery,
                     )
                     self._service.handover_path = handover.path
+                    self._service.hosted = self._hosted
                     # First: engines are answered, though not served, while the tiers are opened.
                     nursery.start_soon(channel.run)
                     nursery.start_soon(handover.run)
@@ -242,8 +266,32 @@ def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[Maru
 
 
 @asynccontextmanager
+async def _pinned_pool(config: PinnedPoolConfig | None) -> AsyncIterator[PinnedPoolServer | None]:
+    """The hosted server of pinned memory, or nothing.
+
+    Raises:
+        CannotOpen: it cannot listen at its address.
+    """
+    if config is None:
+        yield None
+        return
+    from backends.pinned_pool import PoolUnreachable, open_server  # only who hosts it imports it
+
+    async with AsyncExitStack() as stack:
+        try:
+            server = await stack.enter_async_context(open_server(config))
+        except PoolUnreachable as exc:
+            raise CannotOpen(str(exc)) from exc
+        yield server
+
+
+@asynccontextmanager
 async def open_daemon(
-    config: DaemonConfig, engine: EngineConfig, *, maru: ServerConfig | None = None
+    config: DaemonConfig,
+    engine: EngineConfig,
+    *,
+    maru: ServerConfig | None = None,
+    pinned_pool: PinnedPoolConfig | None = None,
 ) -> AsyncIterator[Daemon]:
     """Run a daemon for the length of an ``async with`` block. Leaving it ends every session, and then the tiers.
 
@@ -251,13 +299,14 @@ async def open_daemon(
         config: the settings of the daemon.
         engine: its tiers and routes; the source is replaced by the caches of its engines.
         maru: a page store to run in this process, which a tier is a client of.
+        pinned_pool: a server of pinned memory to run in this process, in whose directory clients look for it.
 
     Raises:
         offload.ConfigError: the directory or the tenants' file cannot be used.
         DaemonInUse: another daemon has the directory.
-        CannotOpen: the tiers of the configured block size cannot be opened.
+        CannotOpen: the tiers of the configured block size cannot be opened, or the server of pinned memory cannot listen.
     """
-    daemon = Daemon(config, engine, maru)
+    daemon = Daemon(config, engine, maru, pinned_pool)
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
             await nursery.start(daemon._run)

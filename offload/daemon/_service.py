@@ -115,6 +115,8 @@ class Service:
         self.draining: bool = False
         """Whether what begins work is refused: new sessions, stores, lookups and loads."""
         self.handover_path: str = ""
+        self.hosted: Callable[[], Mapping[str, float]] = dict
+        """The counters of what the daemon hosts beside its tiers."""
         self.epoch: int = epoch
         self._daemon_engine = engine
         self._send_frame = send
@@ -513,7 +515,8 @@ class Service:
 
     def stats(self, session: Session, request: Stats) -> Answer:
         """Tell the counters."""
-        return Counters(request.seq, self.epoch, counters(self, session, self._daemon_engine))
+        values = {**counters(self, session, self._daemon_engine), **self.hosted()}
+        return Counters(request.seq, self.epoch, values)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -15,14 +15,19 @@ from .._engine.config import EngineConfig, engine_knobs
 from ._config import (
     CHANNEL_NAME,
     MARU_NAME,
+    POOL_SECTION,
     RELOADED,
     DaemonConfig,
     daemon_config,
     daemon_knobs,
     embeds_maru,
     engine_config,
+    pool_config,
     read_document,
 )
+
+if TYPE_CHECKING:
+    from backends.pinned_pool import PinnedPoolConfig
 
 
 @attrs.frozen
@@ -37,6 +42,8 @@ class Settings:
     engine: EngineConfig
     embeds_maru: bool
     """Whether the daemon runs a Maru server of its own."""
+    pinned_pool: PinnedPoolConfig | None
+    """Of the pool that it serves, if it serves one."""
 
     @property
     def maru_directory(self) -> str:
@@ -56,7 +63,9 @@ def read_settings(path: str, options: Mapping[str, tuple[str, object]]) -> Setti
     daemon = attrs.evolve(daemon, runtime_dir=os.path.realpath(daemon.runtime_dir))
     embedded = f"ipc://{daemon.runtime_dir}/{MARU_NAME}/maru.sock"
     engine = engine_config(document, daemon, embedded)
-    return Settings(path, document, options, daemon, engine, embeds_maru(document, daemon))
+    return Settings(
+        path, document, options, daemon, engine, embeds_maru(document, daemon), pool_config(document, daemon)
+    )
 
 
 def refused_changes(before: Settings, after: Settings) -> list[str]:
@@ -71,6 +80,12 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
         for field in attrs.fields(EngineConfig)
         if getattr(before.engine, field.name) != getattr(after.engine, field.name)
     ]
+    if before.pinned_pool is not None and after.pinned_pool is not None:
+        names += [
+            f"{POOL_SECTION}.{field.name}"
+            for field in attrs.fields(type(before.pinned_pool))
+            if getattr(before.pinned_pool, field.name) != getattr(after.pinned_pool, field.name)
+        ]
     return names
 
 
@@ -82,9 +97,17 @@ def keep_unreloadable(before: DaemonConfig, after: DaemonConfig) -> DaemonConfig
 def as_toml(settings: Settings, environ: Mapping[str, str]) -> str:
     """Every setting and its value as a file that gives them again; where it was set, as a comment."""
     file = settings.document.parse()
+    shown: list[tuple[tuple[Knob, ...], Any]] = [
+        (daemon_knobs(), settings.daemon),
+        (engine_knobs(), settings.engine),
+    ]
+    if settings.pinned_pool is not None:
+        from backends.pinned_pool import knobs as pool_knobs
+
+        shown.append((pool_knobs(), settings.pinned_pool))
     lines = [
         f"{path} = {value}  # {source}"
-        for knobs, config in ((daemon_knobs(), settings.daemon), (engine_knobs(), settings.engine))
+        for knobs, config in shown
         for knob in knobs
         for source in [_source(knob, file, settings, environ)]
         for path, value in _shown(knob.name, _value(config, knob.name.split(".")[1:]))
