@@ -52,6 +52,8 @@ SOURCE: Final = "source"
 
 DAEMON: Final = "daemon"
 """The name of the tier that stands for a daemon."""
+DAEMON_TIER: Final = "offload.client:DaemonTier"
+"""Its type."""
 SHADOW_CHECK: Final = 1_000
 """One in so many loads is compared, unless told otherwise."""
 
@@ -231,9 +233,10 @@ class EngineConfig:
     )
     daemon_url: str = _knob.text(
         "",
-        "ipc://PATH, or empty",
-        r"ipc://.+|",
-        "The daemon that has the tiers (`offload serve`), in place of tiers here: it becomes the one tier, `daemon`.",
+        "ipc://PATH, or ipc, or empty",
+        r"ipc(://.+)?|",
+        "The daemon that has the tiers (`offload serve`), in place of tiers here: it becomes the one tier, `daemon`. ipc: that "
+        "of this user.",
     )
     routes: tuple[Route, ...] = _knob.field(
         (),
@@ -312,7 +315,7 @@ class EngineConfig:
 
     def _use_daemon(self) -> None:
         """Make the daemon the one tier."""
-        tiers: dict[str, TierLike] = {DAEMON: {"type": "offload.client:DaemonTier", "url": self.daemon_url}}
+        tiers: dict[str, TierLike] = {DAEMON: {"type": DAEMON_TIER, "url": self.daemon_url}}
         if self.tiers not in ({}, tiers):
             raise ConfigError("daemon_url", self.daemon_url, "must be empty where there are tiers: the daemon has them")
         object.__setattr__(self, "tiers", tiers)

@@ -400,15 +400,17 @@ def _process(pid: int) -> int:
 
 
 def path_of(url: str) -> str:
-    """The path of a daemon's socket.
+    """The path of a daemon's socket; by default, and with ``ipc`` alone, that of this user's daemon.
 
     Raises:
         ValueError: it is not on this host: a daemon serves by shared memory.
     """
-    if not url:
+    if url in ("", "ipc"):
         url = default_url()
     if not url.startswith("ipc://") or len(url) <= len("ipc://"):
-        raise ValueError(f"daemon_url = {url!r}: must be ipc://PATH, since a daemon is on the host of its engines")
+        raise ValueError(
+            f"daemon_url = {url!r}: must be ipc://PATH, or ipc, since a daemon is on the host of its engines"
+        )
     return url.removeprefix("ipc://")
 
 

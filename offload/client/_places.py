@@ -29,13 +29,19 @@ MAX_PLACES: Final = 32
 """Caches that are registered at once; an engine has one."""
 
 
+class SealedMemory(Protocol):
+    """Memory that a daemon can map: a memfd whose size is sealed, as :class:`SharedMemory` is."""
+
+    descriptor: int
+
+
 @attrs.frozen(eq=False)
 class CacheDescription:
     """The tensors of a cache, and the memory that they lie in."""
 
     tensors: Sequence[TensorLayout]
     """``memory`` is a position in one of the next two."""
-    memories: Sequence[SharedMemory] = ()
+    memories: Sequence[SealedMemory] = ()
     cuda: Sequence[CudaMemory] = ()
 
 

@@ -28,6 +28,7 @@ from .._errors import (
     TierUnavailable,
     WaitTimeout,
 )
+from ..client._errors import DaemonBusy, DaemonRefused
 
 
 class AdapterError(ValueError):
@@ -52,6 +53,8 @@ _NAMES: Final[Sequence[tuple[type[BaseException], str]]] = (
     (ServerLost, "unavailable"),
     (ServerRefused, "refused"),
     (UntrustedServer, "refused"),
+    (DaemonRefused, "refused"),
+    (DaemonBusy, "overflow"),
     (TierUnavailable, "unavailable"),
     (TierNotEntered, "unavailable"),
     (PipelineClosed, "closed"),

@@ -1,9 +1,19 @@
-"""The table of an engine behind an inference engine: what it is unless the table says otherwise. Pure."""
+"""The table of an engine behind an inference engine: where its tiers are, and what it is unless it says otherwise. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
+
+from .._errors import ConfigError
+
+DAEMON_URL: Final = (
+    "",
+    "ipc://PATH, or ipc, or empty",
+    r"ipc(://.+)?|",
+    "The daemon of this host that has the tiers (`offload serve`), instead of tiers in this process; ipc: that of this user.",
+)
+"""The knob by which an inference engine uses a daemon: one line, in place of tiers."""
 
 _CACHE: Final[Mapping[str, Any]] = {
     # A server that is away must not keep an inference engine from starting, nor later from finding it again.
@@ -11,6 +21,25 @@ _CACHE: Final[Mapping[str, Any]] = {
     # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
     "pipeline": {"on_destination_full": "evict"},
 }
+
+
+def located(engine: Mapping[str, Any], daemon_url: str, section: str) -> Mapping[str, Any]:
+    """The table of an engine, with its tiers, or with the daemon that has them.
+
+    Args:
+        engine: the table that was said.
+        daemon_url: what was said beside it, or nothing.
+        section: where both were said.
+
+    Raises:
+        ConfigError: both say where blocks go, or neither does.
+    """
+    if daemon_url and (engine.get("tiers") or engine.get("daemon_url", daemon_url) != daemon_url):
+        raise ConfigError(f"{section}.daemon_url", daemon_url, "must be empty where the table engine names tiers")
+    table = {**engine, "daemon_url": daemon_url} if daemon_url else engine
+    if not table.get("tiers") and not table.get("daemon_url"):
+        raise ConfigError(f"{section}.engine", dict(engine), "must name tiers: {'tiers': {...}}; or say daemon_url")
+    return table
 
 
 def as_cache(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,13 +44,20 @@ def content(prompt: str, block: int) -> float:
 class Loop:
     """One instance of vLLM."""
 
-    def __init__(self, engine: from_thread.Engine, source: ChunkSource, cache: torch.Tensor, **timeouts: Any) -> None:
+    def __init__(
+        self,
+        engine: from_thread.Engine,
+        source: ChunkSource,
+        cache: torch.Tensor,
+        naming: ChunkNaming = NAMING,
+        **timeouts: Any,
+    ) -> None:
         self.cache = cache
         lookup, load = timeouts.get("lookup_timeout", SOON), timeouts.get("load_timeout", SOON)
         computed = timeouts.get("computed", lambda: NO_WAIT)  # by default the forward pass is over when it returns
-        self.worker = WorkerHalf(engine, source, NAMING, lookup_timeout=lookup, load_timeout=load, computed=computed)
+        self.worker = WorkerHalf(engine, source, naming, lookup_timeout=lookup, load_timeout=load, computed=computed)
         self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
-        self.scheduler = SchedulerHalf(engine, [NAMING], self.table, lookup_timeout=lookup)
+        self.scheduler = SchedulerHalf(engine, [naming], self.table, lookup_timeout=lookup)
         self.received: set[str] = set()
         self.failed: set[int] = set()
 
@@ -115,11 +122,17 @@ class Loop:
             assert (self.cache[:, blocks[at]] == content(request, at)).all(), at
 
 
+def new_cache() -> tuple[torch.Tensor, ChunkSource]:
+    """A cache of two layers, and its chunks."""
+    cache = torch.zeros(2, BLOCKS, 2, BLOCK, 4)
+    layers = {f"layer {at}": cache[at] for at in range(2)}
+    return cache, ChunkSource([GroupCaches(layers, BLOCKS, CHUNK // BLOCK)])
+
+
 @contextmanager
 def instance(tier: Any, **options: Any) -> Iterator[Loop]:
     timeouts = {name: options.pop(name) for name in ("lookup_timeout", "load_timeout", "computed") if name in options}
-    cache = torch.zeros(2, BLOCKS, 2, BLOCK, 4)
-    source = ChunkSource([GroupCaches({f"layer {at}": cache[at] for at in range(2)}, BLOCKS, CHUNK // BLOCK)])
+    cache, source = new_cache()
     with from_thread.open_engine(source, [tier], when_full="drop", **options) as engine:
         loop = Loop(engine, source, cache, **timeouts)
         yield loop

@@ -112,11 +112,32 @@ def serve(path: str, *options: str) -> Process:
     return process
 
 
-def host_only(path: str) -> str:
-    """A file with one memory tier."""
+class KillableDaemon:
+    """``offload serve`` that is killed with -9, and started again at the same place.
+
+    Args:
+        path: its directory.
+        block_bytes: of its blocks; 0: the first cache decides.
+    """
+
+    def __init__(self, path: str, block_bytes: int = SIZE) -> None:
+        self.path, self.url = path, f"ipc://{path}/daemon.sock"
+        self._file = host_only(path, block_bytes)
+        self.start()
+
+    def start(self) -> None:
+        self.process = serve(self.path, self._file)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.__exit__()
+
+
+def host_only(path: str, block_bytes: int = SIZE) -> str:
+    """A file with one memory tier. Without a size of a block the first cache decides it."""
     file = Path(path).parent / "daemon.toml"
     file.write_text(
-        f'[daemon]\nblock_bytes = {SIZE}\n[engine.tiers.host]\ntype = "memory"\ncapacity_bytes = "32 MiB"\n'
+        f'[daemon]\nblock_bytes = {block_bytes}\n[engine.tiers.host]\ntype = "memory"\ncapacity_bytes = "32 MiB"\n'
     )
     return str(file)
 

@@ -1,7 +1,7 @@
 """What can be set on the adapter, and the engine that this describes.
 
 The keys of the page store are those of its published adapter. An ``engine`` table says any other tiers, as
-:class:`offload.EngineConfig` reads it, and then the keys of the page store are not used.
+:class:`offload.EngineConfig` reads it, and ``daemon_url`` a daemon that has them; then the keys of the page store are not used.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class body make fields
@@ -22,7 +22,7 @@ from maru.configuration import Knobs
 from ... import from_thread
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
-from .._tables import as_batch_cache
+from .._tables import DAEMON_URL, as_batch_cache, located
 from ._memory import MemoryObjects
 from ._names import KeyNames
 from ._opening import OpenEngine
@@ -82,6 +82,7 @@ class CacheConfig:
         "The tiers to use instead of the page store: a table of an engine, or the path of a TOML file that has one.",
         _check_engine,
     )
+    daemon_url: str = _knob.text(*DAEMON_URL)
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> CacheConfig:
@@ -111,7 +112,7 @@ class CacheConfig:
     @property
     def capacity_bytes(self) -> int:
         """What LMCache measures the use against; 0 where it is not known here, as of an engine table."""
-        return 0 if self.engine else int(self.pool_size_gb * (1 << 30))
+        return int(self.pool_size_gb * (1 << 30)) if self._is_page_store else 0
 
     def engine_config(self, page_bytes: int) -> EngineConfig:
         """The engine, for pages of this size.
@@ -120,8 +121,13 @@ class CacheConfig:
             ConfigError: what the table or the file says cannot be.
         """
         if isinstance(self.engine, str) and self.engine:
+            if self.daemon_url:
+                raise ConfigError("daemon_url", self.daemon_url, f"must be empty where engine is a file: {self.engine}")
             return EngineConfig.from_toml(Path(self.engine), section="engine")
-        table = self.engine if isinstance(self.engine, Mapping) else {"tiers": {"maru": self._maru(page_bytes)}}
+        said = self.engine if isinstance(self.engine, Mapping) else {}
+        if self._is_page_store:
+            said = {"tiers": {"maru": self._maru(page_bytes)}}
+        table = located(said, self.daemon_url, "adapter_params")
         return EngineConfig.from_mapping(as_batch_cache(table, self.timeout, self.timeout), section="engine")
 
     def open(self, page_bytes: int) -> OpenEngine:
@@ -142,7 +148,7 @@ class CacheConfig:
         Raises:
             maru.MaruError: the server did not answer.
         """
-        if self.engine:
+        if not self._is_page_store:
             return 0
         names = KeyNaming.of(self._tier_names).names(keys)
         knobs: dict[str, Any] = {"server_url": self.server_url} if self.server_url else {}
@@ -154,6 +160,10 @@ class CacheConfig:
         return 0
 
     # --- below ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_page_store(self) -> bool:
+        return not self.engine and not self.daemon_url
 
     @property
     def _tier_names(self) -> TierKeyNames:

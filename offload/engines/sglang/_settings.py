@@ -12,7 +12,7 @@ from maru.configuration import Knobs
 
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
-from .._tables import as_batch_cache
+from .._tables import DAEMON_URL, as_batch_cache, located
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -43,6 +43,7 @@ class Settings:
         "The tiers, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '4 GiB'}}}.",
         _check_table,
     )
+    daemon_url: str = _knob.text(*DAEMON_URL)
     lookup_timeout: float = _knob.seconds(
         1.0, 0.001, 60.0, "How long a question for what is cached may take; behind that nothing is."
     )
@@ -70,12 +71,11 @@ class Settings:
         """From the configuration that SGLang hands on.
 
         Raises:
-            ConfigError: an unknown name, a value that cannot be, or no tiers.
+            ConfigError: an unknown name, a value that cannot be, or neither tiers nor a daemon.
         """
         said = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         settings = _knob.from_mapping(said, cls, section=SECTION)
-        if not settings.engine.get("tiers"):
-            raise ConfigError(f"{SECTION}.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
+        settings = attrs.evolve(settings, engine=located(settings.engine, settings.daemon_url, SECTION))
         settings.engine_config(1)  # what the table says is checked now, and not when a pool is known
         return settings
 
@@ -88,7 +88,7 @@ class Settings:
             ConfigError: an unknown name, or a value that cannot be.
         """
         table = as_batch_cache(self.engine, self.lookup_timeout * _ANSWER, self.store_timeout * _ANSWER)
-        tiers = table["tiers"]
+        tiers = table.get("tiers")
         if isinstance(tiers, Mapping):
             table["tiers"] = {name: _sized(tier, block_bytes) for name, tier in tiers.items()}
         return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")

@@ -2,7 +2,7 @@
 
 The engine beside the scheduler stores from it and loads into it; workers copy between it and their cache. It is one memfd, so
 that nothing of it stays when the last of them has ended, however that was. While an instance starts, a link in a directory of
-this user's in /dev/shm leads to it.
+this user's in /dev/shm leads to it. Its size is sealed: a daemon maps it as well, and copies in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -23,7 +23,11 @@ from backends.abc import EVICTED, Key
 from backends.pages import Pages, copy_pages
 from maru._private_directory import open_private_directory
 
+if TYPE_CHECKING:
+    from ...client import CacheDescription
+
 _NAME: Final = "offload-arena"
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it
 
 
@@ -89,6 +93,20 @@ class Arena:
         """A column of rows to load into."""
         return Rows(self, rows)
 
+    # --- for a daemon, which copies from and to rows by itself ----------------------------------------------------
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[Arena, Sequence[int]]:
+        """See :class:`backends.abc.NumberedSource`."""
+        return self, refs
+
+    def description(self) -> CacheDescription:
+        """See :class:`offload.client.SharedPlace`."""
+        from ...client import CacheDescription
+        from ...daemon._messages import TensorLayout
+
+        rows = TensorLayout(0, 0, 1, [self.n, self.block_bytes], [self.block_bytes, 1], 0)
+        return CacheDescription([rows], [self._memory])
+
 
 @attrs.define(eq=False)
 class Rows:
@@ -105,6 +123,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def numbered(self) -> tuple[Arena, Sequence[int]]:
+        """See :class:`backends.abc.NumberedDestination`."""
+        return self._arena, self._rows
+
     def views(self) -> Pages:
         """Where they lie."""
         return self._arena.pages(self._rows)
@@ -118,14 +140,14 @@ class _Memory:
     """A mapping, and the descriptor that others open it by; both end with the last reference to this."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._fd = fd
+        self.descriptor = fd
         self._mapping = mmap.mmap(fd, size)
         with contextlib.suppress(OSError):  # older kernels do not know it: then first writes are slow
             self._mapping.madvise(_MADV_POPULATE_WRITE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        os.close(self.descriptor)
 
 
 @contextmanager
@@ -158,9 +180,10 @@ def _opened(link: str, links: int, size: int) -> int | None:
 
 def _made(link: str, links: int, size: int) -> int:
     """A descriptor of a new arena, which the link leads to from now on."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         _remove(link, links)
         os.symlink(f"/proc/{os.getpid()}/fd/{fd}", link, dir_fd=links)
     except BaseException:

@@ -162,7 +162,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         events = KeyEvents(threading.Lock())
         told = engine.watch_keys(events.watcher)
-        untold = sorted(set(self._settings.engine["tiers"]) - set(told))
+        untold = sorted(set(self._settings.tiers) - set(told))
         if untold:
             _log.info("KV events tell of %s; not of %s, which keep no book of keys", told or "no tier", untold)
         return events

@@ -16,8 +16,9 @@ import attrs
 from maru.configuration import Knobs
 
 from ..._engine import EngineConfig
+from ..._engine.config import DAEMON_TIER
 from ..._errors import ConfigError
-from .._tables import as_cache
+from .._tables import DAEMON_URL, as_cache, located
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _log = logging.getLogger("vllm.offload")
@@ -25,6 +26,8 @@ _log = logging.getLogger("vllm.offload")
 SECTION: Final = "kv_connector_extra_config"
 """Where a user has said it."""
 
+_SHARED: Final[Mapping[str, Mapping[str, Any]]] = {"maru": {"pool_size": 0}, DAEMON_TIER: {}}
+"""Types of tiers that several processes share, and how one of them is opened that only looks up: it takes no region."""
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 _CHUNK_TOKENS: Final = (
     256,
@@ -65,6 +68,7 @@ class Settings:
         "The tiers, as in the file of an engine: {'tiers': {'host': {'type': 'memory', 'capacity_bytes': '4 GiB'}}}.",
         _check_table,
     )
+    daemon_url: str = _knob.text(*DAEMON_URL)
     chunk_tokens: int = _knob.integer(*_CHUNK_TOKENS)
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
@@ -85,30 +89,38 @@ class Settings:
             ConfigError: an unknown name, a value that cannot be, or no tiers.
         """
         settings = _knob.from_mapping(extra, cls, section=SECTION)
-        if not settings.engine.get("tiers"):
-            raise ConfigError(f"{SECTION}.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
-        return attrs.evolve(settings, chunk_tokens=_aligned(settings.chunk_tokens, block_size, "chunk_tokens"))
+        return attrs.evolve(
+            settings,
+            engine=located(settings.engine, settings.daemon_url, SECTION),
+            chunk_tokens=_aligned(settings.chunk_tokens, block_size, "chunk_tokens"),
+        )
+
+    @property
+    def tiers(self) -> Mapping[str, Any]:
+        """The tiers by name; a daemon is one."""
+        return self.engine_config().tiers
 
     def engine_config(self) -> EngineConfig:
         """The engine that a worker opens; see :func:`opened_config`."""
         return opened_config(self.engine, f"{SECTION}.engine")
 
     def reader_config(self) -> EngineConfig:
-        """The engine that a scheduler opens where its workers are other processes: it only looks up, and takes no region.
+        """The engine that a scheduler opens where its workers are other processes: it only looks up.
 
         Raises:
             ConfigError: no tier is shared between processes, so that a scheduler could never find what its workers store.
         """
         tiers = {
-            name: {**tier, "pool_size": 0}
-            for name, tier in self.engine["tiers"].items()
-            if isinstance(tier, Mapping) and tier.get("type") == "maru"
+            name: {**tier, **_SHARED[tier["type"]]}
+            for name, tier in self.tiers.items()
+            if isinstance(tier, Mapping) and tier.get("type") in _SHARED
         }
         if not tiers:
             raise ConfigError(
                 f"{SECTION}.engine.tiers",
-                list(self.engine["tiers"]),
-                "must have one of type maru, since the workers of this engine are other processes than its scheduler",
+                list(self.tiers),
+                "must have one of type maru, since the workers of this engine are other processes than its scheduler; or say "
+                "daemon_url in place of engine",
             )
         return EngineConfig.from_mapping({"on_enter_failure": "miss", "tiers": tiers})
 
@@ -154,7 +166,9 @@ class MaruSettings:
             tier["server_url"] = said.maru_server_url
         if said.maru_instance_id:
             tier["instance_id"] = said.maru_instance_id
-        return Settings({"tiers": {"maru": tier}}, chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant)
+        return Settings(
+            {"tiers": {"maru": tier}}, "", chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant
+        )
 
     def _page_bytes(self, chunk_bytes: int) -> int:
         """A page holds one chunk of KV, of all layers."""
@@ -185,6 +199,7 @@ class SpecSettings:
         "The tiers behind host memory, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '16G'}}}.",
         _check_table,
     )
+    daemon_url: str = _knob.text(*DAEMON_URL)
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
     tenant: str = _knob.text(
@@ -207,8 +222,7 @@ class SpecSettings:
             raise ConfigError(f"{SECTION}.offload", table, "must be a table")
         said = {**table, **{name: extra[name] for name in ("cpu_bytes_to_use",) if name in extra}}
         settings = _knob.from_mapping(said, cls, section=f"{SECTION}.offload")
-        if not settings.engine.get("tiers"):
-            raise ConfigError(f"{SECTION}.offload.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
+        settings = attrs.evolve(settings, engine=located(settings.engine, settings.daemon_url, f"{SECTION}.offload"))
         if settings.cpu_bytes_to_use < row_bytes:
             raise ConfigError(
                 f"{SECTION}.cpu_bytes_to_use",

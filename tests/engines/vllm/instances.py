@@ -127,6 +127,20 @@ def spec(cpu_bytes: str = "64 MiB", **tiers: Any) -> dict[str, Any]:
     }
 
 
+def spec_over_daemon(url: str) -> dict[str, Any]:
+    """As :func:`spec`, with one line in place of the tiers."""
+    transfer = spec()
+    transfer["kv_connector_extra_config"]["offload"] = {"daemon_url": url}
+    return transfer
+
+
+def over_daemon(url: str, **engine: Any) -> dict[str, Any]:
+    """As :func:`any_tiers`, with one line in place of the tiers."""
+    transfer = any_tiers()
+    transfer["kv_connector_extra_config"].update(daemon_url=url, engine=engine)
+    return transfer
+
+
 def store_of(server: Server) -> dict[str, Any]:
     return {"type": "maru", "server_url": server.url, "pool_size": "64M"}
 
