@@ -1,24 +1,17 @@
 """An instance of vLLM that is killed: after its lease it has left nothing behind but what it had stored."""
 
-import os
-import signal
-import tempfile
 from contextlib import contextmanager
 
-import pytest
-import torch
-
 from offload import from_thread
-from offload.engines.vllm._chunks import ChunkSource, GroupCaches
 from offload.engines.vllm._settings import MaruSettings
-from tests.engines.test_vllm_halves import BLOCK, BLOCKS, CHUNK, SOON, Loop, blocks_from
-from tests.support.maru_processes import Server, eventually, forge, temporary_pool
+from tests.engines.crashes import LEASE, a_few_and_fifty, crash_often, page_store, wait_to_be_killed
+from tests.engines.test_vllm_halves import BLOCK, CHUNK, SOON, Loop, blocks_from, new_cache
+from tests.support.maru_processes import eventually
 
 
 @contextmanager
 def instance(server_url):
-    cache = torch.zeros(2, BLOCKS, 2, BLOCK, 4)
-    source = ChunkSource([GroupCaches({f"layer {at}": cache[at] for at in range(2)}, BLOCKS, CHUNK // BLOCK)])
+    cache, source = new_cache()
     said = {
         "maru_server_url": server_url,
         "maru_pool_size": "2M",
@@ -26,7 +19,7 @@ def instance(server_url):
         "lookup_timeout": SOON,
     }
     settings = MaruSettings.read(said, BLOCK, source.block_bytes * BLOCK // CHUNK)
-    settings.engine["tiers"]["maru"]["lease"] = 0.5
+    settings.engine["tiers"]["maru"]["lease"] = LEASE
     with from_thread.open_engine(source, settings.engine_config(), when_full="drop") as engine:
         yield Loop(engine, source, cache)
 
@@ -40,28 +33,13 @@ def hold(channel, server_url, round_):
             loop.compute("shared", 256, blocks_from(0))
             loop.worker.engine.drain(SOON)
         assert loop.matched("shared", 256, name="a request that waits") == 192
-        os.write(channel, b"!")
-        signal.pause()
+        wait_to_be_killed(channel)
 
 
-def crash(server, round_):
-    ours, theirs = os.pipe()
-    with tempfile.TemporaryFile() as log:
-        child = forge().start(f"{__name__}:hold", server.ipc, round_, channel=theirs, errors=log.fileno())
-        os.close(theirs)
-        told = os.read(ours, 1)
-        log.seek(0)
-        assert told == b"!", log.read().decode()
-        child.kill()
-    os.close(ours)
-
-
-@pytest.mark.parametrize("crashes", [3, pytest.param(50, marks=pytest.mark.long)])
+@a_few_and_fifty
 def test_crashes_leave_no_pin_and_no_region_behind_and_what_was_stored_stays(crashes):
-    with temporary_pool() as pool, Server(pool, "--session-lease", "0.5") as server:
-        for round_ in range(crashes):
-            crash(server, round_)
-            eventually(lambda: server.facts()["pinned"] == 0)
+    with page_store() as server:
+        crash_often(server, crashes, f"{__name__}:hold")
         # The region of the first one is kept for what it has stored, those of the others are given back.
         eventually(lambda: server.facts()["regions"] == 1)
         with instance(server.ipc) as loop:

@@ -1,24 +1,19 @@
 """An instance that is killed: after its lease it has left nothing behind but what it had stored."""
 
-import os
-import signal
-import tempfile
-
-import pytest
-
 from offload.engines.lmcache._cache import ObjectCache
 from offload.engines.lmcache._config import CacheConfig
 from offload.engines.lmcache._names import naming
 from offload.engines.lmcache._opening import LazyEngine
+from tests.engines.crashes import LEASE, a_few_and_fifty, crash_often, page_store, wait_to_be_killed
 from tests.engines.lmcache.caches import PAGE, WaitingCache, objects, open_cache, spans_of
 from tests.engines.lmcache.keys import chunks
-from tests.support.maru_processes import Server, eventually, forge, temporary_pool
+from tests.support.maru_processes import eventually
 
 KEYS = chunks(8)
 
 
 def parameters(server_url):
-    tier = {"type": "maru", "server_url": server_url, "pool_size": 2 << 20, "lease": 0.5, "timeout_ms": 20_000}
+    tier = {"type": "maru", "server_url": server_url, "pool_size": 2 << 20, "lease": LEASE, "timeout_ms": 20_000}
     return {"engine": {"tiers": {"maru": tier}}, "chunk_size_bytes": PAGE, "timeout_ms": 20_000}
 
 
@@ -30,30 +25,13 @@ def hold(channel, server_url, round_):
     cache.store(KEYS, objects(8))
     assert cache.lookup(KEYS).found == [True] * 8
     cache.cache.store(chunks(4, 1000 * (round_ + 1)), spans_of(objects(4)), lambda outcome: None)
-    os.write(channel, b"!")
-    signal.pause()
+    wait_to_be_killed(channel)
 
 
-def crash(server, round_):
-    ours, theirs = os.pipe()
-    with tempfile.TemporaryFile() as log:
-        child = forge().start(f"{__name__}:hold", server.ipc, round_, channel=theirs, errors=log.fileno())
-        os.close(theirs)
-        told = os.read(ours, 1)
-        log.seek(0)
-        assert told == b"!", log.read().decode()
-        child.kill()
-    os.close(ours)
-
-
-@pytest.mark.parametrize("crashes", [3, pytest.param(50, marks=pytest.mark.long)])
+@a_few_and_fifty
 def test_crashes_leave_no_lock_and_no_region_behind_and_what_was_stored_stays(crashes):
-    with temporary_pool() as pool, Server(pool, "--session-lease", "0.5") as server:
-        regions = set()
-        for round_ in range(crashes):
-            crash(server, round_)
-            eventually(lambda: server.facts()["pinned"] == 0)
-            regions.add(len(server.region_files()))
+    with page_store() as server:
+        regions = crash_often(server, crashes, f"{__name__}:hold")
         # The first one's region is kept for what it had stored; those of the others are given back, and none is kept for long.
         eventually(lambda: server.facts()["regions"] <= 2)
         assert max(regions) <= 4
