@@ -152,6 +152,14 @@ _DAEMON_COUNTERS: Final = (
     ("pinned_pool.turned_away", "Clients of the pinned pool that were refused for lack of places"),
     ("pinned_pool.bad", "Connections to the pinned pool that ended because of a bad frame"),
 )
+_TENANT_GAUGES: Final = (
+    ("quota_bytes", "Bytes that a tenant may have stored; the whole of used_bytes"),
+    ("used_bytes", "Bytes that it has stored, or has on their way"),
+)
+_TENANT_COUNTERS: Final = (
+    ("evicted_blocks", "Blocks that went to make room for others of the same tenant"),
+    ("refused_blocks", "Blocks that did not fit into the tenant's quota"),
+)
 _STAGES: Final = ("admission", "awaiting", "batching", "transfer", "chain")
 _STATUSES: Final = ("complete", "cancelled", "failed")
 _OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
@@ -236,6 +244,10 @@ class DaemonCollector:
             yield _gauge(_daemon_name(field), text, {(): int(_daemon_value(values, field))})
         for field, text in _DAEMON_COUNTERS:
             yield _counter(_daemon_name(field), text, {(): int(_daemon_value(values, field))})
+        for field, text in _TENANT_GAUGES:
+            yield _gauge(f"daemon_tenant_{field}", text, _by_tenant(values, field), ["tenant"])
+        for field, text in _TENANT_COUNTERS:
+            yield _counter(f"daemon_tenant_{field}", text, _by_tenant(values, field), ["tenant"])
 
 
 def _daemon_name(field: str) -> str:
@@ -244,6 +256,16 @@ def _daemon_name(field: str) -> str:
 
 def _daemon_value(values: Mapping[str, float], field: str) -> float:
     return values.get(field, 0) if "." in field else values[field]
+
+
+def _by_tenant(values: Mapping[str, float], field: str) -> _Values:
+    """Of all tenants with a quota: the counter ``tenant.NAME.field``."""
+    start, end = "tenant.", f".{field}"
+    return {
+        (name[len(start) : -len(end)],): int(value)
+        for name, value in values.items()
+        if name.startswith(start) and name.endswith(end)
+    }
 
 
 class ConfigCollector:

@@ -305,7 +305,7 @@ class Engine:
         await hit.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
-    async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
+    async def delete(self, keys: Sequence[Key], *, within: float = inf, why: str = "") -> list[Deletion]:
         """Delete these keys in all tiers, the fastest first.
 
         Returns one answer per key, for all tiers together: ``PINNED`` if one of them has the block pinned (it stays there, and
@@ -317,6 +317,7 @@ class Engine:
             keys: the keys to delete.
             within: seconds for all tiers together, which share it. A tier that does not answer within its share has a fault,
                 and its answer is ``UNAVAILABLE``.
+            why: the reason in a word or two, for :meth:`explain`.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
@@ -337,7 +338,7 @@ class Engine:
                 held = told.count(Deletion.PINNED)
                 _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
             deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
-            self._inspector.history.deleted(name, deleted)
+            self._inspector.history.deleted(name, deleted, why)
             if self._tags is not None:
                 self._tags.forget(name, deleted)
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]

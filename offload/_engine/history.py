@@ -156,10 +156,10 @@ class History:
             name, keys, trio.current_time(), f"not copied to {to}: {reason}"
         )
 
-    def deleted(self, name: str, keys: Sequence[Key]) -> None:
+    def deleted(self, name: str, keys: Sequence[Key], why: str = "") -> None:
         """Record that these blocks were deleted from a tier."""
         if keys:
-            self.deletions.note(name, keys, trio.current_time())
+            self.deletions.note(name, keys, trio.current_time(), why)
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """Note that this was loaded from a tier, and is not what its key stands for."""

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import attrs
 
-from maru.configuration import Document, Knob, Knobs
+from maru.configuration import Document, Knob, Knobs, as_bytes
 
 from .._config import PipelineConfig
 from .._engine.config import EngineConfig
 from .._errors import ConfigError
+from ._messages import MAX_CREDENTIAL_BYTES
 from ._sessions import Limits
 from ._tenants import Tenants
 
@@ -112,8 +113,9 @@ class DaemonConfig:
         "",
         "a path",
         r"[^\x00]*",
-        'A TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant. Engines show one. '
-        "Read again at SIGHUP. Empty: there is one tenant, and no credential.",
+        'A TOML file, closed to other users, with a line NAME = "CREDENTIAL" in [tenants] for each tenant, or a table '
+        "[tenants.NAME] with credential and quota. Engines show one. Read again at SIGHUP. Empty: there is one tenant, and no "
+        "credential.",
     )
     status: str = _knob.text(
         "",
@@ -297,10 +299,35 @@ def read_tenants(path: str) -> Tenants:
     if os.stat(path).st_mode & 0o077:
         raise ConfigError("daemon.tenants_file", path, f"must be closed to other users: chmod 600 {path}")
     table = _knob.read(Path(path)).parse().get("tenants", {})
-    if not table or not all(isinstance(value, str) and len(value) >= 16 for value in table.values()):
-        raise ConfigError(
-            "daemon.tenants_file", path, "must have a table [tenants] of texts with at least 16 characters, by name"
-        )
-    if len(set(table.values())) != len(table):
+    tenants = [_tenant(path, name, value) for name, value in table.items()] if isinstance(table, Mapping) else []
+    if not tenants:
+        raise ConfigError("daemon.tenants_file", path, f"must have a table [tenants]: {_TENANT}")
+    if len({credential for _, credential, _ in tenants}) != len(tenants):
         raise ConfigError("daemon.tenants_file", path, "must have another credential for each tenant")
-    return Tenants({name: value.encode() for name, value in table.items()})
+    return Tenants(
+        {name: credential.encode() for name, credential, _ in tenants},
+        {name: quota for name, _, quota in tenants if quota is not None},
+    )
+
+
+_TENANT: Final = (
+    'NAME = "CREDENTIAL" of at least 16 characters, or [tenants.NAME] with a credential and perhaps a quota ("8 GiB")'
+)
+
+
+def _tenant(path: str, name: str, value: object) -> tuple[str, str, int | None]:
+    """Name, credential, and quota of one tenant. No error shows what may be a credential."""
+    if not 0 < len(name) <= 256:
+        raise ConfigError("daemon.tenants_file", path, f"a tenant's name of {len(name)} characters: must be 1 to 256")
+    table = value if isinstance(value, Mapping) else {"credential": value}
+    unknown = next((key for key in table if key not in ("credential", "quota")), None)
+    if unknown is not None:
+        raise ConfigError("daemon.tenants_file", path, f"tenants.{name}.{unknown}: not known; must be {_TENANT}")
+    credential, quota = table.get("credential"), as_bytes(table.get("quota"))
+    if not isinstance(credential, str) or not 16 <= len(credential.encode()) <= MAX_CREDENTIAL_BYTES:
+        raise ConfigError("daemon.tenants_file", path, f"tenants.{name}: must be {_TENANT}")
+    if quota is not None and (isinstance(quota, bool) or not isinstance(quota, int) or not 0 <= quota <= 1 << 60):
+        raise ConfigError(
+            "daemon.tenants_file", path, f"tenants.{name}.quota = {quota!r}: must be bytes from 0 to 1 EiB"
+        )
+    return name, credential, quota

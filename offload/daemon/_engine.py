@@ -50,6 +50,7 @@ class DaemonEngine:
         caches: what engines have registered.
         engine: ``None`` until the tiers are open.
         opened: set when they are.
+        on_opened: called when they are, before anything is stored. Must not raise.
         on_settled: called for each container of the first pipeline that has settled. Must not raise.
     """
 
@@ -58,6 +59,7 @@ class DaemonEngine:
         self.caches: Caches = Caches(block_bytes)
         self.engine: Engine | None = None
         self.opened: trio.Event = trio.Event()
+        self.on_opened: Callable[[Engine], None] = lambda engine: None
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
         self._config = config
         self._wanted = trio.Event()
@@ -106,6 +108,7 @@ class DaemonEngine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
             self.engine = engine
             self.opened.set()
+            self.on_opened(engine)
             self._attempt.over.set()
             task_status.started()
             # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.

@@ -36,6 +36,7 @@ MAX_AXES: Final = 8
 MAX_NUMBERS: Final = 1_024
 """Numbers of one request: holds that are released, stores that are cancelled."""
 TOKEN_BYTES: Final = 16
+MAX_CREDENTIAL_BYTES: Final = 256
 
 RefusedKind: TypeAlias = Literal[
     "version", "session", "credential", "invalid", "full", "draining", "unknown", "unavailable"
@@ -82,7 +83,7 @@ class Hello(_Message, tag=1, frozen=True):
     newest: _U32
     name: _Name
     """Of the engine, for logs."""
-    credential: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
+    credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     """What shows which tenant this is; empty where the daemon has no tenants."""
     previous: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
     """The token of a session of this engine that was lost: the answer comes when all that it held is given back."""

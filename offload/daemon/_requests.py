@@ -16,6 +16,7 @@ from .._pipeline.lifecycle import Status
 from .._pipeline.result import TransferResult
 from ..abc import Precondition
 from ._messages import Loaded, RefusedKind, Stored, StoreStatus, cut
+from ._quotas import REASON, Account
 from ._sessions import Session
 
 
@@ -42,6 +43,12 @@ class UnderWay:
     """What a store waits for."""
     keys: Sequence[Key] = ()
     """Of a store, as they are stored."""
+    account: Account | None = None
+    """Of a store: what its blocks count against."""
+    coming: Sequence[Key] = ()
+    """Of its keys, those that count there until it has ended."""
+    refused: Sequence[int] = ()
+    """Positions of those that did not fit there."""
     over: trio.Event = attrs.field(factory=trio.Event)
     unproven: bool = False
     """Once it is over: whether a copy may still be going on."""
@@ -80,12 +87,13 @@ class EngineSignal(Precondition):
         return True
 
 
-def stored(seq: int, epoch: int, keys: Sequence[Key], result: TransferResult) -> Stored:
-    """The answer to a store."""
+def stored(seq: int, epoch: int, keys: Sequence[Key], result: TransferResult, refused: Sequence[int] = ()) -> Stored:
+    """The answer to a store, of which a tenant's quota has refused some positions."""
     status: StoreStatus = "unproven" if isinstance(result.error, DrainUnproven) else _STATUS[result.status]
     error = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
     failed = {key: f"{type(why).__name__}: {why}" for key, why in result.failed.items()}
-    return Stored(seq, epoch, status, _at(keys, result.filtered), _at(keys, failed), cut(error))
+    filtered = _at(keys, result.filtered) + [(at, REASON) for at in refused]
+    return Stored(seq, epoch, status, filtered, _at(keys, failed), cut(error))
 
 
 _STATUS: Final[Mapping[Status, StoreStatus]] = {

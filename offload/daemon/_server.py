@@ -150,6 +150,8 @@ class Daemon:
         tenants = read_tenants(config.tenants_file)
         service = self._service
         before, service.tenants = service.tenants, tenants
+        service.quotas.configure(tenants.quotas)
+        service.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
         if self._events is not None:

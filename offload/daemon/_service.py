@@ -15,20 +15,21 @@ Rule 3. A session is given back in the order of :class:`~offload.daemon._session
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import trio
 
-from backends.abc import Deletion, Unproven
+from backends.abc import Deletion, Key, Unproven
 from maru.exception_groups import holds
 
 from .._engine import Engine
 from .._errors import OffloadError, PipelineFull
 from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
+from ..abc import PreconditionLike
 from ..preconditions import NO_WAIT
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
@@ -74,6 +75,7 @@ from ._messages import (
     negotiate,
     unpacked,
 )
+from ._quotas import Account, Quotas
 from ._requests import EngineSignal, Refusal, UnderWay, loaded, stored
 from ._sessions import Limits, Session, Sessions, Stage
 from ._statistics import counters
@@ -112,6 +114,8 @@ class Service:
     ) -> None:
         self.sessions: Sessions = Sessions(limits)
         self.tenants: Tenants = tenants
+        self.quotas: Quotas = Quotas()
+        self.quotas.configure(tenants.quotas)
         self.draining: bool = False
         """Whether what begins work is refused: new sessions, stores, lookups and loads."""
         self.handover_path: str = ""
@@ -128,6 +132,7 @@ class Service:
         self._stores: dict[OffloadContainer, tuple[UnderWay, TransferHandle]] = {}
         self._last_hold = self._last_memory = 0
         engine.on_settled = self._settled
+        engine.on_opened = lambda opened: self.quotas.open(engine.block_bytes, opened.tiers.values())
 
     @property
     def under_way(self) -> int:
@@ -343,22 +348,76 @@ class Service:
         depths = unpacked(request.depths)
         blocks = self._daemon_engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
         signal = EngineSignal() if request.waits else None
+        account = self.quotas.of(session.tenant)
         scope = trio.CancelScope()
         under_way = UnderWay(
-            session, request.seq, scope.cancel, request.cache, request.cancel_token, signal, blocks.keys
+            session, request.seq, scope.cancel, request.cache, request.cancel_token, signal, keys, account
         )
         session.requests[request.seq] = under_way
         precondition = NO_WAIT if signal is None else signal
+        if account is not None and account.shortage(keys, self.quotas.block_bytes):
+            within = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
+            self._nursery.start_soon(self._store_late, under_way, scope, within)
+            return
         try:
+            if account is not None:
+                under_way.coming, _ = account.admit(keys, self.quotas.block_bytes)
             handle = self._engine.store_nowait(blocks, precondition, tenant=session.tenant)
         except PipelineFull:
             enqueue = partial(self._engine.store, blocks, precondition, tenant=session.tenant)
             self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
         except BaseException:
             del session.requests[request.seq]
+            if account is not None:
+                account.settled(under_way.coming)
             raise
         else:
             self._admitted(under_way, handle)
+
+    async def _store_within(
+        self,
+        account: Account,
+        under_way: UnderWay,
+        ids: Sequence[int],
+        depths: Sequence[int],
+        precondition: PreconditionLike,
+    ) -> TransferHandle:
+        """Store what fits into a tenant's quota, once its least recently used blocks have gone for that."""
+        keys = under_way.keys
+        await self._make_room(account, keys)
+        # No checkpoint up to the engine's own: what has gone makes room for these.
+        under_way.coming, under_way.refused = account.admit(keys, self.quotas.block_bytes)
+        refused = set(under_way.refused)
+        fits = [at for at in range(len(keys)) if at not in refused]
+        blocks = self._daemon_engine.caches.blocks(
+            under_way.cache,
+            [ids[at] for at in fits],
+            [keys[at] for at in fits],
+            [depths[at] for at in fits] if depths else depths,
+        )
+        return await self._engine.store(blocks, precondition, tenant=account.tenant)
+
+    async def _make_room(self, account: Account, keys: Sequence[Key]) -> None:
+        """Have blocks of a tenant go, as long as some are missing room and others may go. Cancelled, some may have gone."""
+        asked: set[Key] = set(keys)
+        while short := account.shortage(keys, self.quotas.block_bytes):
+            victims = account.victims(short, asked)
+            if not victims:
+                return
+            asked.update(victims)  # what is held stays, and is not asked for twice
+            account.asked(victims, await self._engine.delete(victims, why="over the quota of its tenant"))
+
+    def trim(self) -> None:
+        """Begin to have go what is beyond quotas that were made smaller."""
+        for account in self.quotas:
+            if self._daemon_engine.engine is not None:
+                self._nursery.start_soon(self._trim, account)
+
+    async def _trim(self, account: Account) -> None:
+        try:
+            await self._make_room(account, ())
+        except Exception as exc:  # the next store of this tenant tries again
+            _log.warning("tenant %s: what is beyond its quota stays: %r", account.tenant, exc)
 
     async def _store_late(
         self, under_way: UnderWay, scope: trio.CancelScope, enqueue: Callable[[], Awaitable[TransferHandle]]
@@ -394,7 +453,12 @@ class Service:
 
     def _end_store(self, under_way: UnderWay, handle: TransferHandle) -> None:
         assert handle.result is not None
-        answer = stored(under_way.seq, self.epoch, under_way.keys, handle.result)
+        result, account = handle.result, under_way.account
+        answer = stored(under_way.seq, self.epoch, under_way.keys, result, under_way.refused)
+        if account is not None:
+            there = [*result.completed, *[key for key, reason in result.filtered.items() if reason == "present"]]
+            self.quotas.settled(account, under_way.coming, there)
+            under_way.coming = ()
         under_way.unproven = answer.status == "unproven"
         self._finish(under_way, answer)
 
@@ -449,6 +513,7 @@ class Service:
         self._last_hold += 1
         # Held also where nothing was found: released with the others, and there is one way for all.
         session.holds[self._last_hold] = hit
+        self.quotas.found(session.tenant, hit.keys)
         return Found(request.seq, self.epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
 
     def exists(self, session: Session, request: Exists) -> None:
@@ -500,7 +565,9 @@ class Service:
         self._start(session, request, self._delete)
 
     async def _delete(self, session: Session, request: Delete) -> Answer:
-        answers = await self._engine.delete(stored_keys(session.tenant, request.keys), within=request.within)
+        keys = stored_keys(session.tenant, request.keys)
+        answers = await self._engine.delete(keys, within=request.within)
+        self.quotas.deleted(session.tenant, keys, answers)
         return Deleted(request.seq, self.epoch, bytes(map(_DELETIONS.index, answers)))
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -565,6 +632,8 @@ class Service:
     def _finish(self, under_way: UnderWay, answer: Answer) -> None:
         session = under_way.session
         session.requests.pop(under_way.seq, None)
+        if under_way.account is not None:
+            under_way.account.settled(under_way.coming)
         under_way.over.set()
         if not session.ended:
             self._send(session.peer, answer)

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def counters(service: Service, session: Session | None, daemon_engine: DaemonEngine) -> dict[str, float]:
-    """Name and value of each, now."""
+    """Name and value of each, now. A session of a tenant is told what is its own: the rest is of others as well."""
+    if session is not None and session.tenant:
+        return _of_session(session) | service.quotas.counters(session.tenant)
     sessions = list(service.sessions)
     values: dict[str, float] = {
         "sessions": len(sessions),
@@ -23,8 +25,9 @@ def counters(service: Service, session: Session | None, daemon_engine: DaemonEng
         "turned_away": service.sessions.turned_away,
         "sessions_given_back": service.sessions.given_back,
     }
+    values |= service.quotas.counters()
     if session is not None:
-        values |= {"session.requests": len(session.requests), "session.holds": len(session.holds)}
+        values |= _of_session(session)
     engine = daemon_engine.engine
     if engine is None:
         return values
@@ -55,3 +58,12 @@ def counters(service: Service, session: Session | None, daemon_engine: DaemonEng
             f"tier.{name}.evicted_blocks": tier.evicted,
         }
     return values
+
+
+def _of_session(session: Session) -> dict[str, float]:
+    return {
+        "session.requests": len(session.requests),
+        "session.holds": len(session.holds),
+        "session.caches": len(session.caches),
+        "session.memories": len(session.memories),
+    }

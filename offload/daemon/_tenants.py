@@ -21,9 +21,11 @@ PREFIX_BYTES: Final = 8
 
 @attrs.frozen
 class Tenants:
-    """The tenants of a daemon, each with its credential."""
+    """The tenants of a daemon, each with its credential, and some with a quota."""
 
     credentials: Mapping[str, bytes] = attrs.field(factory=dict, repr=False)
+    quotas: Mapping[str, int] = attrs.field(factory=dict)
+    """Bytes that a tenant may have stored; one that is not named may have what there is."""
 
     def of(self, credential: bytes) -> str | None:
         """The tenant that this credential belongs to; ``None`` if there is none."""

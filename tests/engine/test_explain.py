@@ -462,7 +462,7 @@ def planted_other_tenants_are_told(patch):
 def planted_deletions_are_forgotten(patch):
     from offload._engine.history import History
 
-    patch.setattr(History, "deleted", lambda self, name, keys: None)
+    patch.setattr(History, "deleted", lambda self, name, keys, why="": None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,242 @@
+"""How much each tenant may have stored, and what it has: one account of keys for each tenant with a quota. Pure.
+
+    admitted (coming) --a tier has it--> there --no tier has it any more--> forgotten
+          `-----its store has ended-----> forgotten
+
+Rule 1. A block counts once for its tenant, in however many tiers it is: by its key, which begins with the tenant's prefix. What
+        is on its way counts, too; so stores that are under way at the same time do not exceed a quota together.
+Rule 2. What does not fit makes the tenant's own least recently used blocks go, and never another tenant's. What is held stays.
+        Of what does not fit even then, the blocks behind are refused.
+Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is believed. In one that does not, such as a page store,
+        a block counts until it is deleted, or is missing when it is its turn to go: there, what is counted is never too little.
+Rule 4. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Final
+
+import attrs
+
+from backends.abc import Deletion, Key
+from maru.kv_events import KeyBook
+
+from ._tenants import PREFIX_BYTES, prefix_of
+
+REASON: Final = "quota"
+"""Why a block was refused, as its engine is told."""
+_UNTOLD: Final = 1
+"""The bit of all tiers that do not tell of their keys."""
+
+
+@attrs.define(eq=False)
+class Account:
+    """What one tenant has stored, in blocks."""
+
+    tenant: str
+    quota_bytes: int
+    refused: int = 0
+    """Blocks that did not fit, although what may go was gone."""
+    evicted: int = 0
+    """Blocks that went to make room for others of this tenant."""
+    _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
+    """The tiers that have each, as bits; the least recently used first."""
+    _coming: set[Key] = attrs.field(factory=set, repr=False)
+
+    def __len__(self) -> int:
+        return len(self._there) + len(self._coming)
+
+    # --- making room ------------------------------------------------------------------------------------------------
+
+    def shortage(self, keys: Iterable[Key], block_bytes: int) -> int:
+        """How many blocks have to go, so that these fit."""
+        new = sum(key not in self._there and key not in self._coming for key in dict.fromkeys(keys))
+        return max(0, len(self) + new - self.quota_bytes // block_bytes)
+
+    def victims(self, n: int, stays: Collection[Key]) -> list[Key]:
+        """The ``n`` least recently used blocks, without some that stay."""
+        return list(islice((key for key in self._there if key not in stays), n))
+
+    def asked(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
+        """These were to go, and this is what all tiers together have answered. What stays is used, or may be: it goes last."""
+        for key, answer in zip(keys, answers, strict=True):
+            if answer in (Deletion.DELETED, Deletion.MISSING):
+                self._there.pop(key, None)
+                self.evicted += answer is Deletion.DELETED
+            elif key in self._there:
+                self._there.move_to_end(key)
+
+    def admit(self, keys: Sequence[Key], block_bytes: int) -> tuple[list[Key], list[int]]:
+        """Let blocks come as far as there is room. Returns those that count from now on, and the positions of the refused."""
+        room = self.quota_bytes // block_bytes - len(self)
+        coming: dict[Key, None] = {}
+        refused: list[int] = []
+        for at, key in enumerate(keys):
+            if key in self._there or key in self._coming or key in coming:
+                continue
+            if len(coming) < room:
+                coming[key] = None
+            else:
+                refused.append(at)
+        self._coming.update(coming)
+        self.refused += len(refused)
+        return list(coming), refused
+
+    # --- what becomes of blocks -------------------------------------------------------------------------------------
+
+    def settled(self, coming: Iterable[Key]) -> None:
+        """The store that these were admitted for has ended: what no tier has told of does not come any more."""
+        self._coming.difference_update(coming)
+
+    def stored(self, keys: Iterable[Key], place: int) -> None:
+        """A tier has these, which counts as a use."""
+        there = self._there
+        for key in keys:
+            there[key] = there.get(key, 0) | place
+            there.move_to_end(key)
+            self._coming.discard(key)
+
+    def removed(self, keys: Iterable[Key], place: int) -> None:
+        """A tier does not have these any more."""
+        for key in keys:
+            places = self._there.get(key, 0) & ~place
+            if places:
+                self._there[key] = places
+            else:
+                self._there.pop(key, None)
+
+    def deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
+        """The tenant has deleted some of these."""
+        for key, answer in zip(keys, answers, strict=True):
+            if answer in (Deletion.DELETED, Deletion.MISSING):
+                self._there.pop(key, None)
+
+    def used(self, keys: Iterable[Key]) -> None:
+        """These were found."""
+        for key in keys:
+            if key in self._there:
+                self._there.move_to_end(key)
+
+
+class Quotas:
+    """The accounts of all tenants with a quota.
+
+    Attributes:
+        block_bytes: size of every block; 0 until the tiers are open.
+        all_told: whether every tier tells of its keys: rule 3.
+    """
+
+    def __init__(self) -> None:
+        self.block_bytes: int = 0
+        self.all_told: bool = True
+        self._accounts: dict[bytes, Account] = {}  # by the prefix of the tenant's keys
+        self._books: list[KeyBook[Key]] = []
+        self._watching = False
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(list(self._accounts.values()))
+
+    def of(self, tenant: str) -> Account | None:
+        """The account of this tenant; ``None`` if it has no quota."""
+        return self._accounts.get(prefix_of(tenant)) if self._accounts else None
+
+    def configure(self, quotas: Mapping[str, int]) -> None:
+        """Have these quotas from now on, in bytes by tenant. A tenant that had none is charged with what is there."""
+        before, self._accounts = self._accounts, {}
+        for tenant, quota_bytes in quotas.items():
+            prefix = prefix_of(tenant)
+            account = before.get(prefix)
+            if account is None:
+                account = Account(tenant, quota_bytes)
+                self._charge(prefix, account)
+            account.quota_bytes = quota_bytes
+            self._accounts[prefix] = account
+        self._watch()
+
+    def open(self, block_bytes: int, tiers: Iterable[object]) -> None:
+        """The tiers are open: charge what they have, and follow what comes and goes."""
+        tiers = list(tiers)
+        self.block_bytes = block_bytes
+        self._books = [tier for tier in tiers if isinstance(tier, KeyBook)]
+        self.all_told = len(self._books) == len(tiers)
+        for prefix, account in self._accounts.items():
+            self._charge(prefix, account)
+        self._watch()
+
+    def settled(self, account: Account, coming: Iterable[Key], there: Iterable[Key]) -> None:
+        """A store has ended, with which some blocks came to be there."""
+        account.settled(coming)
+        if not self.all_told:
+            account.stored(there, _UNTOLD)
+
+    def found(self, tenant: str, keys: Iterable[Key]) -> None:
+        """A lookup of this tenant has found these. Where not all tiers tell, one may have had them since before."""
+        account = self.of(tenant)
+        if account is not None and self.all_told:
+            account.used(keys)
+        elif account is not None:
+            account.stored(keys, _UNTOLD)
+
+    def deleted(self, tenant: str, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
+        """A tenant has deleted blocks."""
+        account = self.of(tenant)
+        if account is not None:
+            account.deleted(keys, answers)
+
+    def counters(self, tenant: str | None = None) -> dict[str, float]:
+        """Name and value of each counter: of one tenant, or of all."""
+        return {
+            f"tenant.{account.tenant}.{name}": value
+            for account in self._accounts.values()
+            if tenant is None or account.tenant == tenant
+            for name, value in (
+                ("quota_bytes", account.quota_bytes),
+                ("used_bytes", len(account) * self.block_bytes),
+                ("evicted_blocks", account.evicted),
+                ("refused_blocks", account.refused),
+            )
+        }
+
+    # --- what tiers tell --------------------------------------------------------------------------------------------
+
+    def _charge(self, prefix: bytes, account: Account) -> None:
+        for at, book in enumerate(self._books):
+            account.stored([key for key in book.list_keys() if key.startswith(prefix)], _bit(at))
+
+    def _watch(self) -> None:
+        """Follow the tiers from the first quota on: without one, what comes and goes costs nothing here."""
+        if self._accounts and self._books and not self._watching:
+            self._watching = True
+            for at, book in enumerate(self._books):
+                book.watch_keys(_Watcher(self._by_account, _bit(at)))
+
+    def _by_account(self, keys: Iterable[Key]) -> Iterable[tuple[Account, list[Key]]]:
+        found: dict[Account, list[Key]] = {}
+        for key in keys:
+            account = self._accounts.get(key[:PREFIX_BYTES])
+            if account is not None:
+                found.setdefault(account, []).append(key)
+        return found.items()
+
+
+def _bit(at: int) -> int:
+    return _UNTOLD << 1 + at
+
+
+@attrs.frozen(eq=False)
+class _Watcher:
+    """Follows the keys of one tier."""
+
+    _by_account: Callable[[Iterable[Key]], Iterable[tuple[Account, list[Key]]]]
+    _place: int
+
+    def stored(self, keys: Sequence[Key]) -> None:
+        for account, its in self._by_account(keys):
+            account.stored(its, self._place)
+
+    def removed(self, keys: Sequence[Key]) -> None:
+        for account, its in self._by_account(keys):
+            account.removed(its, self._place)
