@@ -21,8 +21,8 @@ import stat
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from backends.abc import EVICTED, DamagedBlock, Destination, ExternalBlocks, Key
-from backends.pages import Pages, copy_pages
+from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
+from backends.pages import Pages, copy_pages, new_pages
 from backends.slots import Storage
 from maru._errors import CannotMap
 from maru._memory.memory import Memory
@@ -272,7 +272,7 @@ class Caches:
         self._check(cache, ids)
         return ExternalBlocks(self, keys, [cache << _CACHE_SHIFT | block for block in ids], depths or None)
 
-    def into(self, cache: int, ids: Sequence[int]) -> Destination:
+    def into(self, cache: int, ids: Sequence[int]) -> CacheBlocks:
         """Blocks of a cache to load into.
 
         Raises:
@@ -281,7 +281,7 @@ class Caches:
         self._check(cache, ids)
         if len(set(ids)) != len(ids):
             raise ValueError("a block of the cache is named twice")
-        return _Into(self._storages[cache], list(ids))
+        return CacheBlocks(self._storages[cache], list(ids))
 
     def _check(self, cache: int, ids: Sequence[int]) -> None:
         blocks = self._blocks.get(cache)
@@ -340,7 +340,7 @@ class Caches:
         return parts
 
 
-class _Into:
+class CacheBlocks:
     """Blocks of a cache as a destination."""
 
     def __init__(self, storage: Storage, ids: list[int]) -> None:
@@ -356,3 +356,12 @@ class _Into:
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._storage.copy_in(self._ids[start : start + len(pages)], pages)
+
+    def clear(self, positions: Sequence[int]) -> None:
+        """Overwrite these blocks with zeros. In a copy thread.
+
+        Raises:
+            OSError: their engine has cut off its memory.
+        """
+        zeros = new_pages(1, self.block_bytes).at([0] * len(positions))
+        self._storage.copy_in([self._ids[at] for at in positions], zeros)

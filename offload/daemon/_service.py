@@ -22,7 +22,8 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from backends.abc import Deletion, Key, Unproven
+from backends.abc import LOADED, Deletion, Key, Unproven
+from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
 from .._engine import Engine
@@ -34,7 +35,7 @@ from ..preconditions import NO_WAIT
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
 from ._layout import check_layout
-from ._memory import EngineMemory
+from ._memory import CacheBlocks, EngineMemory
 from ._messages import (
     NAME_OF,
     OLDEST,
@@ -535,15 +536,31 @@ class Service:
             raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
         self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
 
-    async def _load(self, hit: Any, destination: Any, session: Session, request: Load) -> Answer:
+    async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
         try:
             result = await self._engine.load(hit, destination)
-        except Exception as exc:
-            if not holds(exc, Unproven):
-                raise
-            session.requests[request.seq].unproven = True
-            return Loaded(request.seq, self.epoch, 0, [], [], unproven=True)
+        except BaseException as exc:
+            if isinstance(exc, Exception) and holds(exc, Unproven):
+                session.requests[request.seq].unproven = True
+                return Loaded(request.seq, self.epoch, 0, [], [], unproven=True)
+            await self._clear(session, destination, range(len(destination)))
+            raise
+        await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
         return loaded(request.seq, self.epoch, result)
+
+    async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
+        """Leave nothing unverified in a tenant's memory.
+
+        A block is compared with what was stored when it has been copied already. What is wrong in it may be another tenant's
+        bytes: a copy of that one, whose end could not be proven, may have written to a page that was released since.
+        """
+        if not session.tenant or not positions:
+            return
+        with trio.CancelScope(shield=True):  # one pass over memory, of at most one request
+            try:
+                await run_in_thread_to_the_end(destination.clear, positions)
+            except (OSError, RuntimeError) as exc:  # its engine has cut it off; of torch, for a device
+                _log.info("%s: %d blocks that were not loaded stay as they are: %s", session, len(positions), exc)
 
     def release(self, session: Session, request: Release) -> Answer | None:
         """Let go of holds: at once where all of it is in memory, else in a task."""
