@@ -1,4 +1,4 @@
-"""The command line: ``offload demo | replay | scenario | incident | serve | pinned-pool | size | top | bench``.
+"""The command line: ``offload demo | replay | scenario | incident | serve | ping | describe | doctor | top | bench``, and more.
 
 The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch. The table
 below names the module of each command, which has a click command.
@@ -25,6 +25,18 @@ from maru._commands import Commands as Commands
             "offload.daemon._command:command",
             "Serve the tiers and pipelines of this host to its inference engines.",
         ),
+        "ping": ("offload.daemon._operator_commands:ping", "Say whether a daemon answers, and how long that takes."),
+        "describe": ("offload.daemon._operator_commands:describe", "Say what daemon this is."),
+        "query": ("offload.daemon._operator_commands:query", "Say which tiers of a daemon have a block."),
+        "explain": ("offload.daemon._operator_commands:explain", "Explain why a block is, or is not, in a daemon."),
+        "drain": ("offload.daemon._operator_commands:drain", "End a daemon, as SIGTERM does."),
+        "quarantine": (
+            "offload.daemon._operator_commands:quarantine",
+            "List and release what a daemon has in quarantine.",
+        ),
+        "reload": ("offload.daemon._operator_commands:reload", "Have a daemon read its settings again."),
+        "log-level": ("offload.daemon._operator_commands:log_level", "Set the log level of a daemon."),
+        "doctor": ("offload.daemon._doctor_command:command", "Find what is wrong with a daemon, or will be."),
         "pinned-pool": (
             "backends.pinned_pool._command:command",
             "Keep pinned host memory for many processes, in chunks.",

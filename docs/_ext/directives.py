@@ -39,6 +39,7 @@ from offload._engine import engine_knobs
 from offload._pipeline import lifecycle
 from offload._pipeline.lifecycle import GATE, MOVES
 from offload.daemon import MESSAGES, daemon_knobs
+from offload.daemon import _admin_messages as _daemon_admin_messages
 from offload.daemon import _config as _daemon_config
 from offload.daemon import _messages as _daemon_messages
 
@@ -99,10 +100,13 @@ class Knobs(SphinxDirective):
 
 
 class Messages(SphinxDirective):
-    """The table of the daemon's messages, made from the table that both sides dispatch by."""
+    """The table of a daemon's messages, of engines or of operators, made from the table that both sides dispatch by."""
+
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(_daemon_messages.__file__))
+        of_operators = self.arguments == ["operators"]
+        self.env.note_dependency(str((_daemon_admin_messages if of_operators else _daemon_messages).__file__))
         rows: list[list[nodes.Node]] = [
             [
                 nodes.Text(str(kind.code)),
@@ -111,7 +115,7 @@ class Messages(SphinxDirective):
                 nodes.literal("", ", ".join(kind.answer.__struct_fields__[2:])),
                 nodes.Text(kind.purpose),
             ]
-            for kind in MESSAGES
+            for kind in (_daemon_admin_messages.ADMIN_MESSAGES if of_operators else MESSAGES)
         ]
         return [_table(("Code", "Name", "Asks with", "Is answered with", "What for"), (6, 16, 24, 24, 30), rows)]
 

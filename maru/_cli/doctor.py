@@ -73,7 +73,7 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
         every = [attrs.asdict(finding) for finding in findings]
         print_json({"address": target.address, **place._asdict(), "verdict": verdict, "findings": every})
     else:
-        _show(findings)
+        show_findings(findings)
     if verdict == "fail":
         sys.exit(1)
 
@@ -181,7 +181,8 @@ def _as_int(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print what was found, and below it what to do."""
     from rich.table import Table
     from rich.text import Text
 

@@ -131,7 +131,7 @@ class Facts:
 
 def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
     """What is to be said about these facts, the same things in the same order each time."""
-    findings = [_directory(facts.directory)]
+    findings = [examine_directory(facts.directory)]
     if facts.device is None:
         findings += [*examine_space(facts, wanted), _kind(facts)]
     else:
@@ -141,7 +141,7 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
         findings.append(_memlock(facts, wanted))
     if wanted.curve or facts.curve is not None:
         findings.append(_curve(facts, wanted))
-    findings += [_socket(fact) for fact in facts.sockets]
+    findings += [examine_socket(fact) for fact in facts.sockets]
     findings += [_pool(fact) for fact in facts.pools]
     return findings
 
@@ -157,8 +157,9 @@ def worst(findings: Iterable[Finding]) -> Verdict:
     return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "ok"
 
 
-def _directory(fact: PathFact) -> Finding:
-    name, needed = "pool directory", "ours, mode 0700"
+def examine_directory(fact: PathFact, name: str = "pool directory") -> Finding:
+    """What is to be said about a directory that only its user may enter."""
+    needed = "ours, mode 0700"
     if not fact.exists and not fact.has_parent:
         parent = PurePath(fact.path).parent
         found = f"{fact.path} is not there, nor is {parent}"
@@ -282,7 +283,8 @@ def _curve(facts: Facts, wanted: Wanted) -> Finding:
     )
 
 
-def _socket(fact: PathFact) -> Finding:
+def examine_socket(fact: PathFact) -> Finding:
+    """What is to be said about a socket that only its user may use."""
     name, needed = f"socket {_last(fact.path)}", "ours, mode 0600"
     if not fact.exists:
         return Finding(name, "warn", f"{fact.path} is not there", needed, "start the server")

@@ -42,16 +42,16 @@ def read_facts(
     system = os.statvfs(there)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Facts(
-        directory=_path_fact(path),
+        directory=path_fact(path),
         file_system=file_system_of(there, _read(f"{proc}/self/mounts")),
         free_bytes=system.f_bavail * system.f_frsize,
         held_bytes=_held_bytes(path),
         memory_left_bytes=_memory_left(proc, cgroup),
         available_bytes=_kib_line(_read(f"{proc}/meminfo"), "MemAvailable"),
-        memlock_bytes=_memlock_bytes(_read(f"{proc}/self/status")),
+        memlock_bytes=memlock_limit(proc),
         descriptors=_unlimited(soft),
         most_descriptors=_unlimited(hard),
-        sockets=tuple(_path_fact(socket) for socket in sockets),
+        sockets=tuple(path_fact(socket) for socket in sockets),
         pools=tuple(_pools_beside(path, _read(f"{proc}/locks"))),
         device=_device_fact(device) if device else None,
         populates=can_populate(),
@@ -99,7 +99,8 @@ def _held_bytes(path: str) -> int:
     return held
 
 
-def _path_fact(path: str) -> PathFact:
+def path_fact(path: str) -> PathFact:
+    """What there is at a path."""
     try:
         status = os.stat(path)
     except OSError:
@@ -145,6 +146,11 @@ def _memory_left(proc: str, cgroup: str) -> int | None:
             group = os.path.dirname(group)
     least = min(left, default=None)
     return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 says "no limit" as a huge number
+
+
+def memlock_limit(proc: str = "/proc") -> int | None:
+    """Bytes that this process may lock in memory; None: there is no limit, or none that holds for it."""
+    return _memlock_bytes(_read(f"{proc}/self/status"))
 
 
 def _memlock_bytes(status: str) -> int | None:

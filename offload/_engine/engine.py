@@ -408,8 +408,26 @@ class Engine:
     @property
     def quarantine(self) -> Sequence[Quarantined]:
         """Copies of stores, loads and promotions without a proven end: see :attr:`offload.Pipeline.quarantine`."""
-        ways = [*self.pipelines, *[pipeline for _, pipeline in self._promoter.pipelines]]
-        return [entry for pipeline in ways for entry in pipeline.quarantine]
+        return list(self.quarantine_by_name().values())
+
+    def quarantine_by_name(self) -> Mapping[str, Quarantined]:
+        """The same, each with a name for operators: its pipeline, and a number."""
+        ways = [(pipeline.name, pipeline) for pipeline in self.pipelines]
+        ways += [(f"promote-{tier}", pipeline) for tier, pipeline in self._promoter.pipelines]
+        return {f"{name}/{entry.number}": entry for name, pipeline in ways for entry in pipeline.quarantine}
+
+    @property
+    def withheld(self) -> Sequence[Key]:
+        """Keys under which the shadow check has found something wrong, and that are not served until they are stored anew."""
+        return [] if self._shadow is None else list(self._shadow.withheld)
+
+    def serve_again(self, keys: Sequence[Key]) -> int:
+        """Serve withheld keys again, when an operator knows that they are right. Returns how many were withheld."""
+        if self._shadow is None:
+            return 0
+        withheld = self._shadow.withheld.among(keys)
+        self._shadow.withheld.release(withheld)
+        return len(withheld)
 
     def statistics(self) -> EngineStatistics:
         """An immutable snapshot of counters, tiers and pipelines."""

@@ -8,7 +8,7 @@ Rule 2. A hit that was found before its block turned out wrong may hold that ver
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from backends.abc import Key
@@ -38,6 +38,9 @@ class WithheldKeys:
 
     def __len__(self) -> int:
         return len(self._withheld)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._withheld)
 
     def __contains__(self, key: object) -> bool:
         return key in self._withheld

@@ -4,7 +4,8 @@ Blocks outlive the engines that stored them. An engine comes by :mod:`offload.cl
 
 To read it: ``_messages`` is what both sides say, ``_sessions`` what an engine holds and the order in which it is given back,
 ``_memory`` how the memory of engines is read and written, ``_service`` what is done for each message, ``_server`` the tasks
-around it, ``_events`` what routers are told, ``_command`` the command.
+around it, ``_events`` what routers are told, ``_command`` the command. What operators say is in ``_admin_messages``, what is
+done for it in ``_admin``, and their commands are in ``_operator_commands``.
 """
 
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ._config import default_url as default_url
     from ._event_names import event_name as event_name
     from ._messages import MESSAGES as MESSAGES
+    from ._admin_messages import ADMIN_MESSAGES as ADMIN_MESSAGES
 
 _HOMES = {
     "open_daemon": "._server",
@@ -36,6 +38,7 @@ _HOMES = {
     "default_url": "._config",
     "event_name": "._event_names",
     "MESSAGES": "._messages",
+    "ADMIN_MESSAGES": "._admin_messages",
 }
 
 lazily(__name__, _HOMES)

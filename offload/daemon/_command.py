@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -67,10 +68,13 @@ def check_settings(settings: Settings) -> None:
     from backends.closing import closing
 
     from .._engine.factories import make_tier
+    from ._admin import read_token
     from ._config import read_tenants
     from ._engine import unpopulated
 
     read_tenants(settings.daemon.tenants_file)
+    if settings.daemon.admin_token_file:
+        read_token(settings.daemon.admin_token_file)
     block_bytes = settings.daemon.block_bytes or 4_096  # the size that the first cache would say
     for name, tier in unpopulated(settings.engine.tiers).items():
         with closing(make_tier(f"tiers.{name}", tier, block_bytes)):
@@ -123,21 +127,38 @@ async def _serve(settings: Settings) -> Dropped:
         async with open_daemon(
             settings.daemon, settings.engine, maru=_maru_config(settings), pinned_pool=settings.pinned_pool
         ) as daemon:
+            running = _Running(daemon, settings)
+            if daemon.admin is not None:
+                daemon.admin.reload = running.reload
             print(ready_line(daemon), flush=True)
             notify("READY", f"serving at {daemon.url}")
             gc.freeze()
             gc.enable()
-            async for number in signals:
-                if number != signal.SIGHUP:
-                    break
-                notify("RELOADING", "reading the settings again")
-                settings = _reload(daemon, settings)
-                notify("READY", f"serving at {daemon.url}")
-            _log.info("%s: draining, for at most %g s", signal.Signals(number).name, daemon.config.drain_timeout)
+            why = await _until_the_end(running, signals)
+            _log.info("%s: draining, for at most %g s", why, daemon.config.drain_timeout)
             notify("STOPPING", "draining")
             _end_at_last(daemon.config.drain_timeout + _LAST_RESORT)
             dropped = await daemon.drain()
     return dropped
+
+
+async def _until_the_end(running: _Running, signals: AsyncIterator[int]) -> str:
+    """Heed SIGHUP until a signal, or an operator, asks for the end. Which of them."""
+    import trio
+
+    async with trio.open_nursery() as nursery:
+
+        async def wait_for_operator() -> None:
+            await running.daemon.drain_asked.wait()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(wait_for_operator)
+        async for number in signals:
+            if number != signal.SIGHUP:
+                nursery.cancel_scope.cancel()
+                return signal.Signals(number).name
+            running.reload_for_signal()
+    return "an operator"
 
 
 def _maru_config(settings: Settings) -> Any:
@@ -156,19 +177,43 @@ def _maru_config(settings: Settings) -> Any:
     )
 
 
-def _reload(daemon: Daemon, settings: Settings) -> Settings:
-    """Take over what may change; everything else is named and left as it is."""
-    try:
-        fresh = read_settings(settings.path, settings.options)
-        daemon.reload(keep_unreloadable(settings.daemon, fresh.daemon))
-    except (ConfigError, OSError) as exc:
-        _log.error("SIGHUP: nothing was changed: %s", exc)
-        return settings
-    for name in refused_changes(settings, fresh):
-        _log.error("SIGHUP: %s was not changed: it needs a restart", name)
-    logging.getLogger("offload").setLevel(daemon.config.log_level.upper())
-    _log.info("SIGHUP: the settings were read again")
-    return attrs.evolve(settings, daemon=daemon.config)
+@attrs.define
+class _Running:
+    """A daemon that runs, and the settings that it has now."""
+
+    daemon: Daemon
+    settings: Settings
+
+    def reload(self) -> list[str]:
+        """Take over what may change; everything else is named, and left as it is.
+
+        Raises:
+            offload.ConfigError: the settings cannot be read. Nothing was changed.
+            OSError: the same.
+        """
+        from ._notify import notify
+
+        daemon, before = self.daemon, self.settings
+        notify("RELOADING", "reading the settings again")
+        try:
+            fresh = read_settings(before.path, before.options)
+            daemon.reload(keep_unreloadable(before.daemon, fresh.daemon))
+        finally:
+            notify("READY", f"serving at {daemon.url}")
+        refused = refused_changes(before, fresh)
+        for name in refused:
+            _log.error("reload: %s was not changed: it needs a restart", name)
+        logging.getLogger("offload").setLevel(daemon.config.log_level.upper())
+        _log.info("reload: the settings were read again")
+        self.settings = attrs.evolve(before, daemon=daemon.config)
+        return refused
+
+    def reload_for_signal(self) -> None:
+        """The same, where nobody waits for an answer."""
+        try:
+            self.reload()
+        except (ConfigError, OSError) as exc:
+            _log.error("SIGHUP: nothing was changed: %s", exc)
 
 
 def _end_at_last(seconds: float) -> None:

@@ -37,6 +37,10 @@ CHANNEL_NAME: Final = "daemon.sock"
 """In the runtime directory: where engines come."""
 HANDOVER_NAME: Final = "memory.sock"
 """Where they hand their memory over."""
+ADMIN_NAME: Final = "admin.sock"
+"""Where operators come."""
+TOKEN_NAME: Final = "admin.token"
+"""What they show, unless ``admin_token_file`` names another file."""
 MARU_NAME: Final = "maru"
 """The directory of the embedded Maru server's sockets."""
 
@@ -117,6 +121,21 @@ class DaemonConfig:
         "[tenants.NAME] with credential and quota. Engines show one. Read again at SIGHUP. Empty: there is one tenant, and no "
         "credential.",
     )
+    admin: str = _knob.text(
+        "auto",
+        "auto, off, ipc, or ipc://PATH",
+        r"auto|off|ipc|ipc://.+",
+        "Where operators come, with the token: `offload describe`, `drain`, `quarantine`. ipc: admin.sock in runtime_dir. "
+        "ipc://PATH: there, in a directory that only this user enters. auto: ipc, unless there are tenants and no "
+        "admin_token_file, since engines of this user can read what lies in runtime_dir.",
+    )
+    admin_token_file: str = _knob.text(
+        "",
+        "a path",
+        r"[^\x00]*",
+        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: admin.token in runtime_dir, "
+        "which the daemon writes at its start.",
+    )
     status: str = _knob.text(
         "",
         "ipc, host:port, or empty",
@@ -154,13 +173,23 @@ class DaemonConfig:
         if port.isdecimal() and not self.kv_events_insecure:
             raise ConfigError("daemon.kv_events", self.kv_events, "must be ipc, unless kv_events_insecure is set")
 
+    def admin_path(self, directory: str) -> str:
+        """The socket of operators, where ``directory`` is that of the sockets; empty: there is none."""
+        if self.admin == "off" or (self.admin == "auto" and self.tenants_file and not self.admin_token_file):
+            return ""
+        return self.admin.removeprefix("ipc://") if self.admin.startswith("ipc://") else f"{directory}/{ADMIN_NAME}"
+
+    def token_path(self, directory: str) -> str:
+        """The file with the token of operators."""
+        return self.admin_token_file or f"{directory}/{TOKEN_NAME}"
+
     @property
     def limits(self) -> Limits:
         """The bounds of what engines may have."""
         return Limits(sessions=self.max_sessions, lease=self.lease)
 
 
-RELOADED: Final = frozenset({"log_level", "lease", "tenants_file", "drain_timeout"})
+RELOADED: Final = frozenset({"log_level", "lease", "tenants_file", "drain_timeout", "admin_token_file"})
 """Settings that SIGHUP reads again; all others need a restart."""
 
 
@@ -298,7 +327,16 @@ def read_tenants(path: str) -> Tenants:
         return Tenants()
     if os.stat(path).st_mode & 0o077:
         raise ConfigError("daemon.tenants_file", path, f"must be closed to other users: chmod 600 {path}")
-    table = _knob.read(Path(path)).parse().get("tenants", {})
+    return tenants_of(_knob.read(Path(path)), path)
+
+
+def tenants_of(document: Document, path: str) -> Tenants:
+    """The tenants in what a tenants' file says.
+
+    Raises:
+        offload.ConfigError: it says none, or one that cannot be.
+    """
+    table = document.parse().get("tenants", {})
     tenants = [_tenant(path, name, value) for name, value in table.items()] if isinstance(table, Mapping) else []
     if not tenants:
         raise ConfigError("daemon.tenants_file", path, f"must have a table [tenants]: {_TENANT}")

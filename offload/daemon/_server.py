@@ -19,7 +19,7 @@ import fcntl
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -31,15 +31,18 @@ from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer
 
-from .._engine import EngineConfig
+from .._engine import Engine, EngineConfig
 from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
+from ._admin import Admin, open_admin, read_token
 from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
 from ._messages import MAX_FRAME_BYTES
 from ._service import Service
+from ._sessions import Sessions
 from ._statistics import counters
+from ._tenants import Tenants
 
 if TYPE_CHECKING:
     from backends.pinned_pool import PinnedPoolConfig, PinnedPoolServer
@@ -86,6 +89,7 @@ class Daemon:
         epoch: this start of it: a random number, in every answer.
         status_at: where its status page is served over HTTP.
         pinned_pool: the server of pinned memory that it hosts, if it does.
+        drain_asked: set when somebody has asked for its end; whoever has opened it then leaves.
     """
 
     def __init__(
@@ -100,6 +104,11 @@ class Daemon:
         self.pinned_pool: PinnedPoolServer | None = None
         self._events: DaemonEvents | None = None
         self._maru, self._pool_config = maru, pinned_pool
+        self.drain_asked: trio.Event = trio.Event()
+        self.admin: Admin | None = None
+        self._dropped: Dropped | None = None
+        self._tell_drained: list[Callable[[Dropped], None]] = []
+        self._nursery: trio.Nursery
         self.config: DaemonConfig = config
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
@@ -121,6 +130,36 @@ class Daemon:
     def events_at(self) -> tuple[str, ...]:
         """Where KV events are published, and where readers ask for what they missed; empty where they are not."""
         return () if self._events is None else self._events.endpoints
+
+    @property
+    def admin_url(self) -> str:
+        """Where its operators come; empty: nowhere."""
+        return "" if self.admin is None else self.admin.url
+
+    @property
+    def engine(self) -> Engine | None:
+        """Of its tiers; ``None`` until they are open."""
+        return self._engine.engine
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block; 0: not known yet."""
+        return self._engine.block_bytes
+
+    @property
+    def sessions(self) -> Sessions:
+        """Of its engines."""
+        return self._service.sessions
+
+    @property
+    def tenants(self) -> Tenants:
+        """Its tenants."""
+        return self._service.tenants
+
+    @property
+    def pool_path(self) -> str:
+        """Where the embedded page store has its pool; empty without one."""
+        return "" if self._maru is None else self._maru.pool_path
 
     def statistics(self) -> dict[str, float]:
         """The counters, as engines are told."""
@@ -144,10 +183,12 @@ class Daemon:
         """Take over the settings that can change while it runs; sessions of tenants that are gone end.
 
         Raises:
-            offload.ConfigError: the tenants cannot be read. Nothing was changed.
+            offload.ConfigError: the tenants, or the token of operators, cannot be read. Nothing was changed.
             OSError: the same.
         """
         tenants = read_tenants(config.tenants_file)
+        if self.admin is not None and config.admin_token_file:
+            self.admin.operators.change(read_token(config.admin_token_file))
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
@@ -164,7 +205,27 @@ class Daemon:
                 self._channel.hang_up(session.peer)
 
     async def drain(self) -> Dropped:
-        """Refuse what begins work, and wait for what is under way, for ``drain_timeout``. Then end all sessions."""
+        """Refuse what begins work, and wait for what is under way, for ``drain_timeout``. Then end all sessions.
+
+        Cancelled, this returns, and the drain goes on.
+        """
+        over = trio.Event()
+        self.ask_drain(lambda dropped: over.set())
+        await over.wait()
+        assert self._dropped is not None
+        return self._dropped
+
+    def ask_drain(self, tell: Callable[[Dropped], None]) -> None:
+        """Begin to drain, unless that has begun; ``tell`` is called when it is over."""
+        if self._dropped is not None:
+            tell(self._dropped)
+            return
+        self._tell_drained.append(tell)
+        if not self.drain_asked.is_set():
+            self.drain_asked.set()
+            self._nursery.start_soon(self._drain)
+
+    async def _drain(self) -> None:
         service = self._service
         service.draining = True
         if self.pinned_pool is not None:
@@ -183,7 +244,9 @@ class Daemon:
             for session in service.sessions:
                 service.end(session, "the daemon ends")
             await service.wait_given_back()
-        return Dropped(stores, len(left) - stores)
+        self._dropped = Dropped(stores, len(left) - stores)
+        for tell in self._tell_drained:
+            tell(self._dropped)
 
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
         config = self.config
@@ -200,14 +263,15 @@ class Daemon:
             handover = Handover(
                 f"{self.directory}/{HANDOVER_NAME}", lambda token, memory: self._service.take_memory(token, memory)
             )
-            with channel, handover:
+            with channel, handover, open_admin(self) as self.admin:
                 self._channel, self.url = channel, f"ipc://{channel.path}"
                 # The page store outlives the tier that is its client; pinned memory, the engines that the daemon drains.
                 async with (
                     _page_store(self._maru) as page_store,
                     _pinned_pool(self._pool_config) as self.pinned_pool,
-                    trio.open_nursery() as nursery,
+                    trio.open_nursery() as self._nursery,
                 ):
+                    nursery = self._nursery
                     self._service = Service(
                         self._engine,
                         epoch=self.epoch,
@@ -229,6 +293,8 @@ class Daemon:
 
                         self._events = DaemonEvents(config, self.directory, self._engine, tenants)
                         await nursery.start(self._events.run)
+                    if self.admin is not None:
+                        nursery.start_soon(self.admin.run)
                     if self._times is not None:
                         await self._start_status(nursery, self._times, page_store)
                     await nursery.start(self._engine.run)

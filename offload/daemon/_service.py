@@ -169,6 +169,8 @@ class Service:
             self._send(peer, answer)
 
     def _serve(self, session: Session | None, request: Request) -> Answer | None:
+        if session is None and isinstance(request, Status):
+            return self._state(request)  # whether it lives may be asked without a credential
         if session is None:
             raise Refusal("session", "there is no session of this connection: hello comes first")
         session.heard = trio.current_time()
@@ -273,6 +275,9 @@ class Service:
 
     def status(self, session: Session, request: Status) -> Answer:
         """Say how the daemon is."""
+        return self._state(request)
+
+    def _state(self, request: Status) -> Answer:
         state = "draining" if self.draining else self._daemon_engine.state
         return State(request.seq, self.epoch, state, len(self.sessions), self.under_way)
 

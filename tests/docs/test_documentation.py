@@ -3,7 +3,8 @@
 - A ``python`` block runs in a fresh interpreter, in an empty directory, warnings as errors. With ``continued`` in its
   info string it runs behind the blocks before it on its page: as one program with them, named after its last block.
 - A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ maru ...`` beside a server,
-  ``$ maru-server ...`` and ``$ offload pinned-pool ...`` until they are ready; ``$ make ...`` must name a target.
+  ``$ maru-server ...`` and ``$ offload pinned-pool ...`` until they are ready, ``$ offload ping ...`` and the like beside a
+  daemon; ``$ make ...`` must name a target.
 - A ``toml`` block is a configuration that can be.
 - A block with ``file=NAME`` or ``story`` is lived through with its page: ``test_documentation_stories.py``.
 - ``no-run=gpu`` (or another of ``REASONS``) in the info string: the block is reported as skipped, with that reason.
@@ -27,6 +28,8 @@ from maru._config import client_config, server_config
 from maru.configuration import Document
 from offload import EngineConfig, config_from_toml
 from offload.daemon import daemon_config
+from offload.daemon._config import tenants_of
+from tests.support.daemons import directory, host_only, serve
 from tests.support.maru_processes import PATIENCE, Server, temporary_pool
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +39,7 @@ REASONS = {
     "root": "needs root",
     "download": "needs a large download",
 }
+OF_OPERATORS = {"ping", "describe", "query", "explain", "drain", "quarantine", "reload", "log-level", "doctor"}
 LONG_COMMANDS = {"bench", "demo"}  # tested in their own right; here only with `make test-long`
 
 
@@ -136,8 +140,15 @@ def test_python_block_runs(block: Block, program: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{block.name}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """The directory of a daemon. The last command of a page may end it."""
+    with directory() as path, serve(path, host_only(path)):
+        yield path
+
+
 @pytest.mark.parametrize("line", console_lines("offload"))
-def test_command_runs(line: str, tmp_path: Path) -> None:
+def test_command_runs(line: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "$OFFLOAD_TRACE" in line and "OFFLOAD_TRACE" not in os.environ:
         pytest.skip("OFFLOAD_TRACE is not set")
     if line.startswith("offload pinned-pool"):
@@ -149,8 +160,11 @@ def test_command_runs(line: str, tmp_path: Path) -> None:
             environ = {"OFFLOAD_DAEMON__RUNTIME_DIR": str(directory)}
             run_until_ready([sys.executable, "-m", *shlex.split(line)], tmp_path, environ)
         return
+    environ = dict(os.environ)
+    if line.split()[1] in OF_OPERATORS:
+        environ["OFFLOAD_DAEMON__RUNTIME_DIR"] = request.getfixturevalue("served")
     line = line.replace("offload", f"{shlex.quote(sys.executable)} -m offload", 1)
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
@@ -204,6 +218,7 @@ def test_configuration_can_be(block: Block) -> None:
         "client": client_config,
         "pinned_pool": pinned_pool_config,
         "daemon": lambda text, others, environ: daemon_config(Document("a page", text), environ=environ),
+        "tenants": lambda text, others, environ: tenants_of(Document("a page", text), "a page"),
     }
     tables = set(tomllib.loads(block.text))
     assert tables <= set(loaders), f"{block.name}: nobody reads {tables - set(loaders)}"

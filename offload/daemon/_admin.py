@@ -1,0 +1,379 @@
+"""The operator's listener of a daemon: its own socket, and a token for everything.
+
+    offload drain ----- token, frames (admin.sock) ----->  Admin -> Daemon
+
+Rule 1. Who has not shown the token is refused whatever it asks for, and hung up on when it has shown a wrong one. The time of
+        the comparison says nothing of the token.
+Rule 2. A connection has one request under way. What it waits for is cancelled when it is gone, but for a drain: that goes on.
+Rule 3. The engines' listener does not know these messages: there, one costs its sender the session, as any frame that is none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import attrs
+import trio
+
+from maru._errors import PoolUnusable
+from maru.transport import ChannelServer
+
+from .._errors import ConfigError
+from ._admin_messages import (
+    ADMIN_NAME_OF,
+    MAX_ADMIN_KEYS,
+    AdminHello,
+    Admitted,
+    BlockFacts,
+    Describe,
+    Described,
+    Drain,
+    Drained,
+    Inspect,
+    Inspected,
+    ListQuarantine,
+    QuarantinedCopy,
+    Quarantines,
+    ReleaseQuarantine,
+    Reload,
+    Reloaded,
+    SetLogLevel,
+    decode_admin_request,
+)
+from ._config import TOKEN_NAME
+from ._facts import described, version
+from ._messages import MAX_CREDENTIAL_BYTES, Answer, BadFrame, Done, Refused, Request, cut, encode
+from ._requests import Refusal
+from ._tenants import stored_keys
+
+if TYPE_CHECKING:
+    from .._engine import Engine
+    from ._server import Daemon, Dropped
+
+_MOST: Final = 16
+"""Operators at once."""
+_MAX_FRAME_BYTES: Final = 1 << 20
+"""More than the largest request."""
+_KEYS_OF_A_COPY: Final = 4
+_LEAST_TOKEN_BYTES: Final = 16
+
+_log = logging.getLogger("offload.daemon")
+
+_Later: TypeAlias = Callable[[], Awaitable[Answer]]
+"""Work that waits, and then answers."""
+
+
+# --- who may ask --------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class Operators:
+    """Which connections have shown the token, and what each has under way. Pure."""
+
+    token: bytes = attrs.field(repr=False)
+    wrong: int = 0
+    """Tokens that were none."""
+    _admitted: set[bytes] = attrs.field(factory=set)
+    _asking: set[bytes] = attrs.field(factory=set)
+
+    def show(self, peer: bytes, token: bytes) -> bool:
+        """Whether this is the token. Then its connection is admitted."""
+        right = hmac.compare_digest(token, self.token)
+        if right:
+            self._admitted.add(peer)
+        self.wrong += not right
+        return right
+
+    def begin(self, peer: bytes) -> None:
+        """A connection asks for something.
+
+        Raises:
+            Refusal: it has not shown the token, or has something under way.
+        """
+        if peer not in self._admitted:
+            raise Refusal("credential", "show the token of admin_token_file first")
+        if peer in self._asking:
+            raise Refusal("full", "one request at a time: the one before is not answered yet")
+        self._asking.add(peer)
+
+    def end(self, peer: bytes) -> None:
+        """Its request is answered."""
+        self._asking.discard(peer)
+
+    def gone(self, peer: bytes) -> None:
+        """The connection is over."""
+        self._admitted.discard(peer)
+        self._asking.discard(peer)
+
+    def change(self, token: bytes) -> None:
+        """From now on this is the token; connections have to show it, if it is another one."""
+        if not hmac.compare_digest(token, self.token):
+            self.token = token
+            self._admitted.clear()
+
+
+def read_token(path: str) -> bytes:
+    """The token in a file.
+
+    Raises:
+        offload.ConfigError: it is open to other users, or no token.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        token = file.read(MAX_CREDENTIAL_BYTES + 2).strip()
+    if mode & 0o077:
+        raise ConfigError("daemon.admin_token_file", path, f"must be closed to other users: chmod 600 {path}")
+    if not _LEAST_TOKEN_BYTES <= len(token) <= MAX_CREDENTIAL_BYTES:
+        raise ConfigError(
+            "daemon.admin_token_file",
+            path,
+            f"must hold a token of {_LEAST_TOKEN_BYTES} to {MAX_CREDENTIAL_BYTES} bytes, such as "
+            f"`python3 -c 'import secrets; print(secrets.token_hex())'` writes",
+        )
+    return token
+
+
+@contextmanager
+def own_token(directory: str) -> Iterator[bytes]:
+    """A token of this daemon alone, in a file that only its user may read, as long as the block lasts."""
+    path, token = f"{directory}/{TOKEN_NAME}", secrets.token_hex().encode()
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, token + b"\n")
+    finally:
+        os.close(descriptor)
+    try:
+        yield token
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+@contextmanager
+def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
+    """The operator's listener of a daemon whose directory is there, or nothing, as its configuration says.
+
+    Raises:
+        offload.ConfigError: the token, or the directory of the socket, cannot be used.
+        OSError: the token cannot be read.
+    """
+    config, directory = daemon.config, daemon.directory
+    where = config.admin_path(directory)
+    if not where:
+        yield None
+        return
+    with nullcontext(read_token(config.admin_token_file)) if config.admin_token_file else own_token(directory) as token:
+        try:
+            admin = Admin(daemon, where, token)
+        except PoolUnusable as exc:
+            raise ConfigError("daemon.admin", config.admin, str(exc)) from exc
+        with admin:
+            yield admin
+
+
+# --- the listener -------------------------------------------------------------------------------------------------------
+
+
+class Admin:
+    """Serves operators. A context manager: its socket is there as long as the block lasts.
+
+    Args:
+        daemon: what they ask about.
+        path: of the socket, in a directory that only this user enters.
+        token: what they show.
+
+    Attributes:
+        reload: reads the settings again, and returns those that were refused; set by the command that runs the daemon.
+    """
+
+    def __init__(self, daemon: Daemon, path: str, token: bytes) -> None:
+        self.operators: Operators = Operators(token)
+        self.reload: Callable[[], Sequence[str]] | None = None
+        self._daemon = daemon
+        self._handlers: Mapping[type, Callable[[bytes, Any], Answer | _Later | None]] = {
+            request: getattr(self, f"_{name}") for request, name in ADMIN_NAME_OF.items() if request is not AdminHello
+        }
+        self._scopes: dict[bytes, trio.CancelScope] = {}
+        self._began = time.monotonic()
+        self._channel = ChannelServer(
+            path,
+            most=_MOST,
+            max_bytes=_MAX_FRAME_BYTES,
+            peer_bytes=8 * _MAX_FRAME_BYTES,
+            all_bytes=32 * _MAX_FRAME_BYTES,
+            on_gone=self._gone,
+        )
+
+    def __enter__(self) -> Admin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"ipc://{self._channel.path}"
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._channel.run)
+            while True:
+                for peer, frame in await self._channel.receive_batch():
+                    later = self.handle(peer, frame)
+                    if later is not None:
+                        scope = self._scopes[peer] = trio.CancelScope()
+                        nursery.start_soon(self._answer_later, peer, scope, later)
+
+    def handle(self, peer: bytes, frame: bytes) -> tuple[Request, _Later] | None:
+        """Serve one frame. What waits is returned. Never raises for what is in it."""
+        try:
+            request = decode_admin_request(frame)
+        except BadFrame as exc:
+            _log.warning("an operator is sent away: %s", exc)
+            self._channel.hang_up(peer)
+            return None
+        try:
+            if isinstance(request, AdminHello):
+                self._hello(peer, request)
+                return None
+            self.operators.begin(peer)
+        except Refusal as refusal:
+            self._send(peer, self._refused(request, refusal))
+            return None
+        try:
+            answer = self._handlers[type(request)](peer, request)
+        except Exception as exc:
+            answer = self._refused(request, _refusal(exc))
+        if callable(answer):
+            return request, answer
+        if answer is not None:
+            self._finish(peer, answer)
+        return None
+
+    async def _answer_later(self, peer: bytes, scope: trio.CancelScope, later: tuple[Request, _Later]) -> None:
+        request, work = later
+        answer: Answer = self._refused(request, Refusal("unavailable", "it was cancelled"))
+        try:
+            with scope:
+                answer = await work()
+        except Exception as exc:
+            answer = self._refused(request, _refusal(exc))
+        finally:
+            if self._scopes.get(peer) is scope:
+                del self._scopes[peer]
+                self._finish(peer, answer)
+
+    def _finish(self, peer: bytes, answer: Answer) -> None:
+        self.operators.end(peer)
+        self._send(peer, answer)
+
+    def _send(self, peer: bytes, answer: Answer) -> None:
+        self._channel.send(peer, encode(answer))
+
+    def _refused(self, request: Request, refusal: Refusal) -> Refused:
+        return Refused(request.seq, self._daemon.epoch, refusal.kind, cut(refusal))
+
+    def _gone(self, peer: bytes) -> None:
+        self.operators.gone(peer)
+        scope = self._scopes.pop(peer, None)
+        if scope is not None:
+            scope.cancel()
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: bytes, request: AdminHello) -> None:
+        if not self.operators.show(peer, request.token):
+            _log.warning("an operator has shown a wrong token")
+            self._send(peer, self._refused(request, Refusal("credential", "this is not the token of admin_token_file")))
+            self._channel.hang_up(peer)
+            return
+        self._send(peer, Admitted(request.seq, self._daemon.epoch, version(), os.getpid()))
+
+    def _describe(self, peer: bytes, request: Describe) -> Described:
+        sections, tiers, sessions = described(self._daemon, time.monotonic() - self._began)
+        return Described(request.seq, self._daemon.epoch, sections, tiers, sessions)
+
+    def _inspect(self, peer: bytes, request: Inspect) -> _Later:
+        if request.tenant and request.tenant not in self._daemon.tenants.credentials:
+            raise Refusal("unknown", f"there is no tenant {request.tenant!r}")
+        keys = stored_keys(request.tenant, request.keys)
+
+        async def inspect() -> Answer:
+            explanation = await self._engine.explain(keys, tenant=request.tenant, operator=True)
+            blocks = [
+                BlockFacts(block.cause.value, cut(block.text), list(block.facts.tiers), list(block.facts.unavailable))
+                for block in explanation.blocks
+            ]
+            return Inspected(request.seq, self._daemon.epoch, explanation.usable, blocks)
+
+        return inspect
+
+    def _drain(self, peer: bytes, request: Drain) -> None:
+        def tell(dropped: Dropped) -> None:
+            self._finish(peer, Drained(request.seq, self._daemon.epoch, dropped.stores, dropped.loads))
+
+        _log.info("an operator asks for the end")
+        self._daemon.ask_drain(tell)
+
+    def _list_quarantine(self, peer: bytes, request: ListQuarantine) -> Quarantines:
+        engine, now = self._daemon.engine, trio.current_time()
+        copies = [
+            QuarantinedCopy(name, len(one.keys), list(one.keys[:_KEYS_OF_A_COPY]), cut(one.reason), now - one.since)
+            for name, one in (() if engine is None else engine.quarantine_by_name().items())
+        ]
+        withheld = [] if engine is None else engine.withheld
+        return Quarantines(request.seq, self._daemon.epoch, copies, list(withheld[:MAX_ADMIN_KEYS]), len(withheld))
+
+    def _release_quarantine(self, peer: bytes, request: ReleaseQuarantine) -> Done:
+        there, withheld = self._engine.quarantine_by_name(), set(self._engine.withheld)
+        unknown = [name for name in request.copies if name not in there]
+        unknown += [key.hex() for key in request.withheld if key not in withheld]
+        if unknown:
+            raise Refusal(
+                "unknown", f"not in quarantine: {', '.join(unknown)}; `offload quarantine list` shows what is"
+            )
+        for name in request.copies:
+            _log.warning("an operator releases the copy %s: %r", name, there[name])
+            there[name].release()
+        released = self._engine.serve_again(request.withheld)
+        return Done(request.seq, self._daemon.epoch, len(set(request.copies)) + released)
+
+    def _reload(self, peer: bytes, request: Reload) -> Reloaded:
+        if self.reload is None:
+            raise Refusal(
+                "unavailable", "this daemon was not started by `offload serve`, and has no file to read again"
+            )
+        return Reloaded(request.seq, self._daemon.epoch, list(self.reload()))
+
+    def _set_log_level(self, peer: bytes, request: SetLogLevel) -> Done:
+        _log.warning("an operator sets the log level: %s", request.level)
+        logging.getLogger("offload").setLevel(request.level.upper())
+        return Done(request.seq, self._daemon.epoch)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._daemon.engine
+        if engine is None:
+            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
+        return engine
+
+
+def _refusal(exc: Exception) -> Refusal:
+    if isinstance(exc, Refusal):
+        return exc
+    if isinstance(exc, ValueError | ConfigError):
+        return Refusal("invalid", str(exc))
+    _log.warning("a request of an operator failed: %r", exc)
+    return Refusal("unavailable", f"{type(exc).__name__}: {exc}")

@@ -1,0 +1,96 @@
+"""What a daemon says of itself to its operator: sections of facts, its tiers, and the sessions of its engines."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+import trio
+
+from maru._pool.facts import memlock_limit
+
+from ._admin_messages import Fact, SessionFacts, TierFacts
+
+if TYPE_CHECKING:
+    from .._engine import Engine
+    from ._server import Daemon
+
+
+def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]], list[TierFacts], list[SessionFacts]]:
+    """All of it, now. Sizes are in bytes, times in seconds."""
+    config = daemon.config
+    sections: dict[str, dict[str, Fact]] = {
+        "daemon": {
+            "version": version(),
+            "pid": os.getpid(),
+            "state": daemon.state,
+            "up_for": up_for,
+            "url": daemon.url,
+            "admin_url": daemon.admin_url,
+            "status": ", ".join(daemon.status_at),
+            "block_bytes": daemon.block_bytes,
+        },
+        "limits": {
+            "max_sessions": config.max_sessions,
+            "lease": config.lease,
+            "drain_timeout": config.drain_timeout,
+            "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "open_descriptors": len(os.listdir("/proc/self/fd")),
+            "memlock_bytes": _or_none(memlock_limit()),
+        },
+        "page store": {"pool_path": daemon.pool_path},
+        "tenants": {
+            name: f"quota {daemon.tenants.quotas[name]} bytes" if name in daemon.tenants.quotas else "no quota"
+            for name in daemon.tenants.credentials
+        },
+        "counters": dict(daemon.statistics()),
+    }
+    engine = daemon.engine
+    return sections, [] if engine is None else _tiers(engine), _sessions(daemon)
+
+
+def _or_none(limit: int | None) -> Fact:
+    return "none" if limit is None else limit
+
+
+def _tiers(engine: Engine) -> list[TierFacts]:
+    statistics = engine.statistics()
+    return [
+        TierFacts(
+            name,
+            type(engine.tiers[name]).__name__,
+            tier.capacity_bytes,
+            tier.used_bytes,
+            tier.blocks,
+            tier.held_blocks,
+            statistics.health[name].state.value,
+        )
+        for name, tier in statistics.tiers.items()
+    ]
+
+
+def _sessions(daemon: Daemon) -> list[SessionFacts]:
+    now = trio.current_time()
+    return [
+        SessionFacts(
+            session.number,
+            session.name,
+            session.tenant,
+            max(0.0, now - session.heard),
+            len(session.requests),
+            len(session.holds),
+            len(session.caches),
+        )
+        for session in daemon.sessions
+    ]
+
+
+def version() -> str:
+    """Of the package; empty where it is not installed."""
+    import importlib.metadata  # it takes a tenth of the daemon's start
+
+    try:
+        return importlib.metadata.version("trio-offload")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

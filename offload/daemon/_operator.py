@@ -1,0 +1,189 @@
+"""How a command asks a daemon: over a blocking socket, without an engine's session.
+
+Rule 1. No wait without an end, and no traceback: what goes wrong is said with the address, and the way out.
+Rule 2. Where the daemon listens, and where its token is, comes from the daemon's own settings: the same file, environment and
+        options.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Final, TypeVar
+
+import attrs
+import click
+
+from maru._commands import given_knobs, knob_option
+from maru._ending import BadInput, EnvironmentFault
+from maru.transport import ChannelConnection
+
+from .._errors import ConfigError
+from ._admin import read_token
+from ._admin_messages import AdminHello, Admitted, decode_admin_answer
+from ._config import CHANNEL_NAME, SECTION, DaemonConfig, daemon_config, daemon_knobs, read_document
+from ._messages import Answer, BadFrame, Refused, Request, decode_answer, encode
+
+A = TypeVar("A", bound=Answer)
+
+_KNOBS: Final = ("runtime_dir", "admin", "admin_token_file")
+
+
+@attrs.frozen
+class DaemonOptions:
+    """Which daemon a command is about, and how its answer is to be shown."""
+
+    config: DaemonConfig
+    timeout: float
+    """Seconds for one answer."""
+    as_json: bool
+
+    @property
+    def directory(self) -> str:
+        """Of its sockets."""
+        return os.path.realpath(self.config.runtime_dir)
+
+    @property
+    def path(self) -> str:
+        """Of the engines' socket."""
+        return f"{self.directory}/{CHANNEL_NAME}"
+
+    @property
+    def admin_path(self) -> str:
+        """Of the operators' socket; empty where there is none."""
+        return self.config.admin_path(self.directory)
+
+
+def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
+    """``--config``, ``--runtime-dir``, ``--timeout``, ``--json`` and so on, given to it as :class:`DaemonOptions`."""
+
+    @functools.wraps(function)  # with what click has noted of the function's own options
+    def with_options(config_file: str | None, timeout: float, as_json: bool, **rest: object) -> None:
+        knobs = {name: rest.pop(name) for name in _KNOBS}
+        try:
+            config = daemon_config(read_document(config_file or ""), options=given_knobs(SECTION, knobs))
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+        except OSError as error:
+            raise click.FileError(config_file or "", error.strerror or str(error)) from error
+        function(DaemonOptions(config, timeout, as_json), **rest)
+
+    decorated: Callable[..., None] = with_options
+    seconds = click.FloatRange(0, 86_400, min_open=True)
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+        click.option(
+            "--timeout",
+            type=seconds,
+            default=10.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="How long to wait for an answer.",
+        ),
+    ):
+        decorated = option(decorated)
+    decorated.__dict__.setdefault("__click_params__", []).extend(
+        [knob_option(knob, SECTION) for knob in reversed(daemon_knobs()) if knob.name.partition(".")[2] in _KNOBS]
+    )
+    return click.option("--config", "config_file", metavar="CONFIG.toml", help="The daemon's file.")(decorated)
+
+
+class Operator:
+    """A connection to one of a daemon's sockets, for one request after the other."""
+
+    def __init__(self, path: str, timeout: float, decode: Callable[[bytes], Answer]) -> None:
+        self.path: str = path
+        self._timeout = timeout
+        self._decode = decode
+        self._seq = 0
+        try:
+            self._connection = ChannelConnection(path)
+        except PermissionError as exc:
+            raise EnvironmentFault(f"{path}: {exc}: run this as the daemon's user") from exc
+        except OSError as exc:
+            raise EnvironmentFault(_nobody(path)) from exc
+
+    def ask(self, make: Callable[[int], Request], answer: type[A], *, timeout: float = 0.0) -> A:
+        """Send a request, and wait for its answer, at most ``timeout`` seconds where that is more than usual.
+
+        Raises:
+            click.ClickException: there is none, or it was refused.
+        """
+        self._seq += 1
+        timeout = max(timeout, self._timeout)
+        deadline = perf_counter() + timeout
+        try:
+            self._connection.send_by(encode(make(self._seq)), deadline)
+            frame = self._connection.receive_by(deadline)
+            got = None if frame is None else self._decode(frame)
+        except OSError as exc:
+            raise EnvironmentFault(f"{self.path} has hung up: is it a daemon of this version?") from exc
+        except BadFrame as exc:
+            raise EnvironmentFault(
+                f"{self.path} says what is no answer ({exc}): is it a daemon of this version?"
+            ) from exc
+        if got is None:
+            raise EnvironmentFault(
+                f"{self.path} did not answer within {timeout:g} s: is its process stopped? --timeout"
+            )
+        if isinstance(got, Refused):
+            raise (EnvironmentFault if got.kind in ("unavailable", "full", "draining") else BadInput)(got.text)
+        if not isinstance(got, answer):
+            raise EnvironmentFault(f"{self.path} answers with {type(got).__name__}, and not {answer.__name__}")
+        return got
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+@contextmanager
+def open_engine_side(options: DaemonOptions) -> Iterator[Operator]:
+    """The socket of the engines, without a session."""
+    operator = Operator(options.path, options.timeout, decode_answer)
+    try:
+        yield operator
+    finally:
+        operator.close()
+
+
+@contextmanager
+def open_operator(options: DaemonOptions) -> Iterator[Operator]:
+    """The socket of the operators, with the token shown.
+
+    Raises:
+        click.ClickException: there is no such socket, or the token is another one.
+    """
+    path = options.admin_path
+    if not path:
+        raise BadInput(
+            'this daemon has no listener for operators: set admin = "ipc", and admin_token_file, in [daemon]'
+        )
+    token_path = options.config.token_path(options.directory)
+    if not os.path.exists(path):
+        raise EnvironmentFault(_nobody(path))
+    try:
+        token = read_token(token_path)
+    except ConfigError as exc:
+        raise BadInput(str(exc)) from exc
+    except OSError as exc:
+        why = exc.strerror or str(exc)
+        raise EnvironmentFault(f"{token_path}: {why}: name the token of this daemon with --admin-token-file") from exc
+    operator = Operator(path, options.timeout, decode_admin_answer)
+    try:
+        operator.ask(lambda seq: AdminHello(seq, token), Admitted)
+        yield operator
+    finally:
+        operator.close()
+
+
+def _nobody(path: str) -> str:
+    where = "its runtime_dir is another one: --runtime-dir, or --config"
+    if os.path.exists(path):
+        return f"{path}: no process listens there: the daemon has ended, or {where}"
+    if os.path.exists(f"{os.path.dirname(path)}/{CHANNEL_NAME}"):
+        return f'{path} is not there, and {CHANNEL_NAME} is: this daemon has admin = "off", tenants, or another path'
+    return f"{path} is not there: start `offload serve`, or {where}"
