@@ -38,12 +38,17 @@ if TYPE_CHECKING:
     from .policies import in_thread as in_thread
     from ._engine import open_engine as open_engine
     from ._engine import EngineConfig as EngineConfig
+    from ._engine import LoadOrRecompute as LoadOrRecompute
     from ._engine import Route as Route
     from ._engine import Engine as Engine
     from ._engine import Hit as Hit
     from ._engine import LoadResult as LoadResult
+    from ._engine import Advice as Advice
     from ._engine import EngineStatistics as EngineStatistics
     from ._engine import ShadowStatistics as ShadowStatistics
+    from ._engine import ChoiceStatistics as ChoiceStatistics
+    from ._engine import LoadRate as LoadRate
+    from ._engine import ComputeRate as ComputeRate
     from ._engine import LayoutCheck as LayoutCheck
     from ._pipeline.spill import SpillStatistics as SpillStatistics
     from ._engine.explain import Explanation as Explanation
@@ -103,12 +108,17 @@ _HOMES = {
     "in_thread": ".policies",
     "open_engine": "._engine",
     "EngineConfig": "._engine",
+    "LoadOrRecompute": "._engine",
     "Route": "._engine",
     "Engine": "._engine",
     "Hit": "._engine",
     "LoadResult": "._engine",
+    "Advice": "._engine",
     "EngineStatistics": "._engine",
     "ShadowStatistics": "._engine",
+    "ChoiceStatistics": "._engine",
+    "LoadRate": "._engine",
+    "ComputeRate": "._engine",
     "LayoutCheck": "._engine",
     "SpillStatistics": "._pipeline.spill",
     "Explanation": "._engine.explain",

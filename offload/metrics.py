@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import attrs
 
@@ -33,12 +33,14 @@ except ImportError:  # pragma: no cover: the tests' environment has it
 from backends.abc import TierStatistics
 
 from ._engine.config import EngineConfig
+from ._engine.load_or_recompute import GiveUp, Verdict
+from ._engine.rates import ComputeRate, LoadRate
 from ._engine.statistics import EngineStatistics
 from ._health import Health, HealthState
 from ._pipeline.statistics import PipelineStatistics
 from .instruments import Histogram, StageStatistics
 
-_Values: TypeAlias = Mapping[Any, int]
+_Values: TypeAlias = Mapping[Any, float]
 """The values of one metric, by a tuple of its labels' values; a mapping's keys are invariant, hence not ``tuple[str, ...]``."""
 
 PREFIX: Final = "kv_offload_"
@@ -58,7 +60,7 @@ DROP_REASONS: Final[Sequence[str]] = (
 MISS_REASONS: Final[Sequence[str]] = ("gone", "damaged", "size", "lease")
 """Why a tier's blocks could not be loaded; ``damaged`` counts checksums that did not match. A plugin may have more."""
 
-LOAD_FAILURE_REASONS: Final[Sequence[str]] = (*MISS_REASONS, "mismatch", "withheld", "failed")
+LOAD_FAILURE_REASONS: Final[Sequence[str]] = (*MISS_REASONS, "mismatch", "withheld", "failed", "given up")
 """The reasons of :attr:`offload.EngineStatistics.load_failures`."""
 
 INCONCLUSIVE_REASONS: Final[Sequence[str]] = (
@@ -66,6 +68,9 @@ INCONCLUSIVE_REASONS: Final[Sequence[str]] = (
     "destination not readable", "not read again", "gone when read again",
 )  # fmt: skip
 """Why a shadow check came to no answer."""
+
+PROBE_ENDS: Final[Sequence[str]] = ("measured", "gone", "failed", "too slow")
+"""How a load ends that no request waits for, to measure a tier."""
 
 COMPARISONS: Final[Sequence[str]] = ("stored", "recomputed", "read again")
 """What a shadow check compares with; ``layout`` is found by :meth:`offload.Engine.check_layout` alone."""
@@ -160,6 +165,8 @@ _TENANT_COUNTERS: Final = (
     ("evicted_blocks", "Blocks that went to make room for others of the same tenant"),
     ("refused_blocks", "Blocks that did not fit into the tenant's quota"),
 )
+_NO_LOADS: Final = LoadRate(0.0, 0.0, 0.0, 0)
+_NOTHING_COMPUTED: Final = ComputeRate(0.0)
 _STAGES: Final = ("admission", "awaiting", "batching", "transfer", "chain")
 _STATUSES: Final = ("complete", "cancelled", "failed")
 _OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
@@ -191,6 +198,7 @@ class EngineCollector:
         yield from _of_health(statistics.health)
         yield from _of_spills(statistics)
         yield from _of_shadow(statistics)
+        yield from _of_load_or_recompute(statistics)
 
 
 class StageCollector:
@@ -398,6 +406,37 @@ def _of_shadow(statistics: EngineStatistics) -> Iterator[Metric]:
     yield _counter("shadow_mismatches", "Comparisons that found another block", mismatches, ["with"])
     yield _reasons("shadow_inconclusive", "Checks that came to no answer", INCONCLUSIVE_REASONS, shadow.inconclusive)
     yield _gauge("shadow_withheld", "Keys that are not served", {(): shadow.withheld})
+
+
+def _of_load_or_recompute(statistics: EngineStatistics) -> Iterator[Metric]:
+    choice, tiers = statistics.load_or_recompute, statistics.tiers
+    advised = _known(get_args(Verdict), choice.advised)
+    yield _counter("advised_lookups", "Lookups that found blocks, by what was advised", advised, ["advice"])
+    yield _counter(
+        "cut_blocks", "Blocks found and left, as computing is sooner; see hit_blocks", {(): choice.cut_blocks}
+    )
+    yield _counter("given_up_loads", "Loads given up; see loads", _known(get_args(GiveUp), choice.given_up), ["reason"])
+    yield _counter("rate_probes", "Loads to measure a tier alone", _known(PROBE_ENDS, choice.probes), ["ended"])
+    yield _gauge("given_up_slowest_end_seconds", "Longest copy behind its deadline", {(): choice.slowest_end})
+    rates = {name: choice.load_rates.get(name, _NO_LOADS) for name in tiers}
+    for field, text in (
+        ("fixed", "Seconds that a load takes whatever its size"),
+        ("per_block", "Seconds that a load takes for each block; beside recompute_seconds_per_block"),
+    ):
+        yield _gauge(
+            f"load_seconds_{field}", text, {(name,): getattr(of, field) for name, of in rates.items()}, ["tier"]
+        )
+    observations = {(name,): of.observations for name, of in rates.items()}
+    yield _gauge("load_observations", "Loads behind that estimate", observations, ["tier"])
+    suspect = {(name,): int(of.is_suspect) for name, of in rates.items()}
+    yield _gauge("load_suspect", "Whether a load was given up, and none measured since", suspect, ["tier"])
+    compute = choice.compute_rate or _NOTHING_COMPUTED
+    for field, text in (
+        ("per_block", "Seconds in which a block is computed; 0: not known"),
+        ("growth", "Seconds that this grows with each block before it"),
+    ):
+        yield _gauge(f"recompute_seconds_{field}", text, {(): getattr(compute, field)})
+    yield _gauge("recompute_observations", "Computations behind that estimate", {(): compute.observations})
 
 
 # --- families -------------------------------------------------------------------------------------------------------------

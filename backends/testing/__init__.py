@@ -2,6 +2,7 @@
 
 * :func:`check_tier`: the contract of a place as one async test, for yours too.
 * :class:`FakeTier`: a place with a dial for every failure, in virtual time: it starts no thread.
+* :class:`PacedTier`: a place in front of another one, whose loads take as long as told, in virtual time or for real.
 * :class:`NullExecutor`: a place that copies nothing, to measure everything else.
 * :func:`payload_of`: what a block contains, as a function of its key, so that any copy of it can be judged.
 """
@@ -14,6 +15,7 @@ from ._fake import FakeTier as FakeTier
 from ._fake import Faults as Faults
 from ._fake import NullExecutor as NullExecutor
 from ._fake import payload_of as payload_of
+from ._paced import PacedTier as PacedTier
 
 if TYPE_CHECKING:
     from ._check_tier import check_tier as check_tier

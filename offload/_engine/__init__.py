@@ -17,20 +17,27 @@ Rule 4. A failing tier is never an error of the engine: a lookup names it, a loa
 
 To read it: ``config`` says what can be set, ``opening`` puts an engine together (``factories`` and ``places`` for its tiers,
 ``routes`` for its pipelines), ``engine`` is what is called, ``lookup``, ``loading`` and ``promotion`` are how blocks come back,
-``shadow`` and ``layout_check`` whether they are what was stored.
+``shadow`` and ``layout_check`` whether they are what was stored. ``rates``, ``load_or_recompute``, ``load_choice`` and
+``rate_probe`` are whether loading them is worth it.
 """
 
 from .opening import open_engine as open_engine
 from .config import EngineConfig as EngineConfig
+from .config import LoadOrRecompute as LoadOrRecompute
 from .config import Route as Route
 from .engine import Engine as Engine
 from .lookup import Hit as Hit
+from .load_or_recompute import Advice as Advice
 from .loading import LoadResult as LoadResult
 from .layout_check import LayoutCheck as LayoutCheck
 from .statistics import ShadowStatistics as ShadowStatistics
+from .statistics import ChoiceStatistics as ChoiceStatistics
+from .rates import ComputeRate as ComputeRate
+from .rates import LoadRate as LoadRate
 from .statistics import EngineStatistics as EngineStatistics
 from .loading import LoadFailed as LoadFailed
 from .loading import BEHIND_A_GAP as BEHIND_A_GAP
+from .loading import GIVEN_UP as GIVEN_UP
 from .config import Chain as Chain
 from .config import OnLoadFailure as OnLoadFailure
 from .config import OnEnterFailure as OnEnterFailure

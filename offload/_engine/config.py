@@ -39,6 +39,9 @@ lookups miss there, until it can be entered."""
 Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
 """What is stored in the next tier: nothing, what is stored in the one before it, or what that one evicts."""
 
+ChoiceMode: TypeAlias = Literal["off", "advise", "enforce"]
+"""Whether loading is compared with recomputing: not, in what a lookup says, or in what is loaded."""
+
 TierLike: TypeAlias = "ReadableTier | str | Mapping[str, Any]"
 """A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may also have ``wrappers``: names such as
 ``zstd`` and ``fp8``, a ``module:attribute`` that is or makes a wrapper, or tables of these with parameters."""
@@ -209,6 +212,37 @@ def _as_chain(value: Any) -> Any:
 
 
 @attrs.frozen
+class LoadOrRecompute:
+    """Whether what was found is loaded, or computed once more where that is sooner. Reasons are in :func:`engine_knobs`."""
+
+    mode: ChoiceMode = _knob.choice(
+        "off",
+        ChoiceMode,
+        "Whether loading is compared with recomputing: not at all, in the advice of a hit, or so that what is computed sooner "
+        "is left out, and a load that falls behind is given up.",
+    )
+    seconds_per_block: float = _knob.seconds(
+        0.0,
+        0.0,
+        3_600.0,
+        "How long computing a block takes, until the engine is told (Engine.computed). 0: not known, so everything is loaded.",
+    )
+    max_loss: float = _knob.fraction(
+        0.02,
+        0.0,
+        1.0,
+        "How much later than without a cache a request may be, as a share of the time in which what was found is computed. "
+        "Less gives up loads that stutter; 0 never tries a tier that nobody knows.",
+    )
+    probe_interval: float = _knob.seconds(
+        1.0,
+        0.001,
+        86_400.0,
+        "How long after a tier that nothing is loaded from was measured it is measured again, by twelve blocks at most.",
+    )
+
+
+@attrs.frozen
 class EngineConfig:
     """The settings of an engine. The reason for each bound and default is in :func:`engine_knobs`."""
 
@@ -293,6 +327,9 @@ class EngineConfig:
         1_000_000_000,
         "One in so many loads is read again, or recomputed, and compared with what has arrived. 0: none is. At 1,000 it costs "
         "less than 1 % of the time of loads.",
+    )
+    load_or_recompute: LoadOrRecompute = _knob.table(
+        LoadOrRecompute(), "Whether what was found is loaded, or computed once more where that is sooner."
     )
     breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
     pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The settings of every route that has none of its own.")

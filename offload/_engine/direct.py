@@ -17,6 +17,9 @@ Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to
         lookup while a key is withheld.
 Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``,
         so it is over before one that yields would have noticed. One that waits for a disk is.
+Rule 5. With ``load_or_recompute``, each load is measured. Where that is enforced, a lookup leaves out what is not worth
+        loading, and a load that may have to be given up goes the ordinary way, since no thread can be stopped: all that waits
+        for a disk, and what may take longer than a request may be late.
 """
 
 from __future__ import annotations
@@ -44,8 +47,10 @@ from .statistics import count
 if TYPE_CHECKING:
     from .._health import BreakerTier
     from .._pipeline.priority import LoadPriority
+    from .load_choice import LoadChoice
     from .lookup import Place
     from .promotion import Promoter
+    from .rate_probe import RateProbe
     from .shadow import ShadowCheck
     from .statistics import Counts
     from .tenants import TenantTags
@@ -76,6 +81,10 @@ class DirectReads:
     """``None`` where no load is compared."""
     promoter: Promoter
     load_priority: LoadPriority
+    choice: LoadChoice | None
+    """``None`` where loading is not compared with recomputing."""
+    probe: RateProbe | None
+    """``None`` where that is not enforced."""
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -95,16 +104,26 @@ class DirectReads:
         except BaseException:
             asking.release()
             raise
-        segments = asking.segments
+        segments, advice, left_out = asking.segments, None, None
+        if self.choice is not None:
+            advice = self.choice.advise(segments)
+            segments, rest = self.choice.split(segments, advice)
+            if rest:
+                start = sum([segment.blocks for segment in segments])
+                left_out = rest[0].rank, keys[start : start + rest[0].blocks]
+                _release(rest)
         found = sum([segment.blocks for segment in segments])
         keys_found = keys if found == len(keys) else keys[:found]
-        hit = Hit(keys_found, segments, asking.unavailable or _NOTHING, self.live, tenant, since=since)
-        return DirectLookup(hit, len(keys), asking.permits, self)
+        hit = Hit(keys_found, segments, asking.unavailable or _NOTHING, self.live, tenant, since=since, advice=advice)
+        return DirectLookup(hit, len(keys), asking.permits, self, left_out)
 
     def plan(self, hit: Hit, destination: Destination, promote: bool | str, deadline: float) -> DirectLoad | None:
         """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
         if self.shadow is not None and not self.shadow.may_pass(hit.keys, hit._since):
+            return None
+        has_deadline = self.choice is not None and self.choice.has_deadlines
+        if has_deadline and self.choice is not None and not self.choice.fits_at_once(hit._segments):
             return None
         if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
             return None
@@ -117,7 +136,7 @@ class DirectReads:
         for segment in hit._segments:
             breaker_tier: BreakerTier = segment.tier  # type: ignore[assignment]
             tier, lease = breaker_tier.direct, segment.lease.inner  # type: ignore[attr-defined]
-            if tier is None or not isinstance(lease, Lease | DirectLease):
+            if tier is None or not isinstance(lease, Lease | DirectLease) or (has_deadline and tier.waits_for_disk):
                 return None
             try:
                 permit = breaker_tier.permit_from_thread(now)
@@ -221,9 +240,14 @@ class _DirectQueries:
         return blocks
 
     def release(self) -> None:
-        """Release what was pinned. What a signal keeps from being released here, is with its lease."""
-        for segment in self.segments:
-            segment.lease.inner.release_from_thread()  # type: ignore[attr-defined]
+        """Release what was pinned."""
+        _release(self.segments)
+
+
+def _release(segments: Sequence[Segment]) -> None:
+    """Release these, in any thread. What a signal keeps from being released here, is with its lease."""
+    for segment in segments:
+        segment.lease.inner.release_from_thread()  # type: ignore[attr-defined]
 
 
 @attrs.frozen(eq=False)
@@ -234,6 +258,8 @@ class DirectLookup:
     _asked: int
     _permits: dict[int, int]
     _reads: DirectReads
+    left_out: tuple[int, Sequence[Key]] | None
+    """The position of the first tier from which nothing is worth loading, and what is in it."""
 
     def count(self) -> None:
         """Count it, in the trio thread; from now on the engine releases the hit at its end."""
@@ -246,7 +272,9 @@ class DirectLookup:
         counts = reads.counts
         counts.lookups += 1
         counts.asked += self._asked
-        counts.hit += len(hit.keys)
+        counts.hit += len(hit.keys) if hit.advice is None else hit.advice.found
+        if reads.choice is not None and hit.advice is not None:
+            reads.choice.note_advised(hit.advice)
         for name in hit.unavailable:
             count(counts.lookup_failures, name)
         hit.hold()
@@ -256,6 +284,8 @@ class DirectLookup:
             except Exception:
                 # Its blocks are in tiers that need no tenant: only what a load would look for elsewhere is not found.
                 _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
+        if self.left_out is not None and reads.probe is not None:
+            reads.probe.request(*self.left_out, hit._tenant)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -284,6 +314,8 @@ class DirectLoad:
     """Where it is to be promoted to."""
     _deadline: float
     _reads: DirectReads
+    _seconds: list[float] = attrs.Factory(list)
+    """How long each part took, where that is measured."""
 
     @property
     def waits_for_disk(self) -> bool:
@@ -309,8 +341,11 @@ class DirectLoad:
         check_apart(self._there)
         for part in self._parts:
             deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
+            began = time.perf_counter()
             if not part.tier.load_from_thread(part.lease, part.there, deadline):
                 return None
+            if self._reads.choice is not None:
+                self._seconds.append(time.perf_counter() - began)
         return LoadResult(len(self._there), [LOADED] * len(self._there))
 
     def count(self) -> None:
@@ -325,5 +360,8 @@ class DirectLoad:
             origins += [part.rank] * len(part.there)
             part.tier.note_loaded(len(part.there))
             part.breaker_tier.note_answered(part.permit, Call.LOAD)
+        if reads.choice is not None:
+            for part, seconds in zip(self._parts, self._seconds, strict=True):
+                reads.choice.note_loaded(part.breaker_tier.name, len(part.there), seconds)
         if self.promotes:
             reads.promoter.promote(hit.keys, origins, self.promote, hit._tenant)

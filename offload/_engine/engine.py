@@ -40,12 +40,15 @@ from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
 from .history import History
 from .layout_check import LayoutCheck, LayoutChecker
-from .loading import LoadFailed, Loading, LoadResult
-from .lookup import Hit, Place, TimeShares, find
+from .load_choice import LoadChoice
+from .load_or_recompute import check_computed
+from .loading import GIVEN_UP, LoadFailed, Loading, LoadResult
+from .lookup import Hit, Place, Segment, TimeShares, find, release_segments
 from .promotion import Promoter
+from .rate_probe import RateProbe
 from .routes import PlannedRoute
 from .shadow import ShadowCheck
-from .statistics import Counts, EngineStatistics, ShadowStatistics, count
+from .statistics import ChoiceStatistics, Counts, EngineStatistics, ShadowStatistics, count
 from .tenants import TenantTags
 
 _NOTHING: Mapping[str, Exception] = MappingProxyType({})
@@ -84,6 +87,10 @@ class EngineParts:
     inspector: BlockInspector
     shadow: ShadowCheck | None
     """``None`` where no load is compared."""
+    choice: LoadChoice | None
+    """``None`` where loading is not compared with recomputing."""
+    probe: RateProbe | None
+    """``None`` where that is not enforced."""
 
 
 class Engine:
@@ -112,6 +119,8 @@ class Engine:
         self._spills = parts.spills
         self._inspector = parts.inspector
         self._shadow = parts.shadow
+        self._choice = parts.choice
+        self._probe = parts.probe
         # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
         self._tags: TenantTags | None = parts.tenant_tags or None
         self._promoter = parts.promoter
@@ -127,6 +136,8 @@ class Engine:
             self._shadow,
             self._promoter,
             self._load_priority,
+            self._choice,
+            self._probe,
         )
 
     def __repr__(self) -> str:
@@ -208,7 +219,8 @@ class Engine:
         The prefix may change between tiers any number of times. A tier that raises, or does not answer within
         ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the result is the prefix that was found without
         it, and its breaker counts a fault. Cancelled, nothing is pinned, and no breaker counts anything. The caller releases
-        the hit: ``async with await engine.lookup(keys) as hit``.
+        the hit: ``async with await engine.lookup(keys) as hit``. With ``load_or_recompute``, :attr:`Hit.advice` says how much
+        of it is worth loading, and where that is enforced the hit ends there.
 
         Args:
             keys: the keys, in order.
@@ -240,11 +252,32 @@ class Engine:
         counts.hit += found
         for name in unavailable:
             count(counts.lookup_failures, name)
-        hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
-        hit.hold()
+        if self._choice is None:
+            hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
+            hit.hold()
+        else:
+            advice = self._choice.advise(segments)
+            segments, rest = self._choice.split(segments, advice)
+            left = advice.found - sum([segment.blocks for segment in rest])
+            hit = Hit(keys[:left], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since, advice)
+            hit.hold()
+            self._choice.note_advised(advice)
+            await self._leave_out(hit, rest, keys[left:found])
         if self._hooks.looked_up:
             self._hooks.fire("looked_up", keys, hit)
         return hit
+
+    async def _leave_out(self, hit: Hit, segments: list[Segment], keys: Sequence[Key]) -> None:
+        """Release what is computed sooner than it would be loaded, and see to it that its tier is measured."""
+        if not segments:
+            return
+        if self._probe is not None:
+            self._probe.request(segments[0].rank, keys[: segments[0].blocks], hit._tenant)
+        try:
+            await release_segments(segments)
+        except BaseException:
+            await hit.__aexit__(None, None, None)
+            raise
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
@@ -253,7 +286,8 @@ class Engine:
         looked for once more in the slower tiers. With ``shadow_check``, one load in so many is compared as well with
         something else than checksums, and ends before a block that is not what its key stands for. Cancelled, it leaves only
         when no copy into ``destination`` is under way any more. A hit that is released meanwhile stays pinned until this is
-        over.
+        over. With ``load_or_recompute`` enforced it also ends where computing the rest is sooner; what is left is missed as
+        ``given up``, which is no failure.
 
         Args:
             hit: the result of a lookup.
@@ -280,7 +314,7 @@ class Engine:
         if isinstance(up, str):
             self._promoter.check(up)
         retry = self.on_load_failure == "retry"
-        loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout)
+        loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout, self._choice)
         segments, began = hit._begin_load(), trio.current_time()
         try:
             with self._load_priority.loading():
@@ -291,14 +325,33 @@ class Engine:
         finally:
             await hit._end_load()
         result = loading.conclude()
+        if self._probe is not None and loading.given_up_at is not None:
+            self._probe.request(loading.given_up_at, hit.keys[result.loaded :], hit._tenant)
         if self._hooks.loaded:
             self._hooks.fire("loaded", hit, result, trio.current_time() - began)
         if up and result.loaded:
             self._promoter.promote(hit.keys[: result.loaded], loading.origins, up, hit._tenant)
         if result.loaded < wanted and self.on_load_failure == "fail":
             first = result.outcomes[result.loaded]
+            if first == GIVEN_UP:
+                return result
             raise LoadFailed(result) from (first.error if isinstance(first, Failed) else None)
         return result
+
+    def computed(self, blocks: int, seconds: float, *, after: int = 0) -> None:
+        """Tell how long computing blocks of a prompt took, for ``load_or_recompute``. Does nothing where that is off.
+
+        Args:
+            blocks: how many were computed.
+            seconds: how long that took.
+            after: the position of the first of them, as in the keys of a lookup: those further back take longer.
+
+        Raises:
+            ValueError: less than one block, or a time or a position below 0.
+        """
+        check_computed(blocks, seconds, after)
+        if self._choice is not None:
+            self._choice.note_computed(after, after + blocks, seconds)
 
     async def release(self, hit: Hit) -> None:
         """Give back what a hit holds. Idempotent; it has given it back even when cancelled."""
@@ -453,6 +506,7 @@ class Engine:
             open_hits=len(self._live_hits),
             quarantined=len(self.quarantine),
             shadow=ShadowStatistics() if self._shadow is None else self._shadow.statistics(),
+            load_or_recompute=ChoiceStatistics() if self._choice is None else self._choice.statistics(),
         )
 
     # --- helpers --------------------------------------------------------------------------------------------------

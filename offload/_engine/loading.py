@@ -2,26 +2,47 @@
 
 With ``retry``, a block that fails is looked up once more, within the same load, in the tiers behind the one that failed, and
 the prefix goes on from there. A search only moves to slower tiers, so each is asked for a block at most once.
+
+A load with a budget (:mod:`offload._engine.load_or_recompute`) goes in parts. At the end of each it may be given up, and at
+the deadline of one that part is cancelled, which returns when no copy is under way any more. What has not come by then is not
+looked for elsewhere: it is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 import attrs
 import trio
 
-from backends.abc import LOADED, Destination, Failed, Key, Missed, NumberedDestination, Outcome, Unproven
+from backends.abc import (
+    LOADED,
+    Destination,
+    Failed,
+    Key,
+    Missed,
+    NumberedDestination,
+    Outcome,
+    ReadableTier,
+    ReadLease,
+    Unproven,
+)
 from backends.pages import Pages
 from maru.exception_groups import holds
 
 from .._errors import OffloadError
+from .load_choice import LoadChoice
+from .load_or_recompute import LoadBudget
 from .lookup import Place, Segment, find, release_segments
 from .statistics import Counts, count
 
 BEHIND_A_GAP: Final = Missed("behind a gap")
 """Marks a block that was not tried: an earlier one could not be loaded."""
+GIVEN_UP: Final = Missed("given up")
+"""Marks a block that is computed sooner than its load would have brought it."""
+_GONE: Final = Missed("gone")
 
 
 class LoadFailed(OffloadError):
@@ -40,7 +61,8 @@ class LoadResult:
     loaded: int
     """The number of leading blocks at the destination, verified if the tier keeps checksums. Use no others."""
     outcomes: Sequence[Outcome]
-    """One per key of the hit. A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``."""
+    """One per key of the hit. A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``; one that is
+    computed sooner than it would have come is missed as ``given up``."""
 
 
 @attrs.define(eq=False)
@@ -56,10 +78,17 @@ class Loading:
     retry: bool
     lookup_timeout: float
     """How long each tier may take when blocks are looked up again."""
+    choice: LoadChoice | None = None
+    """Measures each load; ``None`` where nothing is to be measured."""
     outcomes: list[Outcome] = attrs.Factory(list)
     """One for each block that was tried."""
     origins: list[int] = attrs.Factory(list)
     """The position of the tier that each of them came from, or was last expected from by the hit."""
+    given_up_at: int | None = None
+    """The position of the tier whose load was given up."""
+    _budget: LoadBudget | None = None
+    _behind: Sequence[Segment] = ()
+    """What the hit has behind the segment that is being loaded."""
 
     async def load(self, segments: Sequence[Segment]) -> None:
         """Load segment after segment, each behind the one before; stop at the first that is not loaded completely.
@@ -68,7 +97,11 @@ class Loading:
         """
         if not segments:
             await trio.lowlevel.checkpoint()
-        for segment in segments:
+        if self.choice is not None:
+            self._budget = self.choice.budget(len(self.keys), trio.current_time())
+        for at, segment in enumerate(segments):
+            if self._budget is not None:
+                self._behind = segments[at + 1 :]
             answers, origins = await self._read(segment, len(self.outcomes))
             self.outcomes += answers
             self.origins += origins
@@ -89,36 +122,97 @@ class Loading:
         counts.loads += 1
         counts.loaded += loaded
         if loaded < wanted:
+            if self.was_given_up:
+                outcomes += [GIVEN_UP] * (wanted - len(outcomes))
             _count_failures(outcomes[loaded:], counts.load_failures)
             outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
         return LoadResult(loaded, outcomes)
 
+    @property
+    def was_given_up(self) -> bool:
+        """Whether its last blocks are left to be computed."""
+        return bool(self.outcomes) and self.outcomes[-1] == GIVEN_UP
+
     async def _read(self, segment: Segment, start: int) -> tuple[list[Outcome], list[int]]:
         """Load one segment from position ``start`` on; with ``retry``, fill its gaps from slower tiers."""
-        answers = await self._load(segment, start)
-        origins = [segment.rank] * segment.blocks
-        bad = segment.blocks - answers.count(LOADED)
+        if self._budget is None:
+            answers = await self._load_whole(segment, start)
+        else:
+            answers = await self._load_in_parts(segment, start, self._budget)
+        origins = [segment.rank] * len(answers)
+        bad = len(answers) - answers.count(LOADED) - answers.count(GIVEN_UP)
         if bad:
             count(self.counts.load_faults, segment.name, bad)
             if self.retry:
                 await self._mend(segment.rank + 1, start, answers, origins)
         return answers, origins
 
-    async def _load(self, segment: Segment, start: int) -> list[Outcome]:
-        """Load one segment. An ``Exception`` of the tier becomes the outcome of every block."""
-        whole = start == 0 and segment.blocks == len(self.destination)
-        destination = self.destination if whole else _Part(self.destination, start, segment.blocks)
+    async def _load_whole(self, segment: Segment, start: int) -> list[Outcome]:
+        """Load one segment at once."""
+        began = 0.0 if self.choice is None else trio.current_time()
+        answers = await self._load(segment.tier, segment.lease, start, segment.blocks)
+        if self.choice is not None and answers.count(LOADED) == segment.blocks:
+            self.choice.note_loaded(segment.name, segment.blocks, trio.current_time() - began)
+        return answers
+
+    async def _load(self, tier: ReadableTier, lease: ReadLease, start: int, blocks: int) -> list[Outcome]:
+        """Load what a lease holds. An ``Exception`` of the tier becomes the outcome of every block."""
+        whole = start == 0 and blocks == len(self.destination)
+        destination = self.destination if whole else _Part(self.destination, start, blocks)
         try:
-            answers = list(await segment.tier.load(segment.lease, destination))
-            if len(answers) != segment.blocks:
-                raise RuntimeError(f"{segment.tier!r} answered {len(answers)} outcomes for {segment.blocks} blocks")
-            if answers.count(LOADED) < segment.blocks:
+            answers = list(await tier.load(lease, destination))
+            if len(answers) != blocks:
+                raise RuntimeError(f"{tier!r} answered {len(answers)} outcomes for {blocks} blocks")
+            if answers.count(LOADED) < blocks:
                 _raise_unproven(answers)
         except Exception as error:
             if holds(error, Unproven):  # a copy may still write to these addresses, so nothing else may be loaded there
                 raise
-            return [Failed(error)] * segment.blocks
+            return [Failed(error)] * blocks
         return answers
+
+    # --- in parts -------------------------------------------------------------------------------------------------
+
+    async def _load_in_parts(self, segment: Segment, start: int, budget: LoadBudget) -> list[Outcome]:
+        """Load one segment part by part, until it is loaded, or given up, or of no use behind a block that did not come."""
+        assert self.choice is not None
+        answers: list[Outcome] = []
+        while len(answers) < segment.blocks and (self.retry or answers.count(LOADED) == len(answers)):
+            done, left, now = start + len(answers), segment.blocks - len(answers), trio.current_time()
+            why = budget.judge(done, self.choice.stretches(segment, left, self._behind), now)
+            if why is None:
+                rate = self.choice.rate_of(segment.name)
+                part = budget.part(done, left, rate, now)
+                deadline = budget.deadline(done, part, rate, now)
+                with trio.CancelScope(deadline=deadline) as scope:
+                    answers += await self._load_part(segment, start, len(answers), part)
+                if not scope.cancelled_caught:
+                    continue
+                self.choice.note_late(segment.name, trio.current_time() - deadline)
+                why = "late"
+            self.choice.note_given_up(why)
+            self.given_up_at = segment.rank
+            return answers + [GIVEN_UP] * left
+        return answers
+
+    async def _load_part(self, segment: Segment, start: int, at: int, blocks: int) -> list[Outcome]:
+        """Load a part of a segment, and measure it with what its pin takes."""
+        assert self.choice is not None
+        if blocks == segment.blocks:
+            return await self._load_whole(segment, start)
+        # A lease is loaded as a whole, by contract. A part has one of its own, while that of the hit holds its blocks.
+        began, keys = trio.current_time(), self.keys[start + at : start + at + blocks]
+        try:
+            lease = await segment.tier.pin(keys)
+        except Exception as error:
+            return [Failed(error)] * blocks
+        async with lease:
+            answers = await self._load(segment.tier, lease, start + at, len(lease.keys)) if lease.keys else []
+        if answers.count(LOADED) == blocks:
+            self.choice.note_loaded(segment.name, blocks, trio.current_time() - began)
+        return answers + [_GONE] * (blocks - len(answers))
+
+    # --- in slower tiers ------------------------------------------------------------------------------------------
 
     async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
         """Fill the gaps of a segment in order, up to the first that remains."""
@@ -133,8 +227,9 @@ class Loading:
     async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
         """Look up neighbouring blocks in the slower tiers, and load as many as are found."""
         self.counts.retried += stop - start
+        within = inf if self._budget is None else max(0.0, self._budget.left(start, trio.current_time()))
         segments, unavailable = await find(
-            self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout
+            self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout, within=within
         )
         outcomes: list[Outcome] = []
         origins: list[int] = []
@@ -160,10 +255,10 @@ def _raise_unproven(answers: Sequence[Outcome]) -> None:
 
 
 def _gaps(answers: Sequence[Outcome]) -> list[range]:
-    """Ranges of neighbouring blocks that failed, in order."""
+    """Ranges of neighbouring blocks that failed, in order. What was given up is none: it is not looked for elsewhere."""
     gaps: list[range] = []
     for at, outcome in enumerate(answers):
-        if outcome != LOADED:
+        if outcome not in (LOADED, GIVEN_UP):
             if gaps and gaps[-1].stop == at:
                 gaps[-1] = range(gaps[-1].start, at + 1)
             else:

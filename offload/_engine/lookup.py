@@ -30,6 +30,7 @@ from backends.abc import Key, ReadableTier, ReadLease, Tier
 
 from .._errors import TierTooSlow
 from .._health import BreakerTier
+from .load_or_recompute import Advice
 
 # --- what was found ---------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,18 @@ class Hit:
     An async context manager: leaving it releases, also when cancelled.
     """
 
-    __slots__ = ("_end", "_live", "_loads", "_segments", "_since", "_tenant", "keys", "released", "unavailable")
+    __slots__ = (
+        "_end",
+        "_live",
+        "_loads",
+        "_segments",
+        "_since",
+        "_tenant",
+        "advice",
+        "keys",
+        "released",
+        "unavailable",
+    )
 
     def __init__(
         self,
@@ -68,6 +80,7 @@ class Hit:
         tenant: str = "",
         end: Callable[[], None] | None = None,
         since: int = 0,
+        advice: Advice | None = None,
     ) -> None:
         self._segments = segments
         self._since = since  # how many blocks had turned out wrong when it was looked for
@@ -81,6 +94,8 @@ class Hit:
         """The keys that were found: from the first one requested to the last before the first that no tier has."""
         self.unavailable: Mapping[str, Exception] = unavailable
         """The tiers that raised or did not answer, by name. Not a miss: they may have more of the blocks."""
+        self.advice: Advice | None = advice
+        """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
 
     def __len__(self) -> int:
         return len(self.keys)

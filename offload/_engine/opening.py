@@ -32,9 +32,11 @@ from .engine import Engine, EngineParts, OpenRoute
 from .explain import BlockInspector
 from .factories import is_source, make_policies
 from .history import History
+from .load_choice import LoadChoice
 from .lookup import release_forgotten
 from .places import check_placeholders, check_places, enter_places
 from .promotion import Promoter, PromotionRoute, open_promotion_route, promotion_config
+from .rate_probe import RateProbe, run_probe
 from .routes import PlannedRoute, plan, spill_configs, tiers_to_index
 from .shadow import ShadowCheck, StoredSamples
 from .statistics import Counts
@@ -155,7 +157,8 @@ async def _open(
         promoter = Promoter(
             list(builder.breaker_tiers.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
         )
-        engine = Engine(builder.parts(routes, spills, promoter), config)
+        choice, probe = await builder.enter_choice()
+        engine = Engine(builder.parts(routes, spills, promoter, choice, probe), config)
         # Runs first at the end, also when the block is cancelled: pins must be released while pipelines and tiers are open.
         stack.push_async_callback(partial(release_forgotten, engine._live_hits))
         attach(instruments, engine)
@@ -254,7 +257,27 @@ class _EngineBuilder:
             )
         return routes_up
 
-    def parts(self, routes: Sequence[OpenRoute], spills: Mapping[str, Spilling], promoter: Promoter) -> EngineParts:
+    async def enter_choice(self) -> tuple[LoadChoice | None, RateProbe | None]:
+        """The choice between loading and recomputing, and what measures for it, where they are wanted."""
+        settings = self.config.load_or_recompute
+        if settings.mode == "off":
+            return None, None
+        choice = LoadChoice(settings)
+        if not choice.enforces:
+            return choice, None
+        places = list(self.breaker_tiers.items())
+        tags = self.tenant_tags or None
+        probe = RateProbe(places, choice, self.source.block_bytes, settings.probe_interval, tags)
+        return choice, await self.stack.enter_async_context(run_probe(probe))
+
+    def parts(
+        self,
+        routes: Sequence[OpenRoute],
+        spills: Mapping[str, Spilling],
+        promoter: Promoter,
+        choice: LoadChoice | None,
+        probe: RateProbe | None,
+    ) -> EngineParts:
         """All of it, for the engine."""
         places, withheld = list(self.breaker_tiers.items()), WithheldKeys()
         ways = [(route.plan.to, route.pipeline) for route in routes] + promoter.pipelines
@@ -272,6 +295,8 @@ class _EngineBuilder:
             counts=self.counts,
             inspector=inspector,
             shadow=self._shadow_check(routes, inspector, withheld),
+            choice=choice,
+            probe=probe,
         )
 
     def _shadow_check(

@@ -11,6 +11,8 @@ from backends.abc import TierStatistics
 from .._health import Health
 from .._pipeline.spill import SpillStatistics
 from .._pipeline.statistics import PipelineStatistics
+from .load_or_recompute import GiveUp, Verdict
+from .rates import ComputeRate, LoadRate
 
 
 @attrs.frozen
@@ -27,6 +29,28 @@ class ShadowStatistics:
     """Checks that came to no answer, by reason. They say nothing about a block."""
     withheld: int = 0
     """Keys that are not served now: a tier may still have what was found wrong under them."""
+
+
+@attrs.frozen
+class ChoiceStatistics:
+    """Loading beside recomputing, as an engine sees it. Counters count from its start; see :class:`offload.LoadOrRecompute`."""
+
+    advised: Mapping[Verdict, int] = attrs.field(factory=dict)
+    """Lookups that found something, by what was advised: ``load`` all, ``part``, ``recompute``, and ``unknown``: load, since it
+    is not known how long computing takes."""
+    cut_blocks: int = 0
+    """Blocks that were found and left where they are, as was advised; only with ``enforce``."""
+    given_up: Mapping[GiveUp, int] = attrs.field(factory=dict)
+    """Loads that were given up, by why: ``late``, since they fell behind; ``slower``, since the rest is computed sooner."""
+    slowest_end: float = 0.0
+    """The longest that a copy went on behind the deadline of its load, in seconds: what giving up has cost beyond it."""
+    probes: Mapping[str, int] = attrs.field(factory=dict)
+    """Loads that no request waited for, to measure a tier, by how they ended: ``measured``, ``gone``, ``failed``, ``too
+    slow``."""
+    load_rates: Mapping[str, LoadRate] = attrs.field(factory=dict)
+    """How long loads take, by the name of the tier; of those that were measured."""
+    compute_rate: ComputeRate | None = None
+    """How long computing takes."""
 
 
 @attrs.frozen
@@ -76,6 +100,8 @@ class EngineStatistics:
     """Copies without a proven end, promotions included: what they touched stays taken (``engine.quarantine``)."""
     shadow: ShadowStatistics
     """What was loaded and compared once more; see ``shadow_check``."""
+    load_or_recompute: ChoiceStatistics
+    """Loading beside recomputing; nothing where that is off."""
 
 
 @attrs.define(eq=False)

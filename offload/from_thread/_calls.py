@@ -17,8 +17,8 @@ import trio
 
 from backends.abc import Destination, Key
 
+from .._engine import Advice, LoadResult
 from .._engine import Hit as PinnedHit
-from .._engine import LoadResult
 from ._future import Future
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ class Hit:
         runs: where they are, in order: the name of a tier, and how many blocks are read from it.
         unavailable: the tiers that raised or did not answer, by name, with the error. Not a miss: they may have more of the
             blocks.
+        advice: how much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``).
     """
 
     __slots__ = (
@@ -164,6 +165,7 @@ class Hit:
         "_reads",
         "_released",
         "_worker",
+        "advice",
         "keys",
         "runs",
         "unavailable",
@@ -177,6 +179,7 @@ class Hit:
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
         self.unavailable: Mapping[str, Exception] = pinned.unavailable
+        self.advice: Advice | None = pinned.advice
         self._released = False  # last: see `__del__`
 
     def __len__(self) -> int:

@@ -28,6 +28,7 @@ from .._engine import (
 from .._engine import open_engine as _open_engine
 from .._engine.config import SHADOW_CHECK
 from .._engine.explain import Explanation
+from .._engine.load_or_recompute import check_computed
 from .._engine.opening import configuration_of
 from .._errors import EngineCrashed
 from .._keys import BlockKey
@@ -386,6 +387,19 @@ class Engine:
             return worker.begin(call)
         worker.end_here(call, result)
         return call
+
+    def computed(self, blocks: int, seconds: float, *, after: int = 0) -> None:
+        """Tell how long computing blocks of a prompt took; see :meth:`offload.Engine.computed`. Never blocks.
+
+        Raises:
+            ValueError: less than one block, or a time or a position below 0.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
+        """
+        worker = self._worker
+        check_computed(blocks, seconds, after)
+        if worker.refusal is not None:
+            raise worker.refusal()
+        worker.mailbox.leave(partial(worker.engine.computed, blocks, seconds, after=after))
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Delete these keys in all tiers. Returns one answer per key, as :meth:`offload.Engine.delete` does.

@@ -50,7 +50,8 @@ class ThreadReads:
         if found is None:
             return None
         hit = Hit(worker, found.hit)  # dropped at any bytecode from here on, it is released
-        worker.mailbox.leave(partial(self._note, found))  # R1
+        # R1. What is left out has to be measured, by a task that runs when the thread does.
+        (worker.mailbox.leave if found.left_out is None else worker.mailbox.call)(partial(self._note, found))
         if self._has_ended:  # R2
             hit.release()
             return None

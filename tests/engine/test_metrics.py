@@ -7,12 +7,26 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backends.slots import PagesDestination
-from backends.testing import FakeTier
-from offload import NO_WAIT, Engine, EngineConfig, EngineStatistics, Health, HealthState, SpillStatistics, open_engine
+from backends.testing import FakeTier, PacedTier
+from offload import (
+    NO_WAIT,
+    ChoiceStatistics,
+    ComputeRate,
+    Engine,
+    EngineConfig,
+    EngineStatistics,
+    Health,
+    HealthState,
+    LoadOrRecompute,
+    LoadRate,
+    SpillStatistics,
+    open_engine,
+)
 from offload.instruments import StageTimes
 from offload.metrics import FAILED_BY, FILTER_REASONS, PREFIX, ConfigCollector, EngineCollector, StageCollector
 from tests.support.engine_places import keys_of
@@ -63,7 +77,8 @@ def changed(statistics: Any) -> Iterator[tuple[str, Any]]:
 
 
 async def test_every_number_of_the_statistics_is_a_series() -> None:
-    statistics = attrs.evolve(await snapshot(), spills={"down": SpillStatistics(0, 0, 0, {})})
+    choice = ChoiceStatistics(load_rates={"faketier": LoadRate(0.1, 0.2, 0.5, 4)}, compute_rate=ComputeRate(0.3))
+    statistics = attrs.evolve(await snapshot(), spills={"down": SpillStatistics(0, 0, 0, {})}, load_or_recompute=choice)
     before = scrape(statistics)
     silent = [name for name, other in changed(statistics) if scrape(other) == before]
     assert silent == []
@@ -76,11 +91,40 @@ async def test_every_series_exists_at_0_from_the_start() -> None:
         assert of(series, "promotions_refused_total", reason=reason) == 0
     for stage in ("admission", "awaiting", "batching", "transfer", "chain"):
         assert of(series, "pipeline_stage_containers", pipeline="faketier", stage=stage) == 0
-    for reason in ("gone", "damaged", "mismatch", "withheld", "failed"):
+    for reason in ("gone", "damaged", "mismatch", "withheld", "failed", "given up"):
         assert of(series, "load_failures_total", reason=reason) == 0
     for tier in ("faketier", "faketier-2"):
         assert of(series, "tier_missed_total", tier=tier, reason="damaged") == 0
         assert of(series, "load_faults_total", tier=tier) == 0
+        assert of(series, "load_seconds_per_block", tier=tier) == of(series, "load_seconds_fixed", tier=tier) == 0
+    for advice in ("load", "part", "recompute", "unknown"):
+        assert of(series, "advised_lookups_total", advice=advice) == 0
+    for reason in ("late", "slower"):
+        assert of(series, "given_up_loads_total", reason=reason) == 0
+    assert of(series, "recompute_seconds_per_block") == of(series, "cut_blocks_total") == 0
+
+
+async def test_what_loading_takes_stands_beside_what_computing_takes(autojump_clock: object) -> None:
+    inner, keys = FakeTier(64, SIZE), keys_of(8)
+    inner.fill(keys)
+    tiers = {"tier": PacedTier(inner, seconds_per_block=0.3)}
+    choice = LoadOrRecompute(mode="enforce")
+    config = EngineConfig(tiers=tiers, chain=False, load_or_recompute=choice)  # type: ignore[arg-type]
+    async with open_engine(FakeTier(64, SIZE), config) as engine:
+        async with await engine.lookup(keys) as hit:
+            await engine.load(hit, PagesDestination.over([bytearray(SIZE) for _ in keys]))
+        engine.computed(8, 0.8)
+        for _ in range(2):
+            assert len(await engine.lookup(keys)) == 0
+        await trio.sleep(0.5)  # a probe is under way
+        series = scrape(engine.statistics())
+    assert of(series, "load_seconds_per_block", tier="tier") == pytest.approx(0.3)
+    assert of(series, "recompute_seconds_per_block") == pytest.approx(0.1)
+    assert of(series, "advised_lookups_total", advice="unknown") == 1
+    assert of(series, "advised_lookups_total", advice="recompute") == 2
+    assert of(series, "cut_blocks_total") == 16
+    assert of(series, "hit_blocks_total") == 24
+    assert of(series, "load_observations", tier="tier") == 2  # the first load of the probe, too
 
 
 @pytest.mark.parametrize("state", HealthState)

@@ -1,0 +1,147 @@
+"""Load or recompute: how much of what was found is worth loading, and until when a load may go on. Pure.
+
+*How much.* Blocks 0 to k are loaded and the others computed. Within a tier each block takes as long as the one before, and
+computing one takes as long or longer: so the time to the first token, as a function of k, has its least value where a tier
+ends, or at 0. :func:`advise` compares these.
+
+*Until when.* Estimates may be wrong, and a tier may hang. A load has *gained* the time that computing what it has brought would
+have taken. :class:`LoadBudget` keeps the promise:
+
+Rule 1. A request is never later than without a cache by more than ``max_loss``, a share of the time in which all that was found
+        is computed. At a time when it would be, the load is given up, and what is under way is cancelled.
+Rule 2. So a load goes in parts, since only the end of a part is a gain. A part is expected to take half of what is left until
+        then, so that it may take twice as long; what a load gains makes the next one larger. One that fits is one part.
+Rule 3. Parts cost a latency each. There are no more of them than add a hundredth to the load. Until a rate is settled, each is
+        at most twice the one before: so one load measures several sizes.
+Rule 4. Where no part can be so short, rule 1 forbids all loads, also those of a tier that has always been fast enough. So a
+        tier whose rate is settled may use as long as its loads are not late (:meth:`LoadRate.late`), and never longer than
+        computing the rest takes. That is the one loss above rule 1: one part, once, since then the tier is suspect.
+Rule 5. At the end of each part it is compared again: what is left of the load, by what was measured until then, with
+        computing it.
+
+A tier of which nothing is known is tried, within rule 1. A suspect one is not, until a load of it has been measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import attrs
+
+from .rates import ComputeRate, LoadRate
+
+Stretch: TypeAlias = tuple[int, "LoadRate | None"]
+"""Neighbouring blocks of one tier: how many, and what is known of the tier."""
+
+Verdict: TypeAlias = Literal["load", "part", "recompute", "unknown"]
+"""Load all that was found, or a part, or nothing; or all, since it is not known how long computing it takes."""
+
+GiveUp: TypeAlias = Literal["late", "slower"]
+"""Why a load is given up: rule 1 or rule 4; or rule 5."""
+
+_SPLITTING: Final = 0.01
+"""What parts may add to a load, as a share."""
+
+
+@attrs.frozen
+class Advice:
+    """What is expected of a hit."""
+
+    verdict: Verdict
+    found: int
+    """The blocks that were found."""
+    blocks: int
+    """How many of them, from the first one, are worth loading."""
+    load_seconds: float
+    """How long loading these takes, as far as it is known."""
+    recompute_seconds: float
+    """How long computing all that was found takes; 0 where that is not known."""
+
+
+def advise(stretches: Sequence[Stretch], compute: ComputeRate | None, start: int = 0) -> Advice:
+    """How many of these blocks are worth loading.
+
+    Args:
+        stretches: what was found, in order.
+        compute: how long computing takes.
+        start: the position of the first of them.
+    """
+    found = sum([blocks for blocks, _ in stretches])
+    if compute is None:
+        loading = sum([_load_seconds(blocks, rate) for blocks, rate in stretches])
+        return Advice("unknown", found, found, loading, 0.0)
+    stop = start + found
+    whole = compute.seconds(start, stop)
+    best, best_load, least = 0, 0.0, whole
+    upto, loading = 0, 0.0
+    for blocks, rate in stretches:
+        upto += blocks
+        loading += math.inf if rate is not None and rate.is_suspect else _load_seconds(blocks, rate)
+        # Not `<=`: of two that take as long, computing occupies no tier.
+        if loading + compute.seconds(start + upto, stop) < least:
+            best, best_load, least = upto, loading, loading + compute.seconds(start + upto, stop)
+    verdict: Verdict = "load" if best == found else "part" if best else "recompute"
+    return Advice(verdict, found, best, best_load, whole)
+
+
+def check_computed(blocks: int, seconds: float, after: int) -> None:
+    """Raise :class:`ValueError` unless so many blocks behind so many others can have been computed in so many seconds."""
+    if not (blocks >= 1 and 0 <= seconds < math.inf and after >= 0):
+        raise ValueError(f"{blocks!r} blocks behind {after!r} others in {seconds!r} s cannot have been computed")
+
+
+def _load_seconds(blocks: int, rate: LoadRate | None) -> float:
+    return 0.0 if rate is None else rate.seconds(blocks)
+
+
+@attrs.frozen
+class LoadBudget:
+    """How long one load may take."""
+
+    began: float
+    """When it began, in seconds."""
+    blocks: int
+    """How many blocks it is to bring."""
+    compute: ComputeRate
+    max_loss: float
+    """By how much a request may become later, as a share of the time in which its blocks are computed."""
+
+    def left(self, done: int, now: float) -> float:
+        """Seconds until rule 1 ends it, if so many blocks have come."""
+        gained, whole = self.compute.seconds(0, done), self.compute.seconds(0, self.blocks)
+        return self.began + gained + self.max_loss * whole - now
+
+    def judge(self, done: int, stretches: Sequence[Stretch], now: float) -> GiveUp | None:
+        """Whether to give up at the end of a part; ``None``: go on.
+
+        Args:
+            done: the blocks that have come.
+            stretches: those that have not; at least one.
+            now: the time.
+        """
+        _, rate = stretches[0]
+        if self.left(done, now) <= 0.0 and not (rate is not None and rate.is_settled):
+            return "late"
+        return None if advise(stretches, self.compute, done).blocks else "slower"
+
+    def part(self, done: int, blocks: int, rate: LoadRate | None, now: float) -> int:
+        """How many of the next blocks of one tier are loaded at once: rules 2 and 3."""
+        if rate is None or not rate.observations:
+            return 1
+        if not rate.is_settled:
+            blocks = min(blocks, 1 << rate.observations)
+        whole, expected = rate.seconds(blocks), self.left(done, now) / 2
+        if whole <= expected:
+            return blocks
+        at_most = 1 + int(_SPLITTING * whole / rate.fixed) if rate.fixed > 0.0 else blocks
+        prompt = int((expected - rate.fixed) / rate.per_block) if rate.per_block > 0.0 else 0
+        return min(blocks, max(1, math.ceil(blocks / at_most), prompt))
+
+    def deadline(self, done: int, part: int, rate: LoadRate | None, now: float) -> float:
+        """When a part that begins now is given up: rules 1 and 4."""
+        left = self.left(done, now)
+        if rate is not None and rate.is_settled:
+            left = max(left, min(rate.late(part), self.compute.seconds(done, self.blocks)))
+        return now + max(0.0, left)

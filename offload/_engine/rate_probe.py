@@ -1,0 +1,134 @@
+"""Measures tiers that requests do not load from, so that none stays decided against for ever.
+
+A lookup that leaves blocks out, and a load that is given up, hand a few of their keys in. A task for each tier loads these into
+memory of its own, and no request waits for it. One at a time, and not again within ``probe_interval``: what comes meanwhile
+is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Final
+
+import attrs
+import trio
+
+from backends.abc import LOADED, Key
+from backends.pages import new_pages
+from backends.slots import PagesDestination
+from backends.threads import kept_if_unproven, leave_after
+
+from .load_choice import LoadChoice
+from .lookup import Place
+from .rates import SETTLED
+from .tenants import TenantTags
+
+MOST_BLOCKS: Final = 12
+"""Blocks that a probe loads."""
+LONGEST: Final = 10.0
+"""Seconds that a probe may take. A tier for which that is not enough is slower than any computation."""
+_LEAVE_AFTER: Final = 10.0
+"""Seconds for the end of a copy that was cancelled, behind which its memory is kept."""
+_log = logging.getLogger("offload.engine")
+
+
+def parts_of(blocks: int) -> Sequence[int]:
+    """Where the loads of a probe begin and end: as many as settle a rate.
+
+    Of different sizes where there are enough blocks, so that latency and bandwidth can be told apart; and of different blocks,
+    since a cache below the tier might have those that were just read. Of fewer blocks than loads, each load is of all.
+    """
+    if blocks < SETTLED:
+        return [0] * (SETTLED + 1)
+    small = max(1, (blocks - 2) // 3)
+    return [0, 1, 1 + small, 2 + small, blocks]
+
+
+@attrs.define(eq=False)
+class RateProbe:
+    """Measures the tiers of one engine."""
+
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    choice: LoadChoice
+    block_bytes: int
+    interval: float
+    """Seconds between two probes of a tier."""
+    tags: TenantTags | None
+    """``None`` where no tier must know tenants."""
+    _wanted: dict[int, trio.MemorySendChannel[tuple[Sequence[Key], str]]] = attrs.Factory(dict)
+
+    def request(self, rank: int, keys: Sequence[Key], tenant: str) -> None:
+        """Measure the tier at this position by these blocks, if it is due. Never waits."""
+        wanted = self._wanted.get(rank)
+        if wanted is not None and keys:
+            try:
+                wanted.send_nowait((keys[:MOST_BLOCKS], tenant))
+            except trio.WouldBlock:  # its task does not wait for work: a probe is under way, or was, a short time ago
+                return
+
+    async def run(self) -> None:
+        """Run until cancelled; then no copy is under way any more."""
+        async with trio.open_nursery() as nursery:
+            for rank in range(len(self.places)):
+                self._wanted[rank], requests = trio.open_memory_channel[tuple[Sequence[Key], str]](0)
+                nursery.start_soon(self._serve, rank, requests)
+
+    async def _serve(self, rank: int, requests: trio.MemoryReceiveChannel[tuple[Sequence[Key], str]]) -> None:
+        async for keys, tenant in requests:
+            end = None if self.tags is None else self.tags.carry(keys, tenant)
+            try:
+                self.choice.note_probe(await self._probe(rank, keys))
+            finally:
+                if end is not None:
+                    end()
+            await trio.sleep(self.interval)
+
+    async def _probe(self, rank: int, keys: Sequence[Key]) -> str:
+        """Load these blocks, part by part. Returns how it ended."""
+        name, _ = self.places[rank]
+        with trio.move_on_after(LONGEST):
+            try:
+                for start, stop in pairwise(parts_of(len(keys))):
+                    if not await self._measure(rank, keys[start:stop] or keys):
+                        return "gone"
+            except Exception as error:
+                _log.debug("%s could not be measured: %r", name, error)
+                return "failed"
+            return "measured"
+        return "too slow"
+
+    async def _measure(self, rank: int, keys: Sequence[Key]) -> bool:
+        """Load these blocks at once, and time it. Returns whether all of them came."""
+        name, tier = self.places[rank]
+        memory = new_pages(len(keys), self.block_bytes)
+        began = trio.current_time()
+        with leave_after(_LEAVE_AFTER), kept_if_unproven(memory):
+            async with await tier.pin(keys) as lease:
+                n = len(lease.keys)
+                outcomes = await tier.load(lease, PagesDestination(memory.part(0, n)))
+        if n < len(keys) or outcomes.count(LOADED) < n:
+            return False
+        self.choice.note_loaded(name, n, trio.current_time() - began)
+        return True
+
+
+@asynccontextmanager
+async def run_probe(probe: RateProbe) -> AsyncIterator[RateProbe]:
+    """Run a probe for the length of an ``async with`` block."""
+    came: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(probe.run)
+        try:
+            yield probe
+        except BaseException as error:  # the body's error leaves as it is, not in a group
+            came = error
+        nursery.cancel_scope.cancel()
+    try:
+        if came is not None:
+            raise came
+    finally:
+        del came  # break the cycle: its traceback holds this frame
