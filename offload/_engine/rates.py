@@ -5,7 +5,8 @@
 
 Rule 1. What is new counts most: each observation lessens the weight of those before it to three quarters.
 Rule 2. What is far off (:data:`STRANGE` times as much, or as little) counts as no more than that, since one hiccup says
-        nothing. The second in a row is no hiccup: both are believed, and what was before is forgotten.
+        nothing. The second in a row, off to the same side, is no hiccup: both are believed, and what was before is forgotten.
+        If they are slower, the rate has to settle again.
 Rule 3. Of loads that all had one size nothing can be told about the latency: the last that was told is kept.
 """
 
@@ -37,10 +38,10 @@ class DecayingLine:
         self.base: float = 0.0
         self.slope: float = 0.0
         self.deviation: float = 0.5
-        """How far an observation is from the line, as a share of it: a decaying mean."""
+        """How far above the line an observation is, as a share of it: a decaying mean. Below it does not count."""
         self.observations: int = 0
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._strange: tuple[float, float] | None = None
+        self._strange: tuple[float, float, bool] | None = None
 
     def at(self, x: float) -> float:
         """The ordinate of the line."""
@@ -61,15 +62,19 @@ class DecayingLine:
     def _believe(self, x: float, y: float) -> float:
         """What of an observation counts: rule 2."""
         told = max(self.at(x), _SHORTEST)
-        self.deviation += (1.0 - DECAY) * (min(abs(y - told) / told, STRANGE) - self.deviation)
+        above = min(max(0.0, y - told) / told, STRANGE)
+        self.deviation += (1.0 - DECAY) * (above - self.deviation)
         before, self._strange = self._strange, None
         if self.observations < SETTLED or told / STRANGE <= y <= told * STRANGE:
             return y
-        if before is not None:
-            self._sums, self.slope, self.observations = (0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1
-            self._add(*before)
+        slower = y > told
+        if before is not None and before[2] == slower:
+            self._sums, self.slope = (0.0, 0.0, 0.0, 0.0, 0.0), 0.0
+            self._add(*before[:2])
+            if slower:
+                self.observations = 1
             return y
-        self._strange = (x, y)
+        self._strange = (x, y, slower)
         return min(max(y, told / STRANGE), told * STRANGE)
 
     def _fit(self) -> None:
@@ -92,7 +97,7 @@ class LoadRate:
     per_block: float
     """What each block adds."""
     deviation: float
-    """How far loads are from that, as a share of it."""
+    """How much longer loads take than that, as a share of it."""
     observations: int
     """How many loads were measured, since it was last forgotten."""
     is_suspect: bool = False

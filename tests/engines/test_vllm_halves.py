@@ -6,6 +6,7 @@ should hold.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,8 +18,8 @@ import torch
 import trio
 
 from backends.memory import MemoryTier
-from backends.testing import FakeTier
-from offload import NO_WAIT, BatchConfig, PipelineConfig, from_thread
+from backends.testing import FakeTier, PacedTier
+from offload import NO_WAIT, BatchConfig, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
 from offload.engines.vllm import _worker
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks
 from offload.engines.vllm._naming import ChunkNaming
@@ -26,6 +27,7 @@ from offload.engines.vllm._plans import StepPlan
 from offload.engines.vllm._requests import BlockGroup, RequestTable, State
 from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
 from offload.engines.vllm._worker import WorkerHalf
+from tests.support.maru_processes import eventually
 
 BLOCKS, BLOCK, CHUNK = 64, 16, 64
 SOON = 30.0
@@ -133,7 +135,8 @@ def new_cache() -> tuple[torch.Tensor, ChunkSource]:
 def instance(tier: Any, **options: Any) -> Iterator[Loop]:
     timeouts = {name: options.pop(name) for name in ("lookup_timeout", "load_timeout", "computed") if name in options}
     cache, source = new_cache()
-    with from_thread.open_engine(source, [tier], when_full="drop", **options) as engine:
+    tiers = tier if isinstance(tier, EngineConfig) else [tier]
+    with from_thread.open_engine(source, tiers, when_full="drop", **options) as engine:
         loop = Loop(engine, source, cache, **timeouts)
         yield loop
         loop.scheduler.close()
@@ -515,3 +518,32 @@ def test_the_end_of_a_worker_lets_arrive_what_is_being_stored(monkeypatch):
         vllm.worker.engine.statistics = lambda: type("S", (), {"unreleased_hits": 0})()  # type: ignore[method-assign]
     assert _worker.DRAIN_TIMEOUT > 1
     assert NoChunks(4).block_bytes == 4
+
+
+# --- loading or recomputing -----------------------------------------------------------------------------------------
+
+
+def deciding(tier: Any, seconds_per_block: float) -> EngineConfig:
+    choice = LoadOrRecompute(mode="enforce", seconds_per_block=seconds_per_block, probe_interval=0.01)
+    return EngineConfig(
+        tiers={"tier": tier},
+        pipeline=PipelineConfig(batch_config=BatchConfig(min_batch_size=1)),
+        shadow_check=0,
+        load_or_recompute=choice,
+    )
+
+
+def test_what_is_computed_sooner_is_reported_as_not_loaded_and_then_not_matched():
+    tier = PacedTier(memory())
+    with instance(deciding(tier, 0.02)) as vllm:
+        blocks = stored(vllm)
+        tier.seconds_per_block = 0.3
+        assert vllm.load("p", 256, blocks_from(32), name="second") == 192  # a tier that nobody knows is tried
+        assert vllm.failed == set(blocks_from(32)[:12])
+        assert vllm.table.records["second"].state is State.FAILED
+        assert vllm.worker.counts.snapshot()["chunks not loaded, and computed instead"] == 3
+        assert vllm.matched("p", 256, name="third") == 0  # it is suspect
+        tier.seconds_per_block = 0.0
+        names = (f"later {at}" for at in itertools.count())
+        eventually(lambda: vllm.matched("p", 256, name=next(names)) == 192)  # and has been measured again
+        assert blocks == blocks_from(0)

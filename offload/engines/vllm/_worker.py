@@ -20,6 +20,7 @@ import attrs
 from backends.abc import ExternalBlocks
 
 from ... import from_thread
+from ..._engine import GIVEN_UP
 from ..._errors import DrainUnproven, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...abc import PreconditionLike
@@ -186,23 +187,25 @@ class WorkerHalf:
 
     def _loaded(self, load: _Load, future: from_thread.LoadFuture) -> None:
         """In the engine's thread: a load is over."""
+        loaded, error, why = 0, None, ""
         try:
-            loaded, error = future.result(0).loaded, None
+            result = future.result(0)
+            loaded = result.loaded
+            if loaded < len(result.outcomes) and result.outcomes[loaded] == GIVEN_UP:
+                why = "given up, since that is sooner"
         except DrainUnproven as unproven:
             # Told that it is over, vLLM would give the blocks to somebody, and a copy may still write to them.
             self.counts.trouble("loads without a proven end, whose requests and blocks are withheld", unproven)
             return
         except Exception as raised:
-            loaded, error = 0, raised
-        self._arrive(load, loaded, error)
+            error = raised
+        self._arrive(load, loaded, error or why)
 
-    def _arrive(self, load: _Load, loaded: int, error: Exception | None = None) -> None:
+    def _arrive(self, load: _Load, loaded: int, why: Exception | str = "") -> None:
         missing = len(load.plan.hashes) - loaded
         self.counts.add("chunks loaded", loaded)
-        if error is not None and not load.given_up:
-            self.counts.trouble("chunks not loaded, and computed instead", error, missing)
-        elif missing and not load.given_up:
-            self.counts.trouble("chunks not loaded, and computed instead", "damaged, or gone", missing)
+        if (why or missing) and not load.given_up:
+            self.counts.trouble("chunks not loaded, and computed instead", why or "damaged, or gone", missing)
         self._arrived.put((load.plan.request_id, loaded))
 
     def received(self, finished: frozenset[str]) -> set[str]:
