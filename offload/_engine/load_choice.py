@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .config import LoadOrRecompute
-from .load_or_recompute import Advice, GiveUp, LoadBudget, Stretch, Verdict, advise
+from .load_or_recompute import Advice, GiveUp, LoadBudget, Stretch, advise
 from .lookup import Segment
 from .rates import ComputeEstimate, LoadEstimate, LoadRate
 from .statistics import ChoiceStatistics, count
@@ -27,8 +27,8 @@ class LoadChoice:
         self._max_loss = config.max_loss
         self._compute = ComputeEstimate(config.seconds_per_block)
         self._loads: dict[str, LoadEstimate] = {}
-        self._advised: dict[Verdict, int] = {}
-        self._given_up: dict[GiveUp, int] = {}
+        self._advised: dict[str, int] = {}
+        self._given_up: dict[str, int] = {}
         self._probes: dict[str, int] = {}
         self._cut_blocks = 0
         self._slowest_end = 0.0
@@ -101,12 +101,12 @@ class LoadChoice:
 
     def note_given_up(self, why: GiveUp) -> None:
         """A load was given up."""
-        self._given_up[why] = self._given_up.get(why, 0) + 1
+        count(self._given_up, why)
 
     def note_advised(self, advice: Advice) -> None:
         """A lookup has returned this."""
         if advice.found:
-            self._advised[advice.verdict] = self._advised.get(advice.verdict, 0) + 1
+            count(self._advised, advice.verdict)
             if self.enforces:
                 self._cut_blocks += advice.found - advice.blocks
 

@@ -11,7 +11,6 @@ from backends.abc import TierStatistics
 from .._health import Health
 from .._pipeline.spill import SpillStatistics
 from .._pipeline.statistics import PipelineStatistics
-from .load_or_recompute import GiveUp, Verdict
 from .rates import ComputeRate, LoadRate
 
 
@@ -35,12 +34,12 @@ class ShadowStatistics:
 class ChoiceStatistics:
     """Loading beside recomputing, as an engine sees it. Counters count from its start; see :class:`offload.LoadOrRecompute`."""
 
-    advised: Mapping[Verdict, int] = attrs.field(factory=dict)
+    advised: Mapping[str, int] = attrs.field(factory=dict)
     """Lookups that found something, by what was advised: ``load`` all, ``part``, ``recompute``, and ``unknown``: load, since it
     is not known how long computing takes."""
     cut_blocks: int = 0
     """Blocks that were found and left where they are, as was advised; only with ``enforce``."""
-    given_up: Mapping[GiveUp, int] = attrs.field(factory=dict)
+    given_up: Mapping[str, int] = attrs.field(factory=dict)
     """Loads that were given up, by why: ``late``, since they fell behind; ``slower``, since the rest is computed sooner."""
     slowest_end: float = 0.0
     """The longest that a copy went on behind the deadline of its load, in seconds: what giving up has cost beyond it."""

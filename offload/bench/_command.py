@@ -23,6 +23,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "cancel": "How soon a cancellation is confirmed, wherever the container is.",
     "replay": "A request trace, beside a dictionary with the same copies.",
     "shadow": "Loads of which some are compared with what was stored, beside loads without that.",
+    "recompute": "The time to the first token of an engine that chooses between loading and recomputing, beside either.",
     "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
     "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
 }

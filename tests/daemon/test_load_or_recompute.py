@@ -30,6 +30,12 @@ async def load(engine, cache):
     return loaded
 
 
+async def until_loads(engine, cache, blocks):
+    with trio.fail_after(30):
+        while await load(engine, cache) != blocks:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
 async def test_a_load_from_a_daemon_that_falls_behind_is_given_up_and_tried_again_when_the_daemon_is_well(path):
     tier = PacedTier(MemoryTier(64 * SIZE, SIZE))
     async with daemon(path, engine=engine_config(tiers={"host": tier})) as server:
@@ -44,9 +50,7 @@ async def test_a_load_from_a_daemon_that_falls_behind_is_given_up_and_tried_agai
             counted = engine.statistics().load_or_recompute
             assert counted.given_up == {"late": 1} and counted.cut_blocks == 8
             tier.seconds_per_block = 0.0
-            with trio.fail_after(30):
-                while await load(engine, cache) < 8:
-                    await trio.sleep(0.01)
+            await until_loads(engine, cache, 8)
         await until(lambda: not server.statistics()["sessions"])
         assert held(server) == {}
 
@@ -60,11 +64,9 @@ async def test_the_better_way_is_taken_over_the_tier_of_a_daemon(path, share):
             await store(engine, cache)
         tier.seconds_per_block = share * BLOCK
         async with open_engine(other, client(server.url, max_loss=0.5)) as engine:
-            with trio.fail_after(30):
-                for _ in range(6):
-                    await load(engine, other)
-                    await trio.sleep(0.2)
-                while await load(engine, other) != (8 if share < 1 else 0):
-                    await trio.sleep(0.2)
+            for _ in range(6):
+                await load(engine, other)
+                await trio.sleep(0.2)
+            await until_loads(engine, other, 8 if share < 1 else 0)
         await until(lambda: not server.statistics()["sessions"])
         assert held(server) == {}
