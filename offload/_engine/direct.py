@@ -341,7 +341,7 @@ class DirectLoad:
         check_apart(self._there)
         for part in self._parts:
             deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
-            began = time.perf_counter()
+            began = 0.0 if self._reads.choice is None else time.perf_counter()
             if not part.tier.load_from_thread(part.lease, part.there, deadline):
                 return None
             if self._reads.choice is not None:

@@ -135,7 +135,9 @@ class Loading:
 
     async def _read(self, segment: Segment, start: int) -> tuple[list[Outcome], list[int]]:
         """Load one segment from position ``start`` on; with ``retry``, fill its gaps from slower tiers."""
-        if self._budget is None:
+        if self.choice is None:
+            answers = await self._load(segment.tier, segment.lease, start, segment.blocks)
+        elif self._budget is None:
             answers = await self._load_whole(segment, start)
         else:
             answers = await self._load_in_parts(segment, start, self._budget)
@@ -148,10 +150,11 @@ class Loading:
         return answers, origins
 
     async def _load_whole(self, segment: Segment, start: int) -> list[Outcome]:
-        """Load one segment at once."""
-        began = 0.0 if self.choice is None else trio.current_time()
+        """Load one segment at once, and measure it."""
+        assert self.choice is not None
+        began = trio.current_time()
         answers = await self._load(segment.tier, segment.lease, start, segment.blocks)
-        if self.choice is not None and answers.count(LOADED) == segment.blocks:
+        if answers.count(LOADED) == segment.blocks:
             self.choice.note_loaded(segment.name, segment.blocks, trio.current_time() - began)
         return answers
 

@@ -24,7 +24,7 @@ from backends.threads import kept_if_unproven, leave_after
 from .load_choice import LoadChoice
 from .lookup import Place
 from .rates import SETTLED
-from .tenants import TenantTags
+from .tenants import TenantTags, nothing
 
 MOST_BLOCKS: Final = 12
 """Blocks that a probe loads."""
@@ -79,27 +79,27 @@ class RateProbe:
 
     async def _serve(self, rank: int, requests: trio.MemoryReceiveChannel[tuple[Sequence[Key], str]]) -> None:
         async for keys, tenant in requests:
-            end = None if self.tags is None else self.tags.carry(keys, tenant)
             try:
-                self.choice.note_probe(await self._probe(rank, keys))
-            finally:
-                if end is not None:
-                    end()
+                with trio.move_on_after(LONGEST) as scope:
+                    ended = await self._probe(rank, keys, tenant)
+                if scope.cancelled_caught:
+                    ended = "too slow"
+            except Exception as error:
+                _log.debug("%s could not be measured: %r", self.places[rank][0], error)
+                ended = "failed"
+            self.choice.note_probe(ended)
             await trio.sleep(self.interval)
 
-    async def _probe(self, rank: int, keys: Sequence[Key]) -> str:
+    async def _probe(self, rank: int, keys: Sequence[Key], tenant: str) -> str:
         """Load these blocks, part by part. Returns how it ended."""
-        name, _ = self.places[rank]
-        with trio.move_on_after(LONGEST):
-            try:
-                for start, stop in pairwise(parts_of(len(keys))):
-                    if not await self._measure(rank, keys[start:stop] or keys):
-                        return "gone"
-            except Exception as error:
-                _log.debug("%s could not be measured: %r", name, error)
-                return "failed"
+        end = nothing if self.tags is None else self.tags.carry(keys, tenant)
+        try:
+            for start, stop in pairwise(parts_of(len(keys))):
+                if not await self._measure(rank, keys[start:stop] or keys):
+                    return "gone"
             return "measured"
-        return "too slow"
+        finally:
+            end()
 
     async def _measure(self, rank: int, keys: Sequence[Key]) -> bool:
         """Load these blocks at once, and time it. Returns whether all of them came."""

@@ -84,6 +84,14 @@ ROWS: dict[str, list[Panel]] = {
             (rate("loaded_blocks_total"), "loaded"),
         ),
         panel("Blocks loaded, by tier", "ops", (rate("tier_loaded_total", "tier"), "{{tier}}")),
+        panel(
+            "Loading a block, beside computing it",
+            "s",
+            (now("load_seconds_per_block", "tier"), "load, {{tier}}"),
+            (now("recompute_seconds_per_block"), "compute"),
+        ),
+        panel("What was advised", "ops", (rate("advised_lookups_total", "advice"), "{{advice}}")),
+        panel("Loads given up", "ops", (rate("given_up_loads_total", "reason"), "{{reason}}")),
     ],
     "Tiers": [
         panel(
