@@ -13,9 +13,9 @@ Rule 2. So a load goes in parts, since only the end of a part is a gain. A part 
         then, so that it may take twice as long; what a load gains makes the next one larger. One that fits is one part.
 Rule 3. Parts cost a latency each. There are no more of them than add a hundredth to the load. Until a rate is settled, each is
         at most twice the one before: so one load measures several sizes.
-Rule 4. Where no part can be so short, rule 1 forbids all loads, also those of a tier that has always been fast enough. So a
-        tier whose rate is settled may use as long as its loads are not late (:meth:`LoadRate.late`), and never longer than
-        computing the rest takes. That is the one loss above rule 1: one part, once, since then the tier is suspect.
+Rule 4. Where no part can be so short, rule 1 forbids all loads, also those of a tier that has always been fast enough. So
+        there a tier whose rate is settled may use as long as its loads are not late (:meth:`LoadRate.late`), and never longer
+        than computing the rest takes. That is the one loss above rule 1: one part, once, since then the tier is suspect.
 Rule 5. At the end of each part it is compared again: what is left of the load, by what was measured until then, with
         computing it.
 
@@ -142,6 +142,6 @@ class LoadBudget:
     def deadline(self, done: int, part: int, rate: LoadRate | None, now: float) -> float:
         """When a part that begins now is given up: rules 1 and 4."""
         left = self.left(done, now)
-        if rate is not None and rate.is_settled:
+        if rate is not None and rate.is_settled and 2 * rate.seconds(part) > left:
             left = max(left, min(rate.late(part), self.compute.seconds(done, self.blocks)))
         return now + max(0.0, left)

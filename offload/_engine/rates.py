@@ -3,7 +3,8 @@
     load       seconds / blocks = each + fixed * (1 / blocks)        a latency, and time for each block
     compute    seconds / block  = base + growth * position           attention looks at all that is before
 
-Rule 1. What is new counts most: each observation lessens the weight of those before it to three quarters.
+Rule 1. What is new counts most: each observation lessens the weight of those before it, by a tenth for loads, and by a
+        twentieth for computations, which do not change from one moment to the next as a tier may.
 Rule 2. What is far off (:data:`STRANGE` times as much, or as little) counts as no more than that, since one hiccup says
         nothing. The second in a row, off to the same side, is no hiccup: both are believed, and what was before is forgotten.
         If they are slower, the rate has to settle again.
@@ -16,13 +17,16 @@ from typing import Final
 
 import attrs
 
-DECAY: Final = 0.75
+LOAD_DECAY: Final = 0.9
+COMPUTE_DECAY: Final = 0.95
 """What is left of the weight of an observation behind the next one."""
 STRANGE: Final = 4.0
 """An observation that differs by such a factor is a hiccup, or a new state of things."""
 SETTLED: Final = 4
 """Observations after which an estimate is relied on."""
 
+_DEVIATING: Final = 0.25
+"""What a new observation counts for in the deviation."""
 _SPREAD: Final = 0.01
 """How far the abscissas must lie apart for a slope: their variance, as a share of their squared mean."""
 _SHORTEST: Final = 1e-9
@@ -32,9 +36,10 @@ _SHORTEST: Final = 1e-9
 class DecayingLine:
     """The line ``y = base + slope * x`` through decaying observations, neither of both below 0."""
 
-    __slots__ = ("_strange", "_sums", "base", "deviation", "observations", "slope")
+    __slots__ = ("_decay", "_strange", "_sums", "base", "deviation", "observations", "slope")
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
         self.base: float = 0.0
         self.slope: float = 0.0
         self.deviation: float = 0.5
@@ -56,14 +61,14 @@ class DecayingLine:
         self._fit()
 
     def _add(self, x: float, y: float) -> None:
-        weight, sum_x, sum_y, sum_xx, sum_xy = [DECAY * one for one in self._sums]
+        weight, sum_x, sum_y, sum_xx, sum_xy = [self._decay * one for one in self._sums]
         self._sums = (weight + 1.0, sum_x + x, sum_y + y, sum_xx + x * x, sum_xy + x * y)
 
     def _believe(self, x: float, y: float) -> float:
         """What of an observation counts: rule 2."""
         told = max(self.at(x), _SHORTEST)
         above = min(max(0.0, y - told) / told, STRANGE)
-        self.deviation += (1.0 - DECAY) * (above - self.deviation)
+        self.deviation += _DEVIATING * (above - self.deviation)
         before, self._strange = self._strange, None
         if self.observations < SETTLED or told / STRANGE <= y <= told * STRANGE:
             return y
@@ -127,7 +132,7 @@ class LoadEstimate:
     __slots__ = ("_line", "rate")
 
     def __init__(self) -> None:
-        self._line = DecayingLine()
+        self._line = DecayingLine(LOAD_DECAY)
         self.rate: LoadRate | None = None
 
     def observe(self, blocks: int, seconds: float) -> None:
@@ -138,7 +143,7 @@ class LoadEstimate:
 
     def suspect(self) -> None:
         """A load was given up: what was measured before says nothing about the next one, and is forgotten."""
-        self._line = DecayingLine()
+        self._line = DecayingLine(LOAD_DECAY)
         self.rate = attrs.evolve(self.rate or LoadRate(0.0, 0.0, 0.0, 0), observations=0, is_suspect=True)
 
 
@@ -169,7 +174,7 @@ class ComputeEstimate:
 
     def __init__(self, per_block: float) -> None:
         """Begin with this, in seconds; 0: nothing is known."""
-        self._line = DecayingLine()
+        self._line = DecayingLine(COMPUTE_DECAY)
         self.rate: ComputeRate | None = ComputeRate(per_block) if per_block > 0 else None
 
     def observe(self, start: int, stop: int, seconds: float) -> None:
