@@ -8,8 +8,8 @@ that chooses. Each answer is compared with that of the first computation.
 The limits are the better of loading and computing, and computing alone, by the same percentile of the same run. The engine that
 chooses is told how long computations take by all three.
 
-Everything is done in one thread. Time is that thread's processor time, and on top what it sleeps, which is skipped: so what else
-the machine does is not counted, and a percentile says something of the choice. The elapsed time, of fewer requests, stands
+Everything is done in one thread. Time is that thread's processor time, and on top what it sleeps, which is skipped: so what
+else the machine does is not counted, and a percentile says something of the choice. The elapsed time, of fewer requests, stands
 below.
 """
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -68,17 +67,21 @@ def rows(effort: Effort) -> Iterator[Row]:
     try:
         prompt = _Prompt.made()
         for pace in PACES:
-            busy = partial(trio.run, _serve, prompt, pace, effort.size(40, 2))
-            elapsed = partial(trio.run, _serve, prompt, pace, effort.size(10, 2))
-            several = effort.at_most(3)
-            samples = in_turn(
-                f"recompute {pace:g}", several, {"": lambda b=busy: b(clock=_busy_clock())}, warm_up=False
-            )
-            yield from _rows_of(f"recompute.{pace:g}", samples)
-            samples = in_turn(f"recompute {pace:g}, elapsed", several, {"": elapsed}, warm_up=False)
-            yield _row(f"recompute.{pace:g}.elapsed.p50", samples, "p50", None)
+            busy = _measured(effort, prompt, pace, effort.size(40, 2), _busy_clock)
+            yield from _rows_of(f"recompute.{pace:g}", busy)
+            elapsed = _measured(effort, prompt, pace, effort.size(10, 2), lambda: None)
+            yield _row(f"recompute.{pace:g}.elapsed.p50", elapsed, "p50", None)
     finally:
         torch.set_num_threads(threads)
+
+
+def _measured(
+    effort: Effort, prompt: _Prompt, pace: float, requests: int, clock: Callable[[], MockClock | None]
+) -> dict[str, Sample]:
+    def serve() -> Figures:
+        return trio.run(_serve, prompt, pace, requests, clock=clock())
+
+    return in_turn(f"recompute {pace:g}", effort.at_most(3), {"": serve}, warm_up=False)
 
 
 def _busy_clock() -> MockClock:
