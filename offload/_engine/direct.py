@@ -122,8 +122,8 @@ class DirectReads:
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
         if self.shadow is not None and not self.shadow.may_pass(hit.keys, hit._since):
             return None
-        has_deadline = self.choice is not None and self.choice.has_deadlines
-        if has_deadline and self.choice is not None and not self.choice.fits_at_once(hit._segments):
+        ends = self.choice if self.choice is not None and self.choice.has_deadlines else None
+        if ends is not None and not ends.fits_at_once(hit._segments):
             return None
         if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
             return None
@@ -136,7 +136,7 @@ class DirectReads:
         for segment in hit._segments:
             breaker_tier: BreakerTier = segment.tier  # type: ignore[assignment]
             tier, lease = breaker_tier.direct, segment.lease.inner  # type: ignore[attr-defined]
-            if tier is None or not isinstance(lease, Lease | DirectLease) or (has_deadline and tier.waits_for_disk):
+            if tier is None or not isinstance(lease, Lease | DirectLease) or (ends is not None and tier.waits_for_disk):
                 return None
             try:
                 permit = breaker_tier.permit_from_thread(now)
@@ -147,7 +147,7 @@ class DirectReads:
             stop = start + segment.blocks
             parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, there.part(start, stop)))
             start = stop
-        return DirectLoad(hit, parts, there, promote, deadline, self)
+        return DirectLoad(hit, parts, there, promote, deadline, self, None if self.choice is None else [])
 
     @staticmethod
     def release_from_thread(hit: Hit) -> bool:
@@ -314,8 +314,8 @@ class DirectLoad:
     """Where it is to be promoted to."""
     _deadline: float
     _reads: DirectReads
-    _seconds: list[float] = attrs.Factory(list)
-    """How long each part took, where that is measured."""
+    _seconds: list[float] | None
+    """How long each part took; ``None`` where that is not measured."""
 
     @property
     def waits_for_disk(self) -> bool:
@@ -341,10 +341,10 @@ class DirectLoad:
         check_apart(self._there)
         for part in self._parts:
             deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
-            began = 0.0 if self._reads.choice is None else time.perf_counter()
+            began = 0.0 if self._seconds is None else time.perf_counter()
             if not part.tier.load_from_thread(part.lease, part.there, deadline):
                 return None
-            if self._reads.choice is not None:
+            if self._seconds is not None:
                 self._seconds.append(time.perf_counter() - began)
         return LoadResult(len(self._there), [LOADED] * len(self._there))
 
@@ -360,7 +360,7 @@ class DirectLoad:
             origins += [part.rank] * len(part.there)
             part.tier.note_loaded(len(part.there))
             part.breaker_tier.note_answered(part.permit, Call.LOAD)
-        if reads.choice is not None:
+        if self._seconds is not None and reads.choice is not None:
             for part, seconds in zip(self._parts, self._seconds, strict=True):
                 reads.choice.note_loaded(part.breaker_tier.name, len(part.there), seconds)
         if self.promotes:

@@ -142,7 +142,9 @@ class Loading:
         else:
             answers = await self._load_in_parts(segment, start, self._budget)
         origins = [segment.rank] * len(answers)
-        bad = len(answers) - answers.count(LOADED) - answers.count(GIVEN_UP)
+        # LOADED is found by identity, so this costs nothing where all came; a count of anything else compares each.
+        left = len(answers) - answers.count(LOADED)
+        bad = left - answers.count(GIVEN_UP) if left else 0
         if bad:
             count(self.counts.load_faults, segment.name, bad)
             if self.retry:

@@ -155,7 +155,6 @@ class Hit:
         runs: where they are, in order: the name of a tier, and how many blocks are read from it.
         unavailable: the tiers that raised or did not answer, by name, with the error. Not a miss: they may have more of the
             blocks.
-        advice: how much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``).
     """
 
     __slots__ = (
@@ -165,7 +164,6 @@ class Hit:
         "_reads",
         "_released",
         "_worker",
-        "advice",
         "keys",
         "runs",
         "unavailable",
@@ -179,7 +177,6 @@ class Hit:
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
         self.unavailable: Mapping[str, Exception] = pinned.unavailable
-        self.advice: Advice | None = pinned.advice
         self._released = False  # last: see `__del__`
 
     def __len__(self) -> int:
@@ -188,6 +185,11 @@ class Hit:
     def __repr__(self) -> str:
         where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
         return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._released else ''}>"
+
+    @property
+    def advice(self) -> Advice | None:
+        """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
+        return self._pinned.advice
 
     @property
     def pinned(self) -> PinnedHit:
