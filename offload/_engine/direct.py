@@ -1,15 +1,18 @@
-"""Reads without the trio thread: a lookup and a load in the thread that asks, over all tiers that allow it.
+"""Reads that wait for nothing: a lookup and a load in the thread that asks, over all tiers that allow it.
 
     lookup: search, pin -> a hit                -> in the trio thread, later: count it
     load:   plan -> copy, sum, compare          -> in the trio thread, later: count it, promote
     release                                     -> in the trio thread, later: forget the hit
+
+The thread that asks may be the trio thread itself: what waits for nothing needs no scope, no share of the time and no task.
+There everything happens at once, and a load is made so if it is short (``PORTION_BYTES``) and reads no file.
 
 A tier allows it by being a :class:`~backends.direct.DirectTier`. What cannot be answered so is answered by ``None``, and goes
 the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
 
 Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is given up
         where a tier would have to be asked that is not direct, or that may be probed: a probe has a deadline. A tier whose
-        breaker is open is left out, and named.
+        breaker is open is left out, and named. What a tier raises is raised to the ordinary way once more, which counts it.
 Rule 2. A load is made here only if all of it goes to host memory, comes from direct tiers whose breakers are closed, and is
         what was stored. A block that is not is loaded once more the ordinary way, which finds the damage, forgets the block,
         counts the fault and looks in other tiers.
@@ -27,6 +30,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,6 +41,7 @@ from backends.abc import LOADED, Destination, Key
 from backends.direct import DirectLease, DirectTier
 from backends.pages import Pages, check_apart
 from backends.pooled import Lease
+from backends.slots import PORTION_BYTES
 
 from .._errors import TierUnavailable
 from .._health.breaker import Call
@@ -46,6 +51,7 @@ from .statistics import count
 
 if TYPE_CHECKING:
     from .._health import BreakerTier
+    from .._instruments import EngineHooks
     from .._pipeline.priority import LoadPriority
     from .load_choice import LoadChoice
     from .lookup import Place
@@ -85,6 +91,7 @@ class DirectReads:
     """``None`` where loading is not compared with recomputing."""
     probe: RateProbe | None
     """``None`` where that is not enforced."""
+    hooks: EngineHooks
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -98,7 +105,7 @@ class DirectReads:
         asking = _DirectQueries(self.places, self.clock.current_time())
         try:
             asking.find(keys)
-        except _AskTheTrioThread:
+        except Exception:  # not in this thread, or a fault of a tier: rule 1
             asking.release()
             return None
         except BaseException:
@@ -115,7 +122,7 @@ class DirectReads:
         found = sum([segment.blocks for segment in segments])
         keys_found = keys if found == len(keys) else keys[:found]
         hit = Hit(keys_found, segments, asking.unavailable or _NOTHING, self.live, tenant, since=since, advice=advice)
-        return DirectLookup(hit, len(keys), asking.permits, self, left_out)
+        return DirectLookup(hit, keys, asking.permits, self, left_out)
 
     def plan(self, hit: Hit, destination: Destination, promote: bool | str, deadline: float) -> DirectLoad | None:
         """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
@@ -147,7 +154,7 @@ class DirectReads:
             stop = start + segment.blocks
             parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, there.part(start, stop)))
             start = stop
-        return DirectLoad(hit, parts, there, promote, deadline, self, None if self.choice is None else [])
+        return DirectLoad(hit, parts, there, promote, deadline, self, now, None if self.choice is None else [])
 
     @staticmethod
     def release_from_thread(hit: Hit) -> bool:
@@ -165,6 +172,23 @@ class DirectReads:
         return any([segment.tier.direct.is_waited_for for segment in hit._segments])  # type: ignore[attr-defined]
 
     # --- the trio thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def serves(self) -> bool:
+        """Whether all tiers are direct, so that it is worth while to look here first."""
+        return all([breaker_tier.direct is not None for _, breaker_tier in self.places])
+
+    def load(self, hit: Hit, destination: Destination, promote: bool | str) -> LoadResult | None:
+        """Load a hit at once, if it is short and waits for no disk; or rule 2."""
+        if len(hit.keys) * destination.block_bytes > PORTION_BYTES:
+            return None
+        load = self.plan(hit, destination, promote, inf)
+        if load is None or load.waits_for_disk:
+            return None
+        result = load.copy()
+        if result is not None:
+            load.count()
+        return result
 
     def release(self, hit: Hit) -> bool:
         """Release a hit at once, if that waits for nothing and no load reads through it."""
@@ -255,7 +279,7 @@ class DirectLookup:
     """A lookup that the thread which asks has made itself."""
 
     hit: Hit
-    _asked: int
+    _asked: Sequence[Key]
     _permits: dict[int, int]
     _reads: DirectReads
     left_out: tuple[int, Sequence[Key]] | None
@@ -271,7 +295,7 @@ class DirectLookup:
                 breaker_tier.direct.catch_up()
         counts = reads.counts
         counts.lookups += 1
-        counts.asked += self._asked
+        counts.asked += len(self._asked)
         counts.hit += len(hit.keys) if hit.advice is None else hit.advice.found
         if reads.choice is not None and hit.advice is not None:
             reads.choice.note_advised(hit.advice)
@@ -286,6 +310,8 @@ class DirectLookup:
                 _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
         if self.left_out is not None and reads.probe is not None:
             reads.probe.request(*self.left_out, hit._tenant)
+        if reads.hooks.looked_up:
+            reads.hooks.fire("looked_up", self._asked, hit)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -303,7 +329,7 @@ class _Part:
     there: Pages
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class DirectLoad:
     """A load that the thread which asks makes itself."""
 
@@ -314,8 +340,11 @@ class DirectLoad:
     """Where it is to be promoted to."""
     _deadline: float
     _reads: DirectReads
+    _began: float
     _seconds: list[float] | None
     """How long each part took; ``None`` where that is not measured."""
+    _result: LoadResult | None = None
+    _took: float = 0.0
 
     @property
     def waits_for_disk(self) -> bool:
@@ -342,11 +371,16 @@ class DirectLoad:
         for part in self._parts:
             deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
             began = 0.0 if self._seconds is None else time.perf_counter()
-            if not part.tier.load_from_thread(part.lease, part.there, deadline):
+            try:
+                if not part.tier.load_from_thread(part.lease, part.there, deadline):
+                    return None
+            except Exception:  # it is raised once more, and counted: rule 2
                 return None
             if self._seconds is not None:
                 self._seconds.append(time.perf_counter() - began)
-        return LoadResult(len(self._there), [LOADED] * len(self._there))
+        self._result = LoadResult(len(self._there), [LOADED] * len(self._there))
+        self._took = self._reads.clock.current_time() - self._began
+        return self._result
 
     def count(self) -> None:
         """Count it, and begin to promote it, in the trio thread."""
@@ -365,3 +399,5 @@ class DirectLoad:
                 reads.choice.note_loaded(part.breaker_tier.name, len(part.there), seconds)
         if self.promotes:
             reads.promoter.promote(hit.keys, origins, self.promote, hit._tenant)
+        if reads.hooks.loaded:
+            reads.hooks.fire("loaded", hit, self._result, self._took)

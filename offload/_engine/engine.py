@@ -138,6 +138,7 @@ class Engine:
             self._load_priority,
             self._choice,
             self._probe,
+            self._hooks,
         )
 
     def __repr__(self) -> str:
@@ -234,6 +235,12 @@ class Engine:
         """
         check_keys(keys)
         within = _checked(within)
+        if self.direct.serves:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if (found_here := self.direct.find(keys, tenant)) is not None:
+                found_here.count()
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return found_here.hit
         asked, shadow = len(keys), self._shadow
         since = 0 if shadow is None else shadow.withheld.total
         if shadow is not None and len(shadow.withheld) and (wrong := shadow.withheld.among(keys)):
@@ -302,6 +309,12 @@ class Engine:
             RepeatedPlaces: two blocks of the destination share memory.
             Unproven: a copy may still be going on: ``destination`` must not be used again.
         """
+        up = self.promote if promote is None else promote
+        if self.direct.serves:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if (loaded_here := self.direct.load(hit, destination, up)) is not None:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return loaded_here
         wanted = len(hit.keys)
         if hit.released:
             raise ValueError(f"{hit!r} was released")
@@ -310,7 +323,6 @@ class Engine:
         if wanted and destination.block_bytes != self.source.block_bytes:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
         check_apart(destination.views())  # here, since each tier sees only its own part of it
-        up = self.promote if promote is None else promote
         if isinstance(up, str):
             self._promoter.check(up)
         retry = self.on_load_failure == "retry"
