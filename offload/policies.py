@@ -20,6 +20,7 @@ import trio
 from xxhash import xxh3_64_intdigest
 
 from backends.abc import ReadableTier
+from backends.direct import DirectTier
 
 from ._errors import TierUnavailable
 from ._policy_thread import ThreadedPolicy
@@ -90,7 +91,7 @@ class _PresentNow:
 
 
 class _PresentWhenAsked(AsyncPolicy):
-    """The presence filter of a tier that must be awaited."""
+    """The presence filter of a tier that must be awaited, unless it can tell without (:class:`backends.direct.DirectTier`)."""
 
     def __init__(self, tier: ReadableTier) -> None:
         self._tier = tier
@@ -104,6 +105,20 @@ class _PresentWhenAsked(AsyncPolicy):
             found = await self._tier.contains(keys)
         except TierUnavailable:
             return NOTHING_REJECTED
+        return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
+
+    def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons:
+        """Return the keys that a shared index shows.
+
+        Raises:
+            trio.WouldBlock: there is none, or it cannot tell.
+        """
+        # Asked each time: a tier that comes late is another one by then. Behind a breaker it is the tier itself, since an
+        # answer that asks nobody says nothing about who would have to answer.
+        tier = getattr(self._tier, "direct", self._tier)
+        found = tier.contains_from_thread(keys) if isinstance(tier, DirectTier) else None
+        if found is None:
+            raise trio.WouldBlock
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 
 

@@ -2,7 +2,8 @@
 
 It takes containers off the queue, a few per tick so that a cancel need not wait for a burst, calls the policies once for all of
 a container's blocks, and marks those that passed as pending at the destination, all in one step. Only an async policy gets a
-task and a deadline. The number of such tasks is limited, and containers behind them stay cancellable in the queue.
+task and a deadline, and that only where it cannot tell without waiting. The number of such tasks is limited, and containers
+behind them stay cancellable in the queue.
 """
 
 from __future__ import annotations
@@ -126,10 +127,28 @@ class Admission:
                 while not self.inbound.parked:
                     await self.inbound.wait_filled()
                 container = self.inbound.pop()
+                if self.hooks.admission:
+                    self.hooks.fire("admission", container)
+                if self._is_decided(policy, container):
+                    permits.release()
+                    continue
                 # Before its task starts, so that a cancel in between is not lost: the scope is cancelled when it is entered.
                 container.cancel_scope = trio.CancelScope(deadline=trio.current_time() + self.config.policy_timeout)
                 self.waiting += 1
                 nursery.start_soon(self._evaluate, policy, container, container.cancel_scope, permits)
+
+    def _is_decided(self, policy: AsyncPolicy, container: OffloadContainer) -> bool:
+        """Whether the policy could tell without waiting: then the container has gone on, or has settled."""
+        try:
+            answer = policy.evaluate_nowait(container.keys) if container.phase.proceeds else _NOTHING
+        except trio.WouldBlock:
+            return False
+        except Exception as error:
+            self._refuse(container, "error", error)
+        else:
+            if self._admit(container, answer):
+                self.outbound.send([container])
+        return True
 
     async def _evaluate(
         self, policy: AsyncPolicy, container: OffloadContainer, scope: trio.CancelScope, permits: trio.Semaphore
@@ -138,8 +157,6 @@ class Admission:
         error: BaseException | None = None
         leaving: BaseException | None = None
         try:
-            if self.hooks.admission:
-                self.hooks.fire("admission", container)
             if container.phase.proceeds:
                 with scope:
                     answer = await policy.evaluate(container.keys)

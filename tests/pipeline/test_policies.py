@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
+from backends.memory import MemoryTier
 from offload.abc import AsyncPolicy, Leased
 from offload.policies import (
     NOTHING_REJECTED,
@@ -453,3 +455,55 @@ def test_a_coroutine_for_an_answer_is_an_error_without_a_warning():
 def test_read_answer_takes_an_answer_apart():
     assert read_answer({A: "x"}) == ({A: "x"}, None)
     assert read_answer(Leased({A: "x"}, print)) == ({A: "x"}, print)
+
+
+# --- policies that can tell without waiting -----------------------------------------------------------------------
+
+
+class AtOnce(AsyncPolicy):
+    """Rejects ``b"a"`` without waiting; of other containers it cannot tell so."""
+
+    def __init__(self):
+        self.waited = []
+
+    async def evaluate(self, keys):
+        self.waited.append(keys)
+        await trio.sleep(0.05)
+        return {}
+
+    def evaluate_nowait(self, keys):
+        if b"a" not in keys:
+            raise trio.WouldBlock
+        if b"broken" in keys:
+            raise OSError("planted")
+        return {b"a": "at once"}
+
+
+@asynccontextmanager
+async def pipeline_with(policy):
+    source = MemoryTier(256, 16)
+    for key in (*KEYS, b"broken"):
+        source.put(key, key.ljust(16))
+    async with offload.open_pipeline(source, MemoryTier(256, 16), policies=[policy]) as pipeline:
+        yield pipeline, source
+
+
+async def test_what_a_policy_can_tell_without_waiting_needs_no_wait(autojump_clock):
+    policy = AtOnce()
+    async with pipeline_with(policy) as (pipeline, source):
+        decided = await pipeline.enqueue_nowait(source.weak([b"a", b"b"]), offload.NO_WAIT).wait()
+        assert trio.current_time() < 0.05 and not policy.waited
+        assert decided.filtered == {b"a": "at once"} and list(decided.completed) == [b"b"]
+        asked = await pipeline.enqueue_nowait(source.weak([b"c"]), offload.NO_WAIT).wait()
+        assert trio.current_time() >= 0.05 and list(policy.waited[0]) == [b"c"]
+        assert list(asked.completed) == [b"c"]
+        failed = await pipeline.enqueue_nowait(source.weak([b"a", b"broken"]), offload.NO_WAIT).wait()
+        assert failed.filtered == {b"a": "error", b"broken": "error"}
+
+
+async def test_what_is_cancelled_before_such_an_answer_is_cancelled(autojump_clock):
+    policy = AtOnce()
+    async with pipeline_with(policy) as (pipeline, source):
+        handle = pipeline.enqueue_nowait(source.weak([b"a", b"b"]), offload.NO_WAIT)
+        handle.request_cancel()
+        assert (await handle.wait()).status is offload.Status.CANCELLED and not policy.waited
