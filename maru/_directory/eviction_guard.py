@@ -155,9 +155,9 @@ class EvictionGuard:
         self._grace.forget_before(now)
         return Held(self._pins, self._grace, also, _OnBoards(self._state.located, self.boards))
 
-    def pinned_or_held(self) -> Held:
-        """The keys that somebody reads under a pin or by a board."""
-        return Held(self._pins, (), (), _OnBoards(self._state.located, self.boards))
+    def pinned_or(self, held: Container[str]) -> Held:
+        """The keys that somebody reads under a pin, and those that a claim has found on a board."""
+        return Held(self._pins, (), (), held)
 
     # --- what is held without a message ---------------------------------------------------------------------------
 
@@ -182,8 +182,11 @@ class EvictionGuard:
 
     def give_up_region(self, region: Region) -> None:
         """What lies there was claimed, and stays after all."""
-        if self.boards is not None:
-            keys = list(region.keys_at.values())
+        self.give_up(list(region.keys_at.values()))
+
+    def give_up(self, keys: Sequence[str]) -> None:
+        """These were claimed, and stay after all."""
+        if self.boards is not None and keys:
             self.boards.give_up(keys, [self._state.located[key].generation for key in keys])
 
     def count_held(self) -> int:

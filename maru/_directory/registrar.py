@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from operator import add
 
 from .changes import Changes
@@ -60,9 +60,28 @@ class Registrar:
         self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
     ) -> Registration:
         """Register entry by entry, in these regions; see ``Directory.register``."""
-        validation = self._validate(regions, columns, now)
+        # Claimed before anything is decided: what nobody holds now nobody can begin to hold, so the decision stays true.
+        lying = _lying_at(regions, columns)
+        held = self._guard.claim(lying)
+        try:
+            return self._register(regions, columns, now, source, whole, self._guard.pinned_or(held))
+        finally:
+            located = self._state.located
+            self._guard.give_up([key for key in lying if key in located and key not in held])
+
+    def _register(
+        self,
+        regions: Mapping[int, Region],
+        columns: Columns,
+        now: float,
+        source: tuple[int, bytes],
+        whole: bool,
+        pinned: Container[str],
+    ) -> Registration:
+        """Register entry by entry, what lies at their places being claimed. Those in ``pinned`` stay."""
+        validation = self._validate(regions, columns, now, pinned)
         if len(validation.skipped) < len(columns.keys) and not (whole and validation.refused):
-            validation = self._make_room(regions, columns, validation, now)
+            validation = self._make_room(regions, columns, validation, now, pinned)
         statuses, skipped, refused = validation.statuses, validation.skipped, validation.refused
         new = len(statuses) - len(skipped)
         self._counters.refused += refused
@@ -102,20 +121,30 @@ class Registrar:
         )
 
     def _validate(
-        self, regions: Mapping[int, Region], columns: Columns, now: float, remaining: RemainingQuota | None = None
+        self,
+        regions: Mapping[int, Region],
+        columns: Columns,
+        now: float,
+        pinned: Container[str],
+        remaining: RemainingQuota | None = None,
     ) -> Validation:
         return validate(
             columns,
             regions,
             self._state.located,
-            self._guard.pinned_or_held(),
+            pinned,
             max_key_bytes=self._limits.max_key_bytes,
             quiet=self._guard.is_quiet(now),
             remaining=remaining,
         )
 
     def _make_room(
-        self, regions: Mapping[int, Region], columns: Columns, validation: Validation, now: float
+        self,
+        regions: Mapping[int, Region],
+        columns: Columns,
+        validation: Validation,
+        now: float,
+        pinned: Container[str],
     ) -> Validation:
         """Evict what is too much for the quotas, as far as it may go; the validation as it is then, which may refuse some."""
         if self._all_fits(validation):
@@ -135,14 +164,26 @@ class Registrar:
                 self._evictor.evict(owner, excess, now, stays)
         if self._all_fits(validation):
             return validation
-        return self._validate(
-            regions, columns, now, RemainingQuota(max(0, self._limits.max_entries - len(self._state.located)))
-        )
+        left = RemainingQuota(max(0, self._limits.max_entries - len(self._state.located)))
+        return self._validate(regions, columns, now, pinned, left)
 
     def _all_fits(self, validation: Validation) -> bool:
         if len(self._state.located) + validation.more_entries > self._limits.max_entries:
             return False
         return not any([account.excess(more) for account, more in _charges(validation).items()])
+
+
+def _lying_at(regions: Mapping[int, Region], columns: Columns) -> list[str]:
+    """The keys that lie where these entries go."""
+    if isinstance(columns.regions, int):
+        region = regions.get(columns.regions)
+        return [] if region is None else _named(map(region.keys_at.get, columns.offsets))
+    places = zip(columns.regions, columns.offsets, strict=True)
+    return _named([regions[at].keys_at.get(offset) for at, offset in places if at in regions])
+
+
+def _named(keys: Iterable[str | None]) -> list[str]:
+    return list(dict.fromkeys([key for key in keys if key is not None]))
 
 
 def _count(parts: Mapping[int, Columns], regions: Mapping[int, Region]) -> None:

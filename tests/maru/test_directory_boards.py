@@ -100,6 +100,35 @@ def test_what_is_held_is_not_written_over():
     assert world.store(a, "y") == [NEW]
 
 
+def test_what_is_about_to_be_written_over_can_be_held_by_nobody_any_more():
+    world, index = shared()
+    a, b = world.session(region=1), world.session()
+    world.store(a, "wx")
+    held_before = index.hold(b, "x")
+    index.pins[b].release(held_before)
+    looked, tried = index.boards.held, []
+
+    def held():
+        seen = looked()
+        tried.append(index.pins[b].hold(["x"], index.reader.find(["x"]), index.reader))  # right behind the look
+        return seen
+
+    index.boards.held = held
+    assert world.store(a, "yz") == [NEW, NEW] and tried == [[None]]
+    del index.boards.held
+    assert world.there("wxyz") == "yz" and index.marked() == []
+
+
+def test_what_was_to_be_written_over_and_stays_can_be_held_again():
+    world, index = shared()
+    a, b = world.session(region=1), world.session()
+    world.store(a, "wx")
+    index.hold(b, "x")
+    assert world.store(a, "yz", whole=True)[1] == PINNED
+    assert world.there("wxyz") == "wx" and index.marked() == []
+    index.hold(b, "w")
+
+
 def test_two_names_for_one_page_in_one_registration_are_judged_as_without_a_board():
     """Found by the fuzz: the second one writes over what is not there yet."""
     world, index = shared()

@@ -54,9 +54,19 @@ def test_no_order_shows_a_reader_that_holds_a_page_other_bytes_or_keeps_what_was
     assert not wrong and orders > 10_000
 
 
+@pytest.mark.long
+def test_no_order_shows_a_reader_other_bytes_that_asks_for_a_pin_where_its_board_cannot_hold() -> None:
+    wrong, orders = board_orders.first_wrong(board_orders.Faults(), ["both"])
+    assert not wrong and orders > 50_000
+
+
 @pytest.mark.parametrize(
-    "fault", ["scan_first", "no_mark", "no_second_look", "look_first", "closed_early", "no_lease", "let_go_early"]
-)
+    "fault",
+    [
+        "scan_first", "no_mark", "no_second_look", "look_first", "closed_early", "no_lease", "let_go_early",
+        "answers_within", "no_pins",
+    ],
+)  # fmt: skip
 def test_the_walk_over_boards_finds_each_fault(fault: str) -> None:
     wrong, _ = board_orders.first_wrong(board_orders.Faults(**{fault: True}))
     assert "was seen under a hold" in wrong

@@ -2,10 +2,11 @@
 steps.
 
 The reader is the real one: its search, its board and its second look run over memory that stops at every load and every store.
-At each stop the server and the owner make no step, one, or more of theirs: all numbers are tried. The server's steps are calls
-of the real boards and the real writer, one for each store that a reader can see, and one for its look at the boards. (That
-look loads several words. Seen from a reader it is one: what was written before its first load is seen by it, and what is
-written later may be.)
+Another reader has the server pin the page by a message, and a third one does that where its board cannot hold it. At each stop
+the server and the owner make no step, one, or more of theirs: all numbers are tried. The server's steps are calls of the real
+boards and the real writer, one for each store that a reader can see, and one for its look at the boards. (That look loads
+several words. Seen from a reader it is one: what was written before its first load is seen by it, and what is written later may
+be.) A message is answered between two requests of the server, however much a reader sees of one that is at work.
 
 Stores are seen in the order in which they are made, by everybody: this is what a processor gives that makes a full fence where
 the rules of `maru._index.board` ask for one. That a fence is missing cannot be expressed here.
@@ -14,13 +15,15 @@ the rules of `maru._index.board` ask for one. That a fence is missing cannot be 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, Final
 
 import attrs
 
 from maru._client.operations.board_pins import BoardCounters, BoardPins
+from maru._client.operations.pinned import Pin
 from maru._index import (
     BOARD_BYTES,
     MIN_BYTES,
@@ -57,6 +60,10 @@ class Faults:
     """The reader does not look whether its lease is over."""
     let_go_early: bool = False
     """The reader lets go before its last load."""
+    answers_within: bool = False
+    """The server answers a message in the middle of a removal."""
+    no_pins: bool = False
+    """The server removes what is pinned by a message."""
 
 
 class Host:
@@ -77,11 +84,25 @@ class Host:
         self.boards = Boards(self.indexes, lambda: None)
         self.boards.open(HOLDER, "", self.board)
         self.is_removed = False
+        self.is_pinned = False
+        """By a message."""
+        self._is_at_work = False
         self._steps = self._play(lease_ends)
 
     def step(self) -> bool:
         """One step of the server's or the owner's; False if there is none left."""
         return next(self._steps, None) is not None
+
+    def find(self) -> bool:
+        """Answer a FIND that pins: whether the name is there. What the server has begun it does first."""
+        while self._is_at_work and not self.faults.answers_within:
+            self.step()
+        self.is_pinned = not self.is_removed
+        return self.is_pinned
+
+    def unpin(self) -> None:
+        """Answer an UNPIN."""
+        self.is_pinned = False
 
     def _play(self, lease_ends: bool) -> Iterator[bool]:
         """Wants the page twice; the second time the lease of the reader is over, or it may have let go."""
@@ -92,11 +113,15 @@ class Host:
             self.lease_is_over = True
             yield True
             self.boards.close(HOLDER)
+            self.is_pinned = False
         yield from self._claim()
 
     def _claim(self) -> Iterator[bool]:
         faults = self.faults
+        if self.is_pinned and not faults.no_pins:
+            return
         held: set[int] = set()
+        self._is_at_work = True
         if faults.scan_first:
             held = self.boards.held()
             yield True
@@ -108,6 +133,7 @@ class Host:
             yield True
         if GENERATION in held:
             self.indexes.unmark([NAME], [GENERATION])
+            self._is_at_work = False
             yield True
             return
         self.is_removed = True
@@ -115,6 +141,7 @@ class Host:
         self.writer._words[sequence] = 0
         yield True
         self.writer.remove([NAME], [0])
+        self._is_at_work = False
         yield True
         for word in range(PAGE_WORDS):  # the owner was told, and writes
             self.page[word] = 99
@@ -175,8 +202,45 @@ class StoppingMemory:
         return self.memory.find(sub, start, end)
 
 
-def read(host: Host, stop: Callable[[], None]) -> str:
-    """Hold the page and look at it twice. What is wrong; empty if nothing is."""
+def read(host: Host, stop: Callable[[], None], way: str) -> str:
+    """Hold the page and look at it for a while. What is wrong; empty if nothing is."""
+    pins, held = (None, []) if way == "message" else _hold(host, stop)
+    if not held:
+        if way == "board":
+            return ""
+        stop()
+        if not host.find():
+            return ""
+    faults = host.faults
+    if faults.let_go_early:
+        _release(host, pins, held)
+    for _ in range(1 if way == "message" else 2):
+        words = []
+        for word in range(PAGE_WORDS):
+            stop()
+            words.append(host.page[word])
+        stop()
+        if host.lease_is_over and not faults.no_lease:
+            return ""
+        if words != [GENERATION] * PAGE_WORDS:
+            return f"{words} was seen under a hold"
+    if not faults.let_go_early:
+        _release(host, pins, held)
+    while host.step():
+        pass
+    stays = not host.is_removed and host.boards.claim([NAME], [GENERATION])
+    return "what was let go of stays for ever" if stays else ""
+
+
+def _release(host: Host, pins: BoardPins | None, held: list[Pin]) -> None:
+    if pins is not None and held:
+        pins.release(held)
+    else:
+        host.unpin()
+
+
+def _hold(host: Host, stop: Callable[[], None]) -> tuple[BoardPins, list[Pin]]:
+    """Hold the page by the board, if that can be."""
     faults = host.faults
     reader = IndexReader(host.index)
     memory, words = StoppingMemory(host.index, stop), StoppingWords(reader._words, stop)
@@ -196,36 +260,16 @@ def read(host: Host, stop: Callable[[], None]) -> str:
                 return self.seen
 
         looking = Believing()
-    held = [pin for pin in pins.hold([NAME], found, looking) if pin is not None]
-    if not held:
-        return ""
-    if faults.let_go_early:
-        pins.release(held)
-        held = []
-    for _ in range(2):
-        words = []
-        for word in range(PAGE_WORDS):
-            stop()
-            words.append(host.page[word])
-        stop()
-        if host.lease_is_over and not faults.no_lease:
-            return ""
-        if words != [GENERATION] * PAGE_WORDS:
-            return f"{words} was seen under a hold"
-    pins.release(held)
-    while host.step():
-        pass
-    stays = not host.is_removed and host.boards.claim([NAME], [GENERATION])
-    return "what was let go of stays for ever" if stays else ""
+    return pins, [pin for pin in pins.hold([NAME], found, looking) if pin is not None]
 
 
-def walk(faults: Faults, *, lease_ends: bool) -> Iterator[str]:
+def walk(faults: Faults, way: str, *, lease_ends: bool) -> Iterator[str]:
     """Every order of both sides' steps; what was wrong in each."""
     script: list[int] = []
     while True:
         host = Host(faults, lease_ends=lease_ends)
         stop = Stops(host, script)
-        wrong = read(host, stop)
+        wrong = read(host, stop, way)
         if stop.had_no_more < 0:
             yield wrong
             del script[stop.turn :]
@@ -236,11 +280,11 @@ def walk(faults: Faults, *, lease_ends: bool) -> Iterator[str]:
         script[-1] += 1
 
 
-def first_wrong(faults: Faults) -> tuple[str, int]:
-    """What is wrong first, and in how many orders it was looked for."""
+def first_wrong(faults: Faults, ways: Sequence[str] = ("message", "board")) -> tuple[str, int]:
+    """What is wrong first, and in how many orders it was looked for; the third way is ``both``."""
     orders = 0
-    for lease_ends in (False, True):
-        for wrong in walk(faults, lease_ends=lease_ends):
+    for way, lease_ends in product(ways, (False, True)):
+        for wrong in walk(faults, way, lease_ends=lease_ends):
             orders += 1
             if wrong:
                 return wrong, orders
