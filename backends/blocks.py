@@ -125,6 +125,11 @@ class Registry(Room):
         """The slot of each key, ``EVICTED`` if it is not registered. Takes no ref."""
         return list(map(self._slot_of.get, keys, repeat(EVICTED)))
 
+    @property
+    def has_doomed(self) -> bool:
+        """Whether any slot is known to be damaged, and is still held."""
+        return bool(self._doomed)
+
     def is_doomed(self, slot: int) -> bool:
         """Whether this slot is known to be damaged, and is still held."""
         return slot in self._doomed

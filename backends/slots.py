@@ -252,7 +252,10 @@ class SlotTier(PooledTier[BlockPool]):
         Not known for a slot that is not found by its key, since an engine may be writing it. A damaged slot has a value that no
         checksum has.
         """
-        slots, sums = self.pool.slots(keys), self._sums
+        sums = self._sums
+        if not sums and not self.pool.has_doomed:
+            return [None] * len(keys)
+        slots = self.pool.slots(keys)
         if slots == list(refs):
             return list(map(sums.get, slots))
         pairs = zip(slots, refs, strict=True)

@@ -68,13 +68,18 @@ class AdaptiveLRFU(LRFU[K]):
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Count one use of each of these keys, in order."""
         if self._share:
-            sampled, entries = self._sampled, self._entry
+            sampled, entries, ghosts = self._sampled, self._entry, self._ghosts
+            elsewhere, gap = bool(self._skipped or self._candidates), self._gap
             for key in keys:
                 if key in sampled:
                     self._try(key)
-                elif key not in entries and not self.remembers(key) and self._is_next():
-                    sampled.add(key)
-                    self._try(key)
+                elif not (key in entries or key in ghosts or (elsewhere and self.remembers(key))):
+                    gap -= 1
+                    if not gap:
+                        gap = self._draw_gap()
+                        sampled.add(key)
+                        self._try(key)
+            self._gap = gap
         else:  # not full yet: what there is stands for the capacity
             self.half_life = _HALF_LIVES[_FIRST] * (len(self._entry) + len(keys))
         super().use(keys, depths)
@@ -100,7 +105,9 @@ class AdaptiveLRFU(LRFU[K]):
         """Full for the first time, or much larger than before: shadows begin with a sample of what is there."""
         entries = self._entry
         for key in sorted(entries, key=entries.__getitem__):  # by their last use
-            if self._is_next():
+            self._gap -= 1
+            if not self._gap:
+                self._gap = self._draw_gap()
                 self._sampled.add(key)
                 for shadow in self._shadows:
                     shadow.adopt(key, entries[key][1])
@@ -127,11 +134,7 @@ class AdaptiveLRFU(LRFU[K]):
             self._sampled = {key for key in self._sampled if any(shadow.remembers(key) for shadow in self._shadows)}
             self._tidy_at = 2 * len(self._sampled)
 
-    def _is_next(self) -> bool:
-        """Whether this one is sampled: after gaps of one to almost twice the mean."""
-        self._gap -= 1
-        if self._gap:
-            return False
+    def _draw_gap(self) -> int:
+        """How many unknown keys until the next one is sampled: from one to almost twice the mean."""
         self._dice = (self._dice * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
-        self._gap = 1 + (self._dice >> 33) % (2 * self._one_in - 1)
-        return True
+        return 1 + (self._dice >> 33) % (2 * self._one_in - 1)

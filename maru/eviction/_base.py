@@ -159,8 +159,9 @@ class SequentialPolicy(QueuePolicy[K, P]):
         causes = iter(incoming)
         cause = next(causes, None)
         searched = False
+        depths = self._depths
         while len(victims) < n:
-            taken = self._next(cause, held)
+            taken = self._next(cause, held) if depths else self._take(cause)
             if taken is None:
                 if searched or not skipped:
                     break
@@ -171,7 +172,8 @@ class SequentialPolicy(QueuePolicy[K, P]):
             if key in held:
                 skipped[key] = place
             else:
-                self._depths.pop(key, None)
+                if depths:
+                    depths.pop(key, None)
                 self._gone(key, place)
                 victims.append(key)
                 cause = next(causes, None)

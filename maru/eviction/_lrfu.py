@@ -58,9 +58,10 @@ class LRFU(SequentialPolicy[K, Entry]):
 
     def _use_all(self, keys: Sequence[K]) -> None:
         entries, levels, ghosts, half_life, now = self._entry, self._levels, self._ghosts, self.half_life, self._now
+        known, first = entries.get, levels[0]
         for key in keys:
             now += 1
-            entry = entries.get(key)
+            entry = known(key)
             if entry is not None:
                 used, weight, level = entry
                 del levels[level][key]
@@ -68,7 +69,7 @@ class LRFU(SequentialPolicy[K, Entry]):
                 used, weight, _ = ghosts.pop(key)
             else:
                 entries[key] = (now, 1.0, 0)
-                levels[0][key] = None
+                first[key] = None
                 continue
             weight = 1.0 + weight * 0.5 ** ((now - used) / half_life)
             level = int(_FINE * log2(weight))
@@ -85,11 +86,11 @@ class LRFU(SequentialPolicy[K, Entry]):
 
     def refer(self, key: K, capacity: int) -> bool:
         """Use one key in a place of this capacity, which makes room by itself. Whether it was there."""
-        there = key in self._entry
-        self.use((key,))
-        while len(self._entry) > capacity:
-            self._until = -_NEVER
-            taken = self._take(None)
+        entries = self._entry
+        there = key in entries
+        self._use_all((key,))  # in a shadow nothing is held, and no depth is said
+        while len(entries) > capacity:
+            taken = self._search()
             assert taken is not None
             self._gone(*taken)
         return there

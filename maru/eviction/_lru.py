@@ -60,8 +60,9 @@ class LRU(Generic[K]):
         known = len(self)
         victims: list[K] = []
         left = len(order)  # each key is looked at once in one call, whatever goes back
+        no_depths = not candidates  # so far: then the first of the queue goes, with nothing to choose from
         while len(victims) < n:
-            if left and candidates.want(known):
+            if left and (no_depths or candidates.want(known)):
                 left -= 1
                 key, depth = order.popitem(last=False)
                 if key in held:
@@ -70,6 +71,7 @@ class LRU(Generic[K]):
                     victims.append(key)
                 else:
                     candidates.add(key, depth, depth)
+                    no_depths = False
             elif candidates:
                 # It may be held by now: pins do not tell a policy.
                 key, depth = candidates.pop(known)
