@@ -85,13 +85,12 @@ class HeldBatch:
 
     __slots__ = (
         "__weakref__",
+        "_columns",
         "_give_back",
         "_memory",
         "_pins",
         "_state",
         "addresses",
-        "checksums",
-        "generations",
         "lengths",
         "unresolved",
     )
@@ -106,19 +105,25 @@ class HeldBatch:
         """Not to be called: a handler makes them."""
         self.unresolved: Exception | None = unresolved
         """Why the first that is not held could not be mapped, if that is the reason; asked for with ``partial``."""
-        spans = {pin.region_id: state.spans[pin.region_id] for pin in pins}
+        spans = {region_id: state.spans[region_id] for region_id in {pin.region_id for pin in pins}}
         self._state: ClientState = state
         self._give_back = give_back
-        self._pins = pins
+        self._pins = self._columns = pins
         self._memory = [span.owner for span in spans.values()]
         self.addresses: Sequence[int] = [spans[pin.region_id].address + pin.offset for pin in pins]
         """Where each begins. To be read only, and valid while this is held."""
         self.lengths: Sequence[int] = [pin.length for pin in pins]
         """Bytes of each."""
-        self.checksums: Sequence[int | None] = [pin.checksum for pin in pins]
+
+    @property
+    def checksums(self) -> Sequence[int | None]:
         """The xxh3-64 of each, where its writer has taken one."""
-        self.generations: Sequence[int] = [pin.generation for pin in pins]
+        return [pin.checksum for pin in self._columns]
+
+    @property
+    def generations(self) -> Sequence[int]:
         """The registration of each: what is stored anew under the key has another one."""
+        return [pin.generation for pin in self._columns]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -152,11 +157,9 @@ class HeldBatch:
         back = [pin for at, pin in enumerate(self._pins) if at not in staying]
         if not back:
             return
-        self._pins = [self._pins[at] for at in positions]
+        self._pins = self._columns = [self._pins[at] for at in positions]
         self.addresses = [self.addresses[at] for at in positions]
         self.lengths = [self.lengths[at] for at in positions]
-        self.checksums = [self.checksums[at] for at in positions]
-        self.generations = [self.generations[at] for at in positions]
         self._give_back(back)
 
     def release(self) -> None:

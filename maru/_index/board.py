@@ -82,7 +82,8 @@ class BoardWriter:
         They hold once a fence was made and their sequences were looked at behind it.
         """
         words, free = self._words, self._free
-        cells = [free.pop() for _ in range(min(len(generations), len(free)))]
+        cells = free[: -len(generations) - 1 : -1]
+        del free[len(free) - len(cells) :]
         for cell, generation in zip(cells, generations, strict=False):
             words[cell] = generation
         if cells:
@@ -101,8 +102,8 @@ class BoardWriter:
     def note_used(self, places: Sequence[int], generations: Sequence[int]) -> None:
         """Note that what stands in these words of the index was used: the deepest of a prefix last."""
         words, written = self._words, self._written
-        for at in range(len(places) - 1, -1, -1):
-            words[_USES_AT + written % USES] = places[at] | (generations[at] & _LOW) << 32
+        for place, generation in zip(places[::-1], generations[::-1], strict=True):
+            words[_USES_AT + written % USES] = place | (generation & _LOW) << 32
             written += 1
         self._written = words[AT_WRITTEN] = written
 

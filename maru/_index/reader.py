@@ -147,8 +147,7 @@ class IndexReader:
         places: list[int] = []
         generations: list[int] = []
         rows: list[tuple[int, ...]] = []
-        for at, digest in enumerate(digests):
-            first = halves[2 * at]
+        for at, (digest, first) in enumerate(zip(digests, halves[::2], strict=True)):
             begin = HEADER_BYTES + first % buckets * BUCKET_BYTES
             spot = search(digest, begin, begin + BUCKET_BYTES)
             if spot < 0:

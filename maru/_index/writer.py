@@ -103,6 +103,7 @@ class IndexWriter:
         self._left_out: set[str] = set()
         self._collided: set[bytes] = set()
         self._had_no_room = False
+        self._marked: dict[int, int] = {}  # generation -> slot, until it is removed or unmarked: a name never moves
         self.is_filling = False
         """Whether names that are stored are still to be added."""
         words = self._words
@@ -202,6 +203,7 @@ class IndexWriter:
         """Let these registrations be held by nobody from now on. What was found and copied of them is still right."""
         for slot, generation in self._slots_of(names, generations):
             self._set_sequence(slot, generation | MARK)
+            self._marked[generation] = slot
 
     def unmark(self, names: Sequence[str], generations: Sequence[int]) -> None:
         """They stay after all."""
@@ -218,10 +220,13 @@ class IndexWriter:
     def _slots_of(self, names: Sequence[str], generations: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The slots of those that are there, and their generations."""
         memory, words, buckets, seed, hashing = self._memory, self._words, self._buckets, self._seed, self._hash
+        marked = self._marked
         for name, generation in zip(names, generations, strict=True):
-            digest = hashing(name.encode(), seed)
-            first, second = HALVES.unpack(digest)
-            slot = slot_of(memory, digest, first, second, buckets)
+            slot = marked.pop(generation, -1) if marked else -1
+            if slot < 0:
+                digest = hashing(name.encode(), seed)
+                first, second = HALVES.unpack(digest)
+                slot = slot_of(memory, digest, first, second, buckets)
             if slot >= 0 and words[self._word_of(slot)] & ~MARK == generation:
                 yield slot, generation
 

@@ -490,5 +490,10 @@ class Load:
         keepers = [worker for worker in self.workers if isinstance(worker, OurKeeper)]
         return [keeper.client.handler.statistics().counters.found_here for keeper in keepers]
 
+    def held_by_board(self) -> list[int]:
+        """Of each reader: how many blocks it has held by its board, without a message."""
+        readers = [worker for worker in self.workers if isinstance(worker, Reader)]
+        return [reader.client.handler.statistics().board.held for reader in readers]
+
     def __repr__(self) -> str:
         return ", ".join(f"{worker.name} {worker.done} (cut off {worker.cut_off})" for worker in self.workers)

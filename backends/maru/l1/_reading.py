@@ -108,10 +108,11 @@ class ViewLease:
             maru.LeaseLost: it ended meanwhile; nobody knows.
         """
         self.check()
-        expected, held = self._held.checksums, self._held
-        found = await self._l1._sums(held.addresses, held, wanted=True) or ()
+        held = self._held
+        expected, addresses = held.checksums, held.addresses
+        found = await self._l1._sums(addresses, held, wanted=True) or ()
         self.check()
-        if held.checksums is not expected:
+        if held.addresses is not addresses:
             raise LeaseLost(f"{self!r}: keys were let go while they were read")
         return [key for key, was, now in zip(self.keys, expected, found, strict=True) if was is not None and was != now]
 

@@ -60,33 +60,26 @@ class BoardPins:
             found: where they lie.
             reader: which has found them, to look again.
         """
+        n, era, known = len(found), self.era, self._pins
+        looked = names if n == len(names) else [names[position] for position in found.positions]
+        columns = (looked, found.regions, found.offsets, found.lengths, found.generations, found.checksums)
         pins: list[Pin | None] = []
         with self._lock:
             if self._board is None:
-                return [None] * len(found)
+                return [None] * n
             fresh: list[Pin] = []
-            for at, name in enumerate([names[position] for position in found.positions]):
-                generation = found.generations[at]
-                pin = self._pins.get(name)
+            for name, region_id, offset, length, generation, checksum in zip(*columns, strict=True):
+                pin = known.get(name)
                 if pin is not None and pin.generation == generation:
                     pin.users += 1
                 else:
-                    pin = Pin(
-                        name,
-                        found.regions[at],
-                        found.offsets[at],
-                        found.lengths[at],
-                        generation,
-                        found.checksums[at],
-                        self.era,
-                        0,
-                    )
+                    pin = Pin(name, region_id, offset, length, generation, checksum, era, 0)
                     fresh.append(pin)
                 pins.append(pin)
             cells = self._board.put([pin.generation for pin in fresh])
             for pin, cell in zip(fresh, cells, strict=False):
                 pin.board, pin.cell = self, cell
-                self._pins[pin.key] = pin
+                known[pin.key] = pin
             if len(cells) < len(fresh):
                 without = {id(pin) for pin in fresh[len(cells) :]}
                 pins = [None if id(pin) in without else pin for pin in pins]
@@ -100,9 +93,10 @@ class BoardPins:
             for at in changed:
                 pins[at] = None
             self.release(gone)
+        whole = not changed and len(cells) == len(fresh)
         with self._lock:
             self._counters.changed += len(changed)
-            self._counters.held += len(pins) - pins.count(None)
+            self._counters.held += n if whole else n - pins.count(None)
         return pins
 
     def note_used(self, found: Found) -> None:

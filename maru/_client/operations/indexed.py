@@ -75,8 +75,9 @@ def hold_nowait(s: ClientState, names: list[str], *, prefix: bool) -> tuple[list
     found = reader.find(names, prefix=prefix)
     held = board.hold(names, found, reader)
     if prefix:
-        k = held.index(None) if None in held else len(held)
-        if k < len(held):
+        k = len(held)
+        if None in held:
+            k = held.index(None)
             board.release([pin for pin in held[k:] if pin is not None])
         is_over = k == n or (k == len(held) and found.is_definite)
         return held[:k] + [None] * (n - k), [] if is_over else list(range(k, n))
