@@ -2,15 +2,20 @@
 
 A request of an engine names 28 blocks. What a client does is measured with a server of the bench's own, by the blocking
 handler, whose calls with ``index = "off"`` stand beside it; what the index itself does, in this process, with 100,000 keys in
-it, beside the same for a dict. Times of a client are elapsed, those of the index processor time.
+it, beside the same for a dict. Times of a client are elapsed, those of the index processor time. So are those of readers in
+processes of their own, alone and four beside a writer, and what the server spends for the lookups of four.
 """
 
 from __future__ import annotations
 
 import mmap
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
 from typing import Final
 
 from .._client.blocking import MaruHandler
@@ -28,7 +33,7 @@ from .._index import (
 )
 from ._keys import keys_of
 from ._measure import Effort, in_turn, noisiest
-from ._processes import BenchFailed, server
+from ._processes import BenchFailed, Child, server
 from ._row import Goal, Row
 
 AT_ONCE: Final = 28
@@ -36,6 +41,8 @@ AT_ONCE: Final = 28
 _BLOCK_BYTES: Final = 64 << 10
 _CLIENTS: Final = 8
 """That hold 28 blocks each while the server wants to remove as many others."""
+_READERS: Final = 4
+_PAGE_BYTES: Final = 4 << 10
 _MILLION: Final = 1_000_000
 _PATIENCE: Final = 30.0
 
@@ -43,6 +50,7 @@ _PATIENCE: Final = 30.0
 def rows(effort: Effort) -> Iterator[Row]:
     """Rows of a client, then those of the index itself."""
     yield from _client(effort)
+    yield from _readers(effort.at_most(3))
     yield from _inside(effort)
     yield Row(
         "index.bytes-per-key",
@@ -93,6 +101,66 @@ def _hold(handler: MaruHandler, keys: list[str]) -> None:
     for info in handler.batch_retrieve(keys):
         assert info is not None
         info.release()
+
+
+def _readers(effort: Effort) -> Iterator[Row]:
+    """Whether readers are slowed by one another and a writer, and what their lookups cost the server."""
+    seconds = effort.size(3, 0) or 0.2
+    keys = keys_of(AT_ONCE)
+    with server(256 << 20) as ours:
+        address = ours.addresses["ipc"]
+        config = MaruConfig(server_url=address, pool_size=4 << 20, chunk_size_bytes=_PAGE_BYTES)
+        with MaruHandler(config) as owner, MaruHandler(config, pool_size=1 << 20) as writer:
+            owner.batch_put(keys, [bytes(_PAGE_BYTES)] * AT_ONCE)
+            _wait_filled(owner, keys_of(AT_ONCE, "missing"))
+            written = count()
+
+            def write() -> None:
+                some = [f"{next(written)} written" for _ in range(AT_ONCE)]
+                writer.batch_put(some, [bytes(_PAGE_BYTES)] * AT_ONCE)
+
+            def idle() -> None:
+                time.sleep(0.05)
+
+            def measure(readers: int, meanwhile: Callable[[], None]) -> Callable[[], dict[str, float]]:
+                name = "alone" if readers == 1 else "written" if meanwhile is write else "still"
+                return lambda: _read(address, readers, seconds, meanwhile, ours.pid, name)
+
+            samples = in_turn(
+                "index.readers",
+                effort,
+                {"alone": measure(1, idle), "written": measure(_READERS, write), "still": measure(_READERS, idle)},
+                warm_up=False,
+            )
+    alone, beside, servers = samples["alone"], samples["written"], samples["still.server"]
+    goal = Goal("ratio", "<=", 1.2)
+    noise = noisiest(alone, beside)
+    yield Row("index.readers4.lookup28", beside.median, "us", "a reader alone", alone.median, goal, noise)
+    yield Row("index.readers4.server", servers.median, "us", "a lookup", samples["still"].median, None, servers.noise)
+
+
+def _read(
+    address: str, readers: int, seconds: float, meanwhile: Callable[[], None], server_pid: int, name: str
+) -> dict[str, float]:
+    """Processor time of a lookup in so many readers at once, and of the server for each of them, in microseconds."""
+    arguments = ("-m", "maru.bench._reader", address, str(AT_ONCE), str(seconds))
+    before = _processor_time(server_pid)
+    with ThreadPoolExecutor(readers) as threads:
+        children = [threads.submit(Child, arguments) for _ in range(readers)]
+        while not all([child.done() for child in children]):
+            meanwhile()
+    spent = _processor_time(server_pid) - before
+    said = [child.result().ready for child in children]
+    for child in children:
+        child.result().stop()
+    lookups = sum([one["lookups"] for one in said])
+    return {name: statistics.median([one["us"] for one in said]), f"{name}.server": spent / lookups * 1e6}
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that a process has run, all of its threads."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum([int((thread / "schedstat").read_text().split()[0]) for thread in threads]) / 1e9
 
 
 def _inside(effort: Effort) -> Iterator[Row]:

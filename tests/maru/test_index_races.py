@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -91,3 +92,41 @@ def test_an_owner_that_is_killed_under_a_load_leaves_pages_that_are_read_until_t
                 eventually(lambda keys=keys: set(reader.delete(keys)) <= {"DELETED", "MISSING"})  # its region goes
                 assert set(other.hear()) <= {"right", "missing"}
                 assert other.ask("get", keys, SIZE) == ["missing"] * PAGES
+
+
+TINY = 64
+"""Of a page: as many keys as there can be."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "least", "readers"), [(2_000, 64, 3), pytest.param(1_000_000, 1 << 14, 8, marks=pytest.mark.long)]
+)
+def test_an_index_grows_while_processes_read_and_hold_and_none_misses_what_is_there(keys, least, readers):
+    knobs = {"chunk_size_bytes": TINY, "pool_size": 0, "lease": 60.0}
+    size = 2 * keys * TINY  # below the watermark from which on a server evicts ahead of need
+    setup = f"tests.support.maru_setups:small_index:{least}"
+    dice = random.Random(keys)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(temporary_pool())
+        server = stack.enter_context(Server(pool, "--capacity-bytes", str(size + (64 << 20)), setup=setup))
+        owner = stack.enter_context(client("blocking", server.ipc, **{**knobs, "pool_size": size}))
+        actors = [
+            stack.enter_context(Actor(BE, FACES[number % len(FACES)], server.ipc, knobs)) for number in range(readers)
+        ]
+        began, step = time.monotonic(), max(100, keys // 200)
+        for first in range(0, keys, step):
+            asked = [[str(dice.randrange(first)) for _ in range(28)] for _ in actors] if first else []
+            for actor, names in zip(actors, asked, strict=False):
+                actor.tell("get", names, TINY)  # while the index is written, and grows
+            assert owner.put(map(str, range(first, first + step)), TINY) == ["NEW"] * step
+            for actor, names in zip(actors, asked, strict=False):
+                assert actor.hear() == ["right"] * 28
+                held = list(dict.fromkeys(names))
+                assert all(actor.ask("hold", *held)) and actor.ask("looks", held[0]) == "right"
+                actor.ask("let_go", *held)
+        eventually(lambda: server.facts("index")["keys"] == keys)
+        said = server.facts("index")
+        found = [actor.ask("exist", *map(str, range(keys - 1_000, keys + 10))) for actor in actors]
+        assert found == [[True] * 1_000 + [False] * 10] * readers
+        print(f"\n{keys} keys, grown {said['grown']} times under {readers} readers: {time.monotonic() - began:.0f} s")
+        assert said["grown"] >= 2

@@ -9,7 +9,7 @@ import struct
 import time
 
 from maru._pool.pool import open_pool
-from maru._server import server, storage
+from maru._server import indexes, server, storage
 from maru._server.served_time import ServedTime
 
 
@@ -47,3 +47,8 @@ def limit(descriptors: str) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
+
+
+def small_index(keys: str) -> None:
+    """An index is made for so many keys at first."""
+    indexes.LEAST_KEYS = int(keys)

@@ -1,0 +1,40 @@
+"""A process of ``maru bench index``: looks keys up over the shared index, and says in one line what a lookup took of its processor.
+
+    python -m maru.bench._reader ADDRESS KEYS SECONDS
+
+It says so at its end, so that several of them, started together, run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from .._client.blocking import MaruHandler
+from .._config import MaruConfig
+from ._keys import keys_of
+
+_AT_ONCE = 100
+"""Lookups between two looks at the clock."""
+
+
+def main() -> None:
+    """Look the first so many keys up again and again, for so many seconds."""
+    address, n, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    keys = keys_of(n)
+    with MaruHandler(MaruConfig(server_url=address, pool_size=0)) as handler:
+        assert all(handler.batch_exists(keys)), "they are not there"
+        asked, lookups = handler.statistics().counters.asked_anyway, 0
+        ends, began = time.monotonic() + seconds, time.process_time()
+        while time.monotonic() < ends:
+            for _ in range(_AT_ONCE):
+                handler.batch_exists(keys)
+            lookups += _AT_ONCE
+        spent = time.process_time() - began
+        asked = handler.statistics().counters.asked_anyway - asked
+    print(json.dumps({"us": spent / lookups * 1e6, "lookups": lookups, "asked": asked}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
