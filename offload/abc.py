@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
-import trio
 
 from backends.abc import Key as Key
 
 if TYPE_CHECKING:
     from array import array
+
+    import trio
 
     import offload
     from backends.abc import Destination
@@ -57,13 +58,12 @@ class AsyncPolicy(ABC):
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
         """Return the rejected ones of ``keys``, each with its reason."""
 
-    def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """Like :meth:`evaluate`, where it can be told without waiting; a container then needs no task. Optional.
+    def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | Leased | None:
+        """Like :meth:`evaluate`, where it can be told without waiting: a container then needs no task. Optional.
 
-        Raises:
-            trio.WouldBlock: it cannot. Always, unless a policy says otherwise.
+        ``None`` where it cannot, which is always so unless a policy says otherwise. Never blocks.
         """
-        raise trio.WouldBlock
+        return None
 
 
 class Precondition(ABC):

@@ -1,8 +1,8 @@
-"""A process of ``maru bench index``: looks keys up over the shared index, and says in one line what a lookup took of its processor.
+"""A process of ``maru bench index``: looks keys up over the shared index, and says what a lookup took of its processor.
 
     python -m maru.bench._reader ADDRESS KEYS SECONDS
 
-It says so at its end, so that several of them, started together, run side by side.
+It says so in one line at its end, so that several of them, started together, run side by side.
 """
 
 from __future__ import annotations

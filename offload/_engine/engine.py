@@ -102,7 +102,7 @@ class Engine:
         pipelines: between the source and the tiers; the first one leads from the source to the first tier.
         on_load_failure: what a load does about a block that was found and cannot be loaded.
         promote: where a load also writes what comes from slower tiers, unless it says so itself.
-        direct: reads in other threads, for :mod:`offload.from_thread`.
+        direct: reads that wait for nothing, in whichever thread asks.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:

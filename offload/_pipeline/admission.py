@@ -141,13 +141,13 @@ class Admission:
         """Whether the policy could tell without waiting: then the container has gone on, or has settled."""
         try:
             answer = policy.evaluate_nowait(container.keys) if container.phase.proceeds else _NOTHING
-        except trio.WouldBlock:
-            return False
         except Exception as error:
             self._refuse(container, "error", error)
-        else:
-            if self._admit(container, answer):
-                self.outbound.send([container])
+            return True
+        if answer is None:
+            return False
+        if self._admit(container, answer):
+            self.outbound.send([container])
         return True
 
     async def _evaluate(
