@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ._opening import open_client as open_client
     from ._tier import DaemonTier as DaemonTier
     from ._shared import SharedMemory as SharedMemory
+    from ._shared_blocks import SharedBlocks as SharedBlocks
     from ._places import SharedPlace as SharedPlace
     from ._places import CacheDescription as CacheDescription
     from ._connection import open_connection as open_connection
@@ -27,6 +28,7 @@ _HOMES = {
     "open_client": "._opening",
     "DaemonTier": "._tier",
     "SharedMemory": "._shared",
+    "SharedBlocks": "._shared_blocks",
     "SharedPlace": "._places",
     "CacheDescription": "._places",
     "open_connection": "._connection",

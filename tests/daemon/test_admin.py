@@ -13,7 +13,7 @@ from backends.slots import SlotTier
 from backends.threads import run_in_thread
 from maru.transport import ChannelConnection
 from offload import NO_WAIT, BatchConfig, ConfigError, PipelineConfig, Status
-from offload.client import SharedMemory, open_client, open_connection
+from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
 from offload.daemon import _admin_messages as messages
 from offload.daemon._admin import Operators, read_token
@@ -43,7 +43,6 @@ from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, st
 from tests.daemon.test_hostile import Raw
 from tests.daemon.test_messages import SAMPLES as ENGINES
 from tests.daemon.test_quotas import HIS, tenants
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import SIZE, daemon, engine_config
 
 TOKEN = b"the token of operators"
@@ -437,7 +436,7 @@ async def test_a_copy_without_a_proven_end_is_listed_and_its_room_comes_back_whe
     impatient = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), transfer_timeout=0.05)
     async with daemon(path, engine=engine_config(pipeline=impatient)) as server, Operator(server) as operator:  # noqa: SIM117
         async with open_connection(server.url) as connection:
-            cache = RunCache(SharedMemory(8 * SIZE), SIZE)
+            cache = SharedBlocks(SharedMemory(8 * SIZE), SIZE)
             number = await registered(connection, cache)
             answer = await connection.ask(lambda seq: Store(seq, number, KEYS[:3], packed(range(3))), Stored)
             assert answer.status == "unproven"

@@ -10,14 +10,13 @@ import trio.testing
 from backends.testing import payload_of
 from maru.kv_events import open_mirror
 from offload import ConfigError
-from offload.client import SharedMemory, open_client, open_connection
+from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig, open_daemon
 from offload.daemon._event_names import EventNames, event_name
 from offload.daemon._messages import Existing, Exists
 from offload.daemon._tenants import Tenants, stored_keys
 from offload.metrics import DaemonCollector
 from tests.daemon.test_daemon import KEYS, cache_of, store, until
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
 from tests.support.maru_processes import free_port
 
@@ -196,7 +195,7 @@ async def test_a_mirror_in_another_process_equals_the_tiers_after_stores_evictio
         f'directory = "{tmp_path / "disk"}"\ncapacity_bytes = "{24 * SIZE}"\n'
     )
     url, every = f"ipc://{path}/daemon.sock", []
-    cache = RunCache(SharedMemory(16 * SIZE), SIZE)
+    cache = SharedBlocks(SharedMemory(16 * SIZE), SIZE)
     async with mirror_of(sockets(path)) as mirror:
         for number in range(kills + 1):
             with serve(path, str(file)) as process:

@@ -11,10 +11,9 @@ import trio
 
 from backends.testing import payload_of
 from offload import NO_WAIT, EngineConfig, Status, from_thread
-from offload.client import SharedMemory, open_connection
+from offload.client import SharedBlocks, SharedMemory, open_connection
 from offload.daemon import _messages as messages
 from tests.daemon.test_daemon import KEYS, cache_of, until
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import PATIENCE, SIZE, daemon, host_only, serve
 
 
@@ -98,7 +97,7 @@ async def test_a_client_leaves_no_descriptor_open(path):
 def test_memory_of_a_cache_lives_as_long_as_a_view_of_it_and_no_longer():
     memory = SharedMemory(4 * SIZE)
     alive, view = weakref.ref(memory), memory.buffer()[SIZE:]
-    cache = RunCache(memory, SIZE)
+    cache = SharedBlocks(memory, SIZE)
     del memory, cache
     gc.collect()
     assert alive() is not None

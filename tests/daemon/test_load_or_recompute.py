@@ -8,9 +8,8 @@ import trio
 from backends.memory import MemoryTier
 from backends.testing import PacedTier, payload_of
 from offload import EngineConfig, LoadOrRecompute, open_engine
-from offload.client import SharedMemory
+from offload.client import SharedBlocks, SharedMemory
 from tests.daemon.test_daemon import KEYS, cache_of, held, store, until
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import SIZE, daemon, engine_config
 
 BLOCK = 0.02
@@ -59,7 +58,7 @@ async def test_a_load_from_a_daemon_that_falls_behind_is_given_up_and_tried_agai
 async def test_the_better_way_is_taken_over_the_tier_of_a_daemon(path, share):
     tier = PacedTier(MemoryTier(64 * SIZE, SIZE))
     async with daemon(path, engine=engine_config(tiers={"host": tier})) as server:
-        cache, other = cache_of(), RunCache(SharedMemory(32 * SIZE), SIZE)
+        cache, other = cache_of(), SharedBlocks(SharedMemory(32 * SIZE), SIZE)
         async with open_engine(cache, client(server.url, max_loss=0.5)) as engine:
             await store(engine, cache)
         tier.seconds_per_block = share * BLOCK

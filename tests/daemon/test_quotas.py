@@ -7,14 +7,13 @@ import trio
 
 from backends.abc import Deletion
 from offload import NO_WAIT, ConfigError
-from offload.client import SharedMemory, open_client, open_connection
+from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
 from offload.daemon._config import read_tenants
 from offload.daemon._messages import Cancel, Cancelled, Counters, Explain, Explained, Stats, Store, Stored, packed
 from offload.daemon._quotas import Account, Quotas
 from offload.daemon._tenants import Tenants, prefix_of, stored_keys
 from tests.daemon.test_daemon import cache_of, registered, until
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import SIZE, daemon, engine_config
 
 HIS, HERS = "credential of tenant a", "credential of tenant b"
@@ -433,7 +432,7 @@ def test_keys_of_tenants_begin_differently():
 
 async def test_memory_is_not_shared_by_tenants_unless_they_name_their_own(path, tmp_path):
     async with daemon(path, tenants_file=tenants(tmp_path)) as server:
-        mine, other = cache_of(), RunCache(SharedMemory(8 * SIZE), SIZE)
+        mine, other = cache_of(), SharedBlocks(SharedMemory(8 * SIZE), SIZE)
         async with open_connection(server.url, credential=HIS) as his:
             number = await registered(his, mine)
             async with open_connection(server.url, credential=HERS) as hers:

@@ -9,7 +9,7 @@ import trio
 
 from backends.slots import SlotTier
 from offload import NO_WAIT
-from offload.client import SharedMemory, open_client, open_connection
+from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon._messages import (
     Cancel,
     Cancelled,
@@ -27,7 +27,6 @@ from offload.daemon._messages import (
 from offload.daemon._tenants import stored_keys
 from tests.daemon.test_daemon import registered
 from tests.daemon.test_quotas import HERS, HIS, found, keys_of, store, tenants
-from tests.support.daemon_caches import RunCache
 from tests.support.daemons import SIZE, daemon, engine_config
 
 SECRET = b"of tenant a alone."
@@ -43,7 +42,7 @@ def tiers(tmp_path, kind):
 
 
 def cache_full_of(pattern, n=ROOM):
-    cache = RunCache(SharedMemory(n * SIZE), SIZE)
+    cache = SharedBlocks(SharedMemory(n * SIZE), SIZE)
     for at in range(n):
         cache.write(at, (pattern * SIZE)[:SIZE])
     return cache

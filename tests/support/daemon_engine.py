@@ -10,8 +10,7 @@ import threading
 
 from backends.testing import payload_of
 from offload import NO_WAIT, from_thread
-from offload.client import DaemonTier, SharedMemory
-from tests.support.daemon_caches import RunCache
+from offload.client import DaemonTier, SharedBlocks, SharedMemory
 
 SIZE = 4096
 BLOCKS = 64
@@ -19,7 +18,7 @@ BLOCKS = 64
 
 def main(url: str, name: str, rounds: int) -> None:
     memory = SharedMemory(2 * BLOCKS * SIZE)
-    cache = RunCache(memory, SIZE)
+    cache = SharedBlocks(memory, SIZE)
     tier = DaemonTier(url, name=name)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()

@@ -1,0 +1,111 @@
+"""Blocks of one run each in shared memory: a cache for programs without torch, which a daemon copies in place.
+
+What :class:`backends.device.DeviceTier` is over tensors: a source of stores, and a destination of loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.pages import Pages, copy_pages
+
+from ..daemon._messages import TensorLayout
+from ._places import CacheDescription
+from ._shared import SharedMemory
+
+
+class SharedBlocks:
+    """As many blocks of this size as the memory has room for, one behind the other. Their owner keeps them as they are.
+
+    Args:
+        memory: where they lie.
+        block_bytes: the size of one.
+    """
+
+    def __init__(self, memory: SharedMemory, block_bytes: int) -> None:
+        self.memory: SharedMemory = memory
+        self.block_bytes: int = block_bytes
+        self._pages = memory.pages(block_bytes)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __repr__(self) -> str:
+        return f"<SharedBlocks: {len(self)} of {self.block_bytes} bytes>"
+
+    def write(self, block: int, data: bytes) -> None:
+        """Fill a block."""
+        self._pages[block][:] = data
+
+    def read(self, block: int) -> bytes:
+        """The bytes of a block."""
+        return bytes(self._pages[block])
+
+    def external(self, ids: Sequence[int], keys: Sequence[Key]) -> ExternalBlocks:
+        """These blocks, to be stored under these keys."""
+        return ExternalBlocks(self, keys, list(ids))
+
+    def into(self, ids: Sequence[int]) -> IntoSharedBlocks:
+        """These blocks, to be loaded into."""
+        return IntoSharedBlocks(self, list(ids))
+
+    def pages(self, ids: Sequence[int]) -> Pages:
+        """The addresses of these blocks."""
+        return self._pages.at(ids)
+
+    # --- SharedPlace, NumberedSource --------------------------------------------------------------------------------
+
+    def description(self) -> CacheDescription:
+        """See :class:`~offload.client.SharedPlace`."""
+        size = self.block_bytes
+        return CacheDescription([TensorLayout(0, 0, 1, [len(self), size], [size, 1], 0)], [self.memory])
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
+        """See :class:`~backends.abc.NumberedSource`."""
+        return self, refs
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Nothing here is found by key: its owner names blocks by their numbers."""
+        return [EVICTED] * len(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Nothing is counted."""
+
+    def views(self, refs: Sequence[int]) -> Pages:
+        """See :class:`~backends.abc.Source`."""
+        return self.pages(refs)
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """See :class:`~backends.abc.Source`."""
+        copy_pages(pages, self.pages(refs))
+
+
+@attrs.define(eq=False)
+class IntoSharedBlocks:
+    """Blocks to load into. Made by :meth:`SharedBlocks.into`."""
+
+    blocks: SharedBlocks
+    ids: Sequence[int]
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one."""
+        return self.blocks.block_bytes
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        """See :class:`~backends.abc.NumberedDestination`."""
+        return self.blocks, self.ids
+
+    def views(self) -> Pages:
+        """See :class:`~backends.abc.Destination`."""
+        return self.blocks.pages(self.ids)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """See :class:`~backends.abc.Destination`."""
+        copy_pages(self.blocks.pages(self.ids[start : start + len(pages)]), pages)
