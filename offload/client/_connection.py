@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import inf
 from typing import Final, TypeVar
 
@@ -156,18 +156,7 @@ class DaemonConnection:
             DaemonRefused: the daemon cannot do what was asked.
             DaemonBusy: the session has too much under way.
         """
-        current = self.session
-        if current is None or (session is not None and session is not current):
-            await trio.lowlevel.checkpoint()
-            raise self._unavailable("the session that this belongs to is over" if session is not None else "")
-        self._last = seq = self._last % _SEQ + 1
-        frame = encode(make(seq))
-        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory, ended=ended)
-        try:
-            await self._send(frame)
-        except BaseException:
-            self._calls.pop(seq, None)
-            raise
+        seq, call = await self._begin(make, session, touches_memory, ended)
         if sent is not None:
             sent(seq)
         try:
@@ -190,37 +179,45 @@ class DaemonConnection:
         Cancelled, it cancels the request, and waits for its end.
 
         Raises:
-            Unproven: cancelled, it did not end within ``leave_after`` seconds: the memory must not be used again.
+            Unproven: cancelled, it did not end within ``leave_after`` seconds, or the connection was closed: the memory must
+                not be used again.
         """
-        outcome: list[A | Exception] = []
-        numbers: list[int] = []
-        over = trio.Event()
-
-        async def run() -> None:
-            try:
-                got = await self.ask(make, answer, session=session, touches_memory=True, sent=numbers.append)
-                outcome.append(got)
-            except Exception as exc:
-                outcome.append(exc)
-            finally:
-                over.set()
-
-        self._nursery.start_soon(run)
+        seq, call = await self._begin(make, session, touches_memory=True)
         try:
-            await over.wait()
-        except trio.Cancelled:
-            self.tell(lambda seq: Cancel(seq, numbers))
-            with trio.CancelScope(shield=True), trio.move_on_after(leave_after):
-                await over.wait()
-            if not over.is_set():
-                raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
+            try:
+                got = await call.expected.wait()
+            except trio.Cancelled:
+                self.tell(lambda number: Cancel(number, [seq]))
+                with trio.CancelScope(shield=True), trio.move_on_after(leave_after), suppress(DaemonUnavailable):
+                    await call.expected.wait()
+                if not call.expected.done:
+                    raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
+                raise
+        except trio.ClosedResourceError:
+            raise Unproven(f"the connection to the daemon at {self.url} was closed during a load") from None
+        return self._checked(got, answer)
+
+    async def _begin(
+        self,
+        make: Callable[[int], Request],
+        session: Session | None,
+        touches_memory: bool,
+        ended: Callable[[], object] | None = None,
+    ) -> tuple[int, _Call]:
+        """Send a request, and return its number, and what its answer is delivered to. Cancelled, nothing was sent."""
+        current = self.session
+        if current is None or (session is not None and session is not current):
+            await trio.lowlevel.checkpoint()
+            raise self._unavailable("the session that this belongs to is over" if session is not None else "")
+        self._last = seq = self._last % _SEQ + 1
+        frame = encode(make(seq))
+        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory, ended=ended)
+        try:
+            await self._send(frame)
+        except BaseException:
+            self._calls.pop(seq, None)
             raise
-        if not outcome:  # the connection was closed meanwhile
-            raise Unproven(f"the connection to the daemon at {self.url} was closed during a load")
-        (got,) = outcome
-        if isinstance(got, Exception):
-            raise got
-        return got
+        return seq, call
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -228,19 +225,21 @@ class DaemonConnection:
         except trio.WouldBlock:
             await self._channel.send([frame])
 
-    def tell(self, make: Callable[[int], Request]) -> None:
-        """Send a request whose answer nothing waits for. Never waits.
+    def tell(self, make: Callable[[int], Request]) -> bool:
+        """Send a request whose answer nothing waits for; whether it was sent. Never waits.
 
-        Where it cannot be sent, the end of the session does the same.
+        Where it was not, the end of the session does the same.
         """
         if self.session is None:
-            return
+            return False
         self._last = seq = self._last % _SEQ + 1
         self._calls[seq] = _Call(self._channel.expect(), touches_memory=False, abandoned=True)
         try:
             self._channel.send_nowait([encode(make(seq))])
         except trio.WouldBlock:
             del self._calls[seq]
+            return False
+        return True
 
     def _checked(self, got: Answer, answer: type[A]) -> A:
         if isinstance(got, answer):

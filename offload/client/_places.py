@@ -101,6 +101,8 @@ class Places:
     async def cache_of(self, place: object, session: Session) -> int | None:
         """The number of the cache that a place is in this session; ``None`` if the daemon cannot map it.
 
+        No checkpoint where it is registered: a request follows, which is one.
+
         Raises:
             DaemonUnavailable: the session is over.
             DaemonRefused: the daemon does not take this cache.
@@ -110,8 +112,8 @@ class Places:
             if len(self._entries) >= MAX_PLACES:
                 return None
             entry = self._entries[place] = _Entry(describe(place))
-        if entry.description is None:
-            return None
+        if entry.description is None or entry.session is session:
+            return entry.cache or None
         async with entry.lock:  # two first stores at once register it once
             if entry.session is not session:
                 entry.cache = await self._register(entry.description, session)

@@ -221,7 +221,9 @@ class DaemonTier(TierBase[DaemonLease]):
     ) -> list[Outcome]:
         """Store blocks. Cancelled, it returns at once, and the daemon may still read them."""
         session, places = self._session(), self._its_places()
-        place, numbers = source.numbers_of(refs) if isinstance(source, NumberedSource) else (None, refs)
+        place, numbers = (
+            cast(NumberedSource, source).numbers_of(refs) if hasattr(source, "numbers_of") else (None, refs)
+        )
         cache = None if place is None else await places.cache_of(place, session)
         outcomes: list[Outcome] = []
         if cache is not None:
@@ -354,6 +356,10 @@ class DaemonTier(TierBase[DaemonLease]):
         connection = self._connection
         if connection is None or connection.session is not lease.session:
             return  # it was given back with its session
+        # Nothing waits for the answer, but where so much is unread that the frame has to wait.
+        if connection.tell(lambda seq: Release(seq, [hold])):
+            await trio.lowlevel.checkpoint()
+            return
         try:
             await connection.ask(lambda seq: Release(seq, [hold]), Done, session=lease.session)
         except DaemonUnavailable:
@@ -363,7 +369,9 @@ class DaemonTier(TierBase[DaemonLease]):
         self, lease: DaemonLease, destination: Destination, there: Pages | None
     ) -> Mapping[int, Missed | Failed]:
         session, places, n = lease.session, self._its_places(), len(lease.keys)
-        place, numbers = destination.numbered() if isinstance(destination, NumberedDestination) else (None, ())
+        place, numbers = (
+            cast(NumberedDestination, destination).numbered() if hasattr(destination, "numbered") else (None, ())
+        )
         cache = None if place is None else await places.cache_of(place, session)
         if cache is not None:
             return await self._ask_load(lease, cache, numbers[:n])

@@ -109,6 +109,8 @@ def _at(keys: Sequence[Key], reasons: Mapping[Key, str]) -> list[tuple[int, str]
 
 def loaded(seq: int, epoch: int, result: LoadResult) -> Loaded:
     """The answer to a load."""
+    if result.loaded == len(result.outcomes):
+        return Loaded(seq, epoch, result.loaded, [], [], unproven=False)
     missed: list[tuple[int, str]] = []
     failed: list[tuple[int, str]] = []
     for at, outcome in enumerate(result.outcomes):
