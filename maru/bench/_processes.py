@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
@@ -39,20 +39,25 @@ class BenchFailed(EnvironmentFault):
 
 
 class Child:
-    """A process that writes one line of JSON once it is ready. A context manager, which ends it."""
+    """A process that writes one line of JSON once it is ready. A context manager, which ends it.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    Args:
+        arguments: of the interpreter.
+        said: what its line says; by default JSON.
+    """
+
+    def __init__(self, arguments: Sequence[str], said: Callable[[bytes], Any] = json.loads) -> None:
         self._said: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
             env=environment(),
             process_group=0,  # an interrupt from the keyboard is for this process, which ends it
         )
         try:
-            self.ready: dict[str, Any] = json.loads(self._line())
+            self.ready: Any = said(self._line(PATIENCE))
             """What it said."""
         except BaseException:
             self.stop()
@@ -63,14 +68,28 @@ class Child:
         """Its number."""
         return self._process.pid
 
-    def _line(self) -> bytes:
+    def say(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def hear(self, patience: float = PATIENCE) -> Any:
+        """The JSON of its next line.
+
+        Raises:
+            BenchFailed: it ended, or has said nothing for so many seconds.
+        """
+        return json.loads(self._line(patience))
+
+    def _line(self, patience: float) -> bytes:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        line, deadline = b"", time.monotonic() + PATIENCE
+        line, deadline = b"", time.monotonic() + patience
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise BenchFailed(f"{self._process.args!r} was not ready after {PATIENCE:g} s")
+                raise BenchFailed(f"{self._process.args!r} has said nothing for {patience:g} s")
             part = os.read(descriptor, 1 << 16)
             if not part:
                 self._said.seek(0)
@@ -97,8 +116,10 @@ class Child:
             self._process.wait(PATIENCE)
             raise
         finally:
-            assert self._process.stdout is not None
+            assert self._process.stdout is not None and self._process.stdin is not None
             self._process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
             self._said.close()
 
     def __enter__(self) -> Self:

@@ -25,6 +25,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "shadow": "Loads of which some are compared with what was stored, beside loads without that.",
     "recompute": "The time to the first token of an engine that chooses between loading and recomputing, beside either.",
     "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
+    "daemon": "Eight engine processes at one daemon, beside memmove; an enqueue, beside an echo.",
     "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
 }
 """What each bench measures, by the name of its command, which is also the name of its module."""

@@ -61,6 +61,16 @@ GOALS = {
         for chain in ("zstd", "fp8", "aes", "fp8-zstd-aes")
         for row in ("store.bare", "store.memmove", "load.bare", "load.memmove", "on_disk")
     },
+    "daemon": {
+        "daemon.4KiB.clients8.store.blocks": None,
+        "daemon.256KiB.clients8.store": "ratio >= 0.4",
+        "daemon.1024KiB.clients8.load": "ratio >= 0.4",
+        "daemon.1024KiB.clients1.load": None,
+        "daemon.256KiB.clients8.load.processor": None,
+        "daemon.enqueue.burst.p50": "ratio <= 2",
+        "daemon.enqueue.first.p50": "ratio <= 2",
+        "daemon.one-store.p50": None,
+    },
     "replay": {
         "replay.64KiB.plain.time": "ratio <= 2",
         "replay.256KiB.plain.time": "ratio <= 1.5",
@@ -100,6 +110,7 @@ def run(*args: str) -> list[dict[str, object]]:
         "shadow",
         "pinned-pool",
         "wrappers",
+        pytest.param("daemon", marks=pytest.mark.long),
     ],
 )
 def test_bench_measures_its_goals(bench: str) -> None:
@@ -217,7 +228,7 @@ import sys
 from offload.bench import command
 
 names = set(command.commands)
-assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers", "shadow", "all"}, names
+assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "daemon", "wrappers", "shadow", "all"}, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
 assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()

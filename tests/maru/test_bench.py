@@ -137,7 +137,7 @@ def test_child_that_does_not_start_says_why() -> None:
 
 def test_child_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maru.bench._processes.PATIENCE", 0.2)
-    with pytest.raises(BenchFailed, match="was not ready"):
+    with pytest.raises(BenchFailed, match="has said nothing"):
         Child(["-c", "import time; time.sleep(60)"])
 
 

@@ -1,0 +1,196 @@
+"""``offload bench daemon``: eight engine processes at one daemon, beside memmove; and an enqueue, beside an echo.
+
+Daemon and engines are processes of their own, the daemon as ``offload serve`` runs it, over one memory tier that has room for
+a round. All engines begin at once, store new blocks, and then load all of them; a rate is that of all blocks until the last
+engine is done. A store is checksummed by the daemon, a load is verified. The memmove copies as many bytes on one thread, from
+and to memory that was written to before and does not fit into a processor's cache.
+
+On a machine that is busy otherwise, ten processes get more of its time than one that copies. So the processor time of daemon
+and engines together stands beside each rate, for a block, beside that of memmove.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final
+
+from maru.bench._echo import PacketCaller, echo
+from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest
+from maru.bench._processes import BenchFailed, Child
+from maru.bench._row import Goal, Row
+
+from ._daemon_client import CACHE_BYTES
+
+CLIENTS: Final = 8
+_KIB: Final = 1 << 10
+_SIZES: Final = ((4, 125_000, 64, 3), (256, 256, 32, 9), (1024, 64, 16, 9))
+"""KiB of a block, blocks of a client in a round, blocks of a request, and how often at most: 1,000,000 of 4 KiB in all."""
+_SPARE: Final = 1.25
+"""Room in the tier for each byte of a round: each deletes what it has stored."""
+_OF_MEMMOVE: Final = Goal("ratio", ">=", 0.4)
+_OF_ECHO: Final = Goal("ratio", "<=", 2.0)
+_ENQUEUED_BYTES: Final = 128
+"""Of the packets that are echoed: the frame of a store of one block."""
+_MOVED: Final = 1 << 30
+"""Bytes of one measurement of memmove, at most."""
+_PATIENCE: Final = 600.0
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """Rates of eight clients and of one, by size of block; and what one store costs."""
+    for kib, blocks, each, repeat in _SIZES:
+        yield from _rates(kib, effort.size(blocks, 4), effort.size(each, 2), effort.at_most(repeat))
+    yield from _one_store(effort)
+
+
+def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
+    block_bytes = kib * _KIB
+    round_bytes = CLIENTS * blocks * block_bytes
+    with (
+        _daemon(block_bytes, int(_SPARE * round_bytes)) as daemon,
+        _clients(daemon, CLIENTS, block_bytes, blocks, each) as clients,
+    ):
+        rounds = itertools.count()
+        subjects: dict[str, Callable[[], Figures]] = {
+            f"{n} clients": partial(_one_round, daemon, clients[:n], rounds, blocks) for n in (CLIENTS, 1)
+        }
+        memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
+        samples = in_turn(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
+    for what, n in itertools.product(("store", "load"), (CLIENTS, 1)):
+        yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what}", samples)
+
+
+def _rows(kib: int, figure: str, name: str, samples: Mapping[str, Sample]) -> Iterator[Row]:
+    rate, memmove = samples[f"{figure}.rate"], samples["memmove.rate"]
+    goal = _OF_MEMMOVE if kib >= 256 and figure.endswith(f".{CLIENTS}") else None
+    gigabytes = kib * _KIB / 1e9
+    yield Row(
+        name, rate.median * gigabytes, "GB/s", "memmove of the same bytes", memmove.median * gigabytes, goal,
+        noisiest(rate, memmove),
+    )  # fmt: skip
+    if kib == 4:
+        yield Row(f"{name}.blocks", rate.median, "blocks/s", noise=rate.noise)
+    ours, beside = samples[f"{figure}.processor"], samples["memmove.processor"]
+    yield Row(
+        f"{name}.processor", ours.median * 1e6, "us/block", "memmove of a block", beside.median * 1e6, None,
+        noisiest(ours, beside),
+    )  # fmt: skip
+
+
+def _one_round(daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int) -> Figures:
+    """Store, load and delete the blocks of a round, all clients at once; how it went, by what was done."""
+    number = next(rounds)
+    figures: dict[str, float] = {}
+    for what in ("store", "load", "delete"):
+        for figure, value in _at_once(daemon, clients, f"{what} {number}", blocks).items():
+            figures[f"{what}.{len(clients)}.{figure}"] = value
+    return figures
+
+
+def _at_once(daemon: Child, clients: Sequence[Child], command: str, blocks: int) -> Figures:
+    """Have all of them do it: blocks per second of all together, and seconds of processor time for each block."""
+    pids = [daemon.pid, *(client.pid for client in clients)]
+    worked, begun = sum(map(_processor_time, pids)), time.perf_counter()
+    for client in clients:
+        client.say(command)
+    done = sum(client.hear(_PATIENCE)["blocks"] for client in clients)
+    seconds = time.perf_counter() - begun
+    if done != len(clients) * blocks:
+        raise BenchFailed(f"{command}: {done} blocks of {len(clients) * blocks}")
+    return {"rate": done / seconds, "processor": (sum(map(_processor_time, pids)) - worked) / done}
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that all threads of a process have worked, as Linux names the clock of another process."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def _memmove(nbytes: int, block_bytes: int) -> Callable[[], Figures]:
+    """Copies this many bytes, a block at a time."""
+    size = min(nbytes, CACHE_BYTES)
+    memories = [mmap.mmap(-1, size) for _ in range(2)]
+    for memory in memories:
+        memory[:: mmap.PAGESIZE] = bytes(len(range(0, size, mmap.PAGESIZE)))
+    source, into = ((ctypes.c_char * size).from_buffer(memory) for memory in memories)  # which keep their memory
+    blocks = nbytes // block_bytes
+
+    def copy() -> Figures:
+        worked, begun = time.thread_time(), time.perf_counter()
+        for number in range(blocks):
+            at = number * block_bytes % size
+            ctypes.memmove(ctypes.byref(into, at), ctypes.byref(source, at), block_bytes)
+        seconds = time.perf_counter() - begun
+        return {"memmove.rate": blocks / seconds, "memmove.processor": (time.thread_time() - worked) / blocks}
+
+    return copy
+
+
+def _one_store(effort: Effort) -> Iterator[Row]:
+    times = effort.size(500, 20)
+    with (
+        _daemon(4 * _KIB, 64 << 20) as daemon,
+        _clients(daemon, 1, 4 * _KIB, 1, 1) as (client,),
+        echo() as echoing,
+        PacketCaller(echoing.addresses["channel"]) as caller,
+    ):
+        packets = [bytes(_ENQUEUED_BYTES)] * times
+
+        def store() -> Figures:
+            client.say(f"enqueue {times}")
+            told: Figures = client.hear(_PATIENCE)
+            return told
+
+        samples = in_turn("daemon, one store", effort, {"store": store, "echo": lambda: 1e6 / caller.lockstep(packets)})
+    beside = samples["echo"]
+    for figure, name, goal in (
+        ("burst", "daemon.enqueue.burst.p50", _OF_ECHO),
+        ("first", "daemon.enqueue.first.p50", _OF_ECHO),
+        ("whole", "daemon.one-store.p50", None),
+    ):
+        ours = samples[figure]
+        yield Row(name, ours.median, "us", "an echo of packets", beside.median, goal, noisiest(ours, beside))
+
+
+@contextmanager
+def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
+    """A daemon in a process of its own, over one memory tier."""
+    with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
+        with open(f"{directory}/daemon.toml", "w") as file:
+            file.write(
+                f'[daemon]\nblock_bytes = {block_bytes}\nlog_level = "error"\n'
+                f'[engine.tiers.host]\ntype = "memory"\ncapacity_bytes = {capacity_bytes // block_bytes * block_bytes}\n'
+            )
+        command = ["-m", "offload", "serve", f"{directory}/daemon.toml", "--runtime-dir", f"{directory}/run"]
+        with Child(command, said=_url) as daemon:
+            yield daemon
+
+
+def _url(line: bytes) -> str:
+    """Where a daemon is ready, by its ready line."""
+    return line.decode().partition(" at ")[2].partition(" ")[0]
+
+
+@contextmanager
+def _clients(daemon: Child, n: int, block_bytes: int, blocks: int, each: int) -> Iterator[list[Child]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Child(
+                    [
+                        "-m",
+                        "offload.bench._daemon_client",
+                        daemon.ready,
+                        f"c{number}",
+                        *map(str, (block_bytes, blocks, each)),
+                    ]
+                )
+            )
+            for number in range(n)
+        ]

@@ -1,0 +1,119 @@
+"""An engine process of ``offload bench daemon``: ``python -m offload.bench._daemon_client URL NAME BLOCK_BYTES BLOCKS EACH``.
+
+Its thread knows no trio, as that of an inference engine. It reads commands, a line each, and writes an answer in JSON:
+
+    store ROUND        stores BLOCKS new blocks, EACH at a time, with some stores under way
+    load ROUND         finds them again, EACH at a time, and loads them
+    delete ROUND       deletes them, so that the next round finds room
+    enqueue TIMES      stores single blocks, so many behind each other and so many one at a time: the times of the calls
+
+It ends with its standard input. Blocks that were not stored or not loaded are an error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from backends.abc import Deletion
+from maru.bench._measure import percentile
+
+from .. import from_thread
+from .._config import BatchConfig, PipelineConfig
+from ..client import DaemonTier, SharedBlocks, SharedMemory
+from ..preconditions import NO_WAIT
+
+CACHE_BYTES: Final = 64 << 20
+"""Of the cache of a client: more than what a processor keeps. Stores go through its first half again and again."""
+_UNDER_WAY: Final = 16
+"""Stores at once."""
+_DELETED_AT_ONCE: Final = 2_048
+_PATIENCE: Final = 300.0
+_AT_ONCE: Final = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), budget_blocks=1 << 16)
+"""A store is a message, as soon as there is room for one: an engine that waits for a batch would be measured waiting."""
+
+
+def main(url: str, name: str, block_bytes: int, blocks: int, each: int) -> None:
+    """Serve the commands."""
+    memory = SharedMemory(CACHE_BYTES)
+    cache = SharedBlocks(memory, block_bytes)
+    for block in range(len(cache)):
+        cache.write(block, block.to_bytes(8, "little") * (block_bytes // 8))
+    with from_thread.open_engine(cache, {"daemon": DaemonTier(url, name=name)}, policies=(), config=_AT_ONCE) as engine:
+        client = _Client(engine, cache, name, blocks, each)
+        print(json.dumps({"name": name}), flush=True)
+        for line in sys.stdin:
+            command, number = line.split()
+            print(json.dumps(getattr(client, command)(int(number))), flush=True)
+
+
+class _Client:
+    def __init__(self, engine: Any, cache: SharedBlocks, name: str, blocks: int, each: int) -> None:
+        self._engine, self._cache = engine, cache
+        self._name, self._blocks, self._each = name, blocks, each
+        self._half = len(cache) // 2
+
+    def store(self, number: int) -> dict[str, float]:
+        """Store the blocks of a round."""
+        under_way: deque[Any] = deque()
+        done = 0
+        for start, keys in self._groups(number):
+            if len(under_way) >= min(_UNDER_WAY, self._half // self._each):  # a block is not written while it is read
+                done += len(under_way.popleft().result(_PATIENCE).completed)
+            ids = [(start + at) % self._half for at in range(len(keys))]
+            under_way.append(self._engine.store(self._cache.external(ids, keys), NO_WAIT))
+        done += sum(len(future.result(_PATIENCE).completed) for future in under_way)
+        return {"blocks": done}
+
+    def load(self, number: int) -> dict[str, float]:
+        """Load the blocks of a round."""
+        done = 0
+        for _, keys in self._groups(number):
+            with self._engine.lookup(keys, timeout=_PATIENCE) as hit:
+                ids = range(self._half, self._half + len(hit))
+                done += self._engine.load(hit, self._cache.into(ids), timeout=_PATIENCE).loaded
+        return {"blocks": done}
+
+    def delete(self, number: int) -> dict[str, float]:
+        """Delete the blocks of a round."""
+        every = [key for _, keys in self._groups(number) for key in keys]
+        done = 0
+        for start in range(0, len(every), _DELETED_AT_ONCE):
+            answers = self._engine.delete(every[start : start + _DELETED_AT_ONCE], timeout=_PATIENCE)
+            done += answers.count(Deletion.DELETED)
+        return {"blocks": done}
+
+    def enqueue(self, times: int) -> dict[str, float]:
+        """Store single blocks, one behind the other and then one at a time; microseconds, half of them at most."""
+        salt = time.monotonic_ns()
+        futures: list[Any] = []
+        burst, firsts, wholes = [], [], []
+        for number in range(2 * times):
+            blocks = self._cache.external([0], [b"%s alone %d %d" % (self._name.encode(), salt, number)])
+            begun = time.perf_counter()
+            futures.append(self._engine.store(blocks, NO_WAIT))
+            called = time.perf_counter()
+            if number < times:
+                burst.append(called - begun)
+                continue
+            while futures:
+                futures.pop().result(_PATIENCE)
+            wholes.append(time.perf_counter() - begun)
+            firsts.append(called - begun)
+        return {
+            name: percentile(values, 0.5) * 1e6
+            for name, values in (("burst", burst), ("first", firsts), ("whole", wholes[1:]))
+        }
+
+    def _groups(self, number: int) -> Iterator[tuple[int, Sequence[bytes]]]:
+        for start in range(0, self._blocks, self._each):
+            stop = min(start + self._each, self._blocks)
+            yield start, [b"%s %d %d" % (self._name.encode(), number, at) for at in range(start, stop)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))
