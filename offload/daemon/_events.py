@@ -56,9 +56,9 @@ class DaemonEvents:
         self._publisher: EventPublisher
 
     def rename(self, tenants: Tenants) -> None:
-        """Publish the names of these tenants from now on, as a new epoch where they differ."""
-        if tenants != self._tenants:
-            self._tenants = tenants
+        """Publish the names of these tenants from now on, as a new epoch where their credentials are other ones."""
+        before, self._tenants = self._tenants, tenants
+        if tenants.credentials != before.credentials:
             self._epoch.cancel()
 
     def counters(self) -> dict[str, float]:

@@ -122,11 +122,12 @@ async def test_a_tenant_can_name_its_own_blocks_and_no_others(path, tmp_path):
         await holds(mirror, host=[event_name("c" * 16, key) for key in KEYS[:2]])
 
 
-async def test_the_same_tenants_read_again_are_no_new_epoch(path):
+async def test_the_same_credentials_read_again_are_no_new_epoch_whatever_the_quotas(path):
     async with daemon(path, kv_events="ipc", block_bytes=SIZE) as server, mirror_of(server.events_at) as mirror:
         await holds(mirror)
         epoch = server._events._publisher.statistics().epoch
         server.reload(server.config)
+        server._events.rename(Tenants(quotas={"alice": SIZE}))
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert server._events._publisher.statistics().epoch == epoch
 
