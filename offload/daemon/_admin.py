@@ -23,6 +23,7 @@ import attrs
 import trio
 
 from maru._errors import PoolUnusable
+from maru._private_directory import open_private_directory
 from maru.transport import ChannelServer
 
 from .._errors import ConfigError
@@ -167,11 +168,18 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
         offload.ConfigError: the token, or the directory of the socket, cannot be used.
         OSError: the token cannot be read.
     """
-    config, directory = daemon.config, daemon.directory
-    where = config.admin_path(directory)
+    config = daemon.config
+    where = config.admin_path(daemon.directory)
     if not where:
         yield None
         return
+    directory = os.path.dirname(where)
+    descriptor, _ = open_private_directory(
+        directory,
+        lambda why: ConfigError("daemon.admin", config.admin, why),
+        purpose="the directory of a daemon's operators",
+    )
+    os.close(descriptor)
     with nullcontext(read_token(config.admin_token_file)) if config.admin_token_file else own_token(directory) as token:
         try:
             admin = Admin(daemon, where, token)

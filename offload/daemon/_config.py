@@ -126,15 +126,15 @@ class DaemonConfig:
         "auto, off, ipc, or ipc://PATH",
         r"auto|off|ipc|ipc://.+",
         "Where operators come, with the token: `offload describe`, `drain`, `quarantine`. ipc: admin.sock in runtime_dir. "
-        "ipc://PATH: there, in a directory that only this user enters. auto: ipc, unless there are tenants and no "
+        "ipc://PATH: there, in a directory that is made with mode 0700. auto: ipc, unless there are tenants and no "
         "admin_token_file, since engines of this user can read what lies in runtime_dir.",
     )
     admin_token_file: str = _knob.text(
         "",
         "a path",
         r"[^\x00]*",
-        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: admin.token in runtime_dir, "
-        "which the daemon writes at its start.",
+        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: admin.token beside their "
+        "socket, which the daemon writes at its start.",
     )
     status: str = _knob.text(
         "",
@@ -181,7 +181,7 @@ class DaemonConfig:
 
     def token_path(self, directory: str) -> str:
         """The file with the token of operators."""
-        return self.admin_token_file or f"{directory}/{TOKEN_NAME}"
+        return self.admin_token_file or f"{os.path.dirname(self.admin_path(directory))}/{TOKEN_NAME}"
 
     @property
     def limits(self) -> Limits:

@@ -239,7 +239,6 @@ async def test_where_there_are_tenants_a_token_that_they_could_read_is_not_writt
 async def test_the_listener_may_be_in_another_directory_with_a_token_of_its_own(path, tmp_path):
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     (tmp_path / "token").chmod(0o600)
-    os.mkdir(f"{path}-admin", 0o700)
     knobs = {"admin": f"ipc://{path}-admin/it.sock", "admin_token_file": str(tmp_path / "token")}
     async with daemon(path, tenants_file=tenants(tmp_path), **knobs) as server:
         assert sorted(os.listdir(path)) == ["daemon.lock", "daemon.sock", "memory.sock"]
@@ -252,8 +251,14 @@ async def test_the_listener_may_be_in_another_directory_with_a_token_of_its_own(
             assert (await operator.ask(ListQuarantine)).kind == "credential"
 
 
-async def test_a_directory_that_others_may_enter_is_refused(path, tmp_path):
-    os.mkdir(f"{path}-open", 0o755)
+async def test_its_token_is_beside_the_socket_of_operators(path):
+    async with daemon(path, admin=f"ipc://{path}-admin/it.sock"):
+        assert is_there(f"{path}-admin/admin.token") and not is_there(f"{path}/admin.token")
+        assert stat.S_IMODE(os.stat(f"{path}-admin").st_mode) == 0o700
+
+
+async def test_a_directory_that_others_may_enter_is_refused(path):
+    os.makedirs(f"{path}-open/something", 0o755)
     with pytest.raises(ConfigError, match=r"daemon\.admin"):
         async with daemon(path, admin=f"ipc://{path}-open/it.sock"):
             pass

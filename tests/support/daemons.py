@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import trio
@@ -46,13 +46,13 @@ async def daemon(path: str, *, engine=None, **knobs):
 
 
 class Process:
-    """A child process that says one JSON object, or one line, at a time."""
+    """A child process that says one JSON object, or one line, at a time. ``within`` is a command that starts it, and stays."""
 
-    def __init__(self, *command: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(self, *command: str, environ: dict[str, str] | None = None, within: Sequence[str] = ()) -> None:
         # A file, and no pipe: what nothing reads would stop a process that has said much.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", *command],
+            [*within, sys.executable, "-X", "faulthandler", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
