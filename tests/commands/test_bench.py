@@ -228,7 +228,8 @@ import sys
 from offload.bench import command
 
 names = set(command.commands)
-assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "daemon", "wrappers", "shadow", "all"}, names
+known = {"pipeline", "copy", "enqueue", "cancel", "replay", "shadow", "recompute", "pinned-pool", "daemon", "wrappers", "all"}
+assert names == known, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
 assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()
