@@ -20,7 +20,14 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -407,6 +414,10 @@ def _own_directory(path: str) -> Iterator[str]:
             ) from None
         os.truncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
-        yield real
+        try:
+            yield real
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{real}/{STATUS_NAME}")  # the web server leaves it
     finally:
         os.close(lock)

@@ -219,6 +219,7 @@ def test_the_status_page_is_served_over_http(path):
         assert 'kv_offload_stage_seconds_count{stage="transfer"} 0.0' in metrics
         process.kill(signal.SIGTERM)
         assert process.wait() == 0
+    assert not [name for name in os.listdir(path) if name.endswith(".sock")]
 
 
 def get(path, where):
