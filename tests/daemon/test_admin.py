@@ -403,6 +403,29 @@ async def test_a_drain_goes_on_when_who_has_asked_for_it_is_gone_or_cancelled(pa
             nursery.cancel_scope.cancel()
 
 
+async def test_a_daemon_may_be_left_in_the_midst_of_a_drain(path):
+    async with trio.open_nursery() as nursery, daemon(path, drain_timeout=30.0) as server:
+        connection = await enter(nursery, server.url)
+        number = await registered(connection, cache_of())
+        await begin_store(nursery, connection, number, KEYS)
+        server.ask_drain(lambda dropped: None)
+        await until(lambda: server.state == "draining")
+        assert server.statistics()["requests"] == 1
+        nursery.cancel_scope.cancel()
+    assert server._dropped is None and not is_there(f"{path}/admin.sock")
+
+
+async def enter(nursery, url):
+    """A connection that lasts as long as a nursery."""
+
+    async def keep(task_status):
+        async with open_connection(url) as connection:
+            task_status.started(connection)
+            await trio.sleep_forever()
+
+    return await nursery.start(keep)
+
+
 async def test_settings_are_read_again_by_whom_has_the_file(path):
     async with daemon(path) as server, Operator(server) as operator:
         assert (await operator.ask(Reload)).kind == "unavailable"
