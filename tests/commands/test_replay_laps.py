@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
-from backends.pooled import Lease
+from backends.pooled import ThreadLease
 from offload._replay import leaks
 from offload._replay.replayer import Played
 from offload._replay.report import Tally
@@ -232,10 +232,11 @@ def test_the_tally_says_what_the_list_would() -> None:
 def test_a_lease_that_is_not_released_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[object] = []
 
-    def forget(self: Lease) -> None:
+    def forget(self: ThreadLease) -> None:
         forgotten.append(self)
 
-    monkeypatch.setattr(Lease, "release_nowait", forget)
+    monkeypatch.setattr(ThreadLease, "release_nowait", forget)
+    monkeypatch.setattr(ThreadLease, "release_from_thread", forget)
     report = played(TierSpec("memory", None, math.inf))
     assert report.left_over["memory: held"] > 0
     assert report.left_over["memory: not deleted"] == report.left_over["memory: not free"] > 0

@@ -83,7 +83,8 @@ def test_what_lmcache_reads_itself_is_left_out():
         ({"checksums": 1}, "checksums"),
         ({"engine": 7}, "engine"),
         ({"engine": {"tiers": {"host": {}}}}, "engine.tiers.host"),
-        ({"engine": {"promot": True}}, "engine.promot"),
+        ({"engine": {"tiers": {"host": {"type": "memory", "capacity_bytes": 4096}}, "promot": True}}, "engine.promot"),
+        ({"engine": {"promote": True}}, "must name tiers"),
     ],
 )
 def test_what_cannot_be_is_named_when_it_is_read(said, knob):
@@ -94,5 +95,5 @@ def test_what_cannot_be_is_named_when_it_is_read(said, knob):
 
 def test_the_help_names_every_key_and_its_bound():
     told = CacheConfig.help().splitlines()
-    assert len(told) == 8
+    assert len(told) == 9
     assert told[0].startswith("- server_url (a text; default ''): Where the server")
