@@ -10,7 +10,6 @@ Rule 3. The engines' listener does not know these messages: there, one costs its
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import secrets
@@ -19,7 +18,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import attrs
 import trio
 
 from maru._errors import PoolUnusable
@@ -50,8 +48,8 @@ from ._admin_messages import (
 )
 from ._config import TOKEN_NAME
 from ._facts import described, version
-from ._messages import MAX_CREDENTIAL_BYTES, Answer, BadFrame, Done, Refused, Request, cut, encode
-from ._requests import Refusal
+from ._messages import MAX_CREDENTIAL_BYTES, Answer, BadFrame, Done, Refusal, Refused, Request, cut, encode
+from ._operators import Operators
 from ._tenants import stored_keys
 
 if TYPE_CHECKING:
@@ -72,52 +70,6 @@ _Later: TypeAlias = Callable[[], Awaitable[Answer]]
 
 
 # --- who may ask --------------------------------------------------------------------------------------------------------
-
-
-@attrs.define(eq=False)
-class Operators:
-    """Which connections have shown the token, and what each has under way. Pure."""
-
-    token: bytes = attrs.field(repr=False)
-    wrong: int = 0
-    """Tokens that were none."""
-    _admitted: set[bytes] = attrs.field(factory=set)
-    _asking: set[bytes] = attrs.field(factory=set)
-
-    def show(self, peer: bytes, token: bytes) -> bool:
-        """Whether this is the token. Then its connection is admitted."""
-        right = hmac.compare_digest(token, self.token)
-        if right:
-            self._admitted.add(peer)
-        self.wrong += not right
-        return right
-
-    def begin(self, peer: bytes) -> None:
-        """A connection asks for something.
-
-        Raises:
-            Refusal: it has not shown the token, or has something under way.
-        """
-        if peer not in self._admitted:
-            raise Refusal("credential", "show the token of admin_token_file first")
-        if peer in self._asking:
-            raise Refusal("full", "one request at a time: the one before is not answered yet")
-        self._asking.add(peer)
-
-    def end(self, peer: bytes) -> None:
-        """Its request is answered."""
-        self._asking.discard(peer)
-
-    def gone(self, peer: bytes) -> None:
-        """The connection is over."""
-        self._admitted.discard(peer)
-        self._asking.discard(peer)
-
-    def change(self, token: bytes) -> None:
-        """From now on this is the token; connections have to show it, if it is another one."""
-        if not hmac.compare_digest(token, self.token):
-            self.token = token
-            self._admitted.clear()
 
 
 def read_token(path: str) -> bytes:

@@ -24,8 +24,7 @@ from maru.transport._packets import descriptors_in, reachable
 
 from ._layout import BadLayout
 from ._memory import EngineMemory, adopt
-from ._messages import TOKEN_BYTES, cut
-from ._requests import Refusal
+from ._messages import TOKEN_BYTES, Refusal, cut
 
 _MAX_BYTES: Final = 2_048
 _MOST: Final = 64

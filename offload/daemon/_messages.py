@@ -44,8 +44,15 @@ RefusedKind: TypeAlias = Literal[
 """Why a request was refused: ``invalid`` and ``unknown`` are mistakes of its sender; ``full`` may be tried again,
 ``draining`` at another daemon; ``session`` wants a new ``hello``."""
 
-
 StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
+
+
+class Refusal(Exception):
+    """A request is refused, and nothing was changed: raised where that is found, and answered by :class:`Refused`."""
+
+    def __init__(self, kind: RefusedKind, text: str) -> None:
+        super().__init__(text)
+        self.kind: RefusedKind = kind
 
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]

@@ -15,17 +15,9 @@ from .._errors import DrainUnproven
 from .._pipeline.lifecycle import Status
 from .._pipeline.result import TransferResult
 from ..abc import Precondition
-from ._messages import Loaded, RefusedKind, Stored, StoreStatus, cut
+from ._messages import Loaded, Stored, StoreStatus, cut
 from ._quotas import REASON, Account
 from ._sessions import Session
-
-
-class Refusal(Exception):
-    """A request is refused, and nothing was changed."""
-
-    def __init__(self, kind: RefusedKind, text: str) -> None:
-        super().__init__(text)
-        self.kind: RefusedKind = kind
 
 
 @attrs.define(eq=False)

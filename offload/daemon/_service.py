@@ -57,6 +57,7 @@ from ._messages import (
     Load,
     Loaded,
     Lookup,
+    Refusal,
     Refused,
     Registered,
     RegisterKVCache,
@@ -77,7 +78,7 @@ from ._messages import (
     unpacked,
 )
 from ._quotas import Account, Quotas
-from ._requests import EngineSignal, Refusal, UnderWay, loaded, stored
+from ._requests import EngineSignal, UnderWay, loaded, stored
 from ._sessions import Limits, Session, Sessions, Stage
 from ._statistics import counters
 from ._tenants import Tenants, stored_keys

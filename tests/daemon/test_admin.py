@@ -16,7 +16,7 @@ from offload import NO_WAIT, BatchConfig, ConfigError, PipelineConfig, Status
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
 from offload.daemon import _admin_messages as messages
-from offload.daemon._admin import Operators, read_token
+from offload.daemon._admin import read_token
 from offload.daemon._admin_messages import (
     ADMIN_MESSAGES,
     ADMIN_NAME_OF,
@@ -36,9 +36,21 @@ from offload.daemon._admin_messages import (
     decode_admin_answer,
     decode_admin_request,
 )
-from offload.daemon._messages import MESSAGES, BadFrame, Done, Refused, Signal, State, Store, Stored, encode, packed
+from offload.daemon._messages import (
+    MESSAGES,
+    BadFrame,
+    Done,
+    Refusal,
+    Refused,
+    Signal,
+    State,
+    Store,
+    Stored,
+    encode,
+    packed,
+)
 from offload.daemon._messages import Status as AskStatus
-from offload.daemon._requests import Refusal
+from offload.daemon._operators import Operators
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, store, until
 from tests.daemon.test_hostile import Raw
 from tests.daemon.test_messages import SAMPLES as ENGINES
