@@ -313,7 +313,14 @@ class Daemon:
 
         ipc = self.config.status == "ipc"
         bind = f"unix:{self.directory}/{STATUS_NAME}" if ipc else self.config.status
-        status = DaemonStatus(self._engine, times, lambda: self.state, server=page_store, name=f"daemon at {self.url}")
+        status = DaemonStatus(
+            self._engine,
+            times,
+            lambda: self.state,
+            server=page_store,
+            name=f"daemon at {self.url}",
+            has_tenants=lambda: bool(self.tenants.credentials),
+        )
         serving = partial(serve_status, status, bind, metrics=metrics_of(self._engine, times, self.statistics))
         addresses: list[str] = await nursery.start(serving)
         self.status_at = [bind] if ipc else addresses

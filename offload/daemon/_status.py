@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import trio
 
 from ..instruments import StageTimes
@@ -29,6 +30,8 @@ class DaemonStatus:
         state: tells how the daemon is: ``ready``, or why it is not.
         server: the embedded page store, if there is one.
         name: what the page calls it.
+        has_tenants: whether the daemon has tenants. Then the page shows no keys and explains none: it needs no credential, and
+            a tenant must not find out what another one has.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class DaemonStatus:
         *,
         server: MaruServer | None,
         name: str,
+        has_tenants: Callable[[], bool] = lambda: False,
     ) -> None:
         self._daemon_engine = engine
         self._times = times
         self._state = state
+        self._has_tenants = has_tenants
         self._server = server
         self._maker = ViewMaker(name, trio.current_time())
         self._opened: EngineStatus | None = None
@@ -57,7 +62,12 @@ class DaemonStatus:
     def view(self) -> StatusView:
         """A snapshot."""
         status = self._status
-        return self._maker.nothing(trio.current_time()) if status is None else status.view()
+        if status is None:
+            return self._maker.nothing(trio.current_time())
+        view = status.view()
+        if self._has_tenants():
+            view = attrs.evolve(view, oldest=[attrs.evolve(one, keys=()) for one in view.oldest])
+        return view
 
     async def map_pool(self) -> PoolMap | None:
         """The map of the embedded page store."""
@@ -70,8 +80,13 @@ class DaemonStatus:
         """Explain a key, as the daemon names it: with its tenant.
 
         Raises:
-            NoSuchKey: these are no digits of a key, or nothing is stored here yet.
+            NoSuchKey: these are no digits of a key, nothing is stored here yet, or the daemon has tenants.
         """
+        if self._has_tenants():
+            await trio.lowlevel.checkpoint()
+            raise NoSuchKey(
+                "this daemon has tenants: `offload explain --tenant NAME` tells an operator, who has the token"
+            )
         status = self._status
         if status is None:
             await trio.lowlevel.checkpoint()

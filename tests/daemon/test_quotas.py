@@ -1,5 +1,6 @@
 """Quotas of tenants: the account alone, and what a daemon does by it."""
 
+import json
 import random
 
 import pytest
@@ -13,7 +14,8 @@ from offload.daemon._config import read_tenants
 from offload.daemon._messages import Cancel, Cancelled, Counters, Explain, Explained, Stats, Store, Stored, packed
 from offload.daemon._quotas import Account, Quotas
 from offload.daemon._tenants import Tenants, prefix_of, stored_keys
-from tests.daemon.test_daemon import cache_of, registered, until
+from tests.daemon import test_serve
+from tests.daemon.test_daemon import begin_store, cache_of, registered, until
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
 
 HIS, HERS = "credential of tenant a", "credential of tenant b"
@@ -453,6 +455,33 @@ async def test_a_tenant_is_told_its_own_counters_only(path, tmp_path):
         async with open_connection(server.url, credential=HIS) as connection:
             values = (await connection.ask(lambda seq: Stats(seq), Counters)).values
         assert {name.rpartition(".")[0] for name in values} == {"session", "tenant.a"}
+
+
+@pytest.mark.parametrize("has_tenants", [True, False])
+async def test_the_status_page_of_a_daemon_with_tenants_shows_no_keys_and_explains_none(path, tmp_path, has_tenants):
+    pytest.importorskip("starlette")
+    knobs = {"tenants_file": tenants(tmp_path)} if has_tenants else {}
+    credential, tenant = (HIS, "a") if has_tenants else ("", "")
+    async with (
+        daemon(path, status="ipc", **knobs) as server,
+        open_connection(server.url, credential=credential) as connection,
+        trio.open_nursery() as nursery,
+    ):
+        number = await registered(connection, cache_of())
+        await begin_store(nursery, connection, number, keys_of(2))  # its signal never comes
+        while not (oldest := json.loads((await get(path, "/status"))[1])["oldest"]):  # noqa: ASYNC110
+            await trio.sleep(0.1)
+        key = stored_keys(tenant, keys_of(1))[0].hex()
+        code, text = await get(path, f"/explain?key={key}")
+        if has_tenants:
+            assert oldest[0]["keys"] == [] and code == 400 and "offload explain --tenant" in text
+        else:
+            assert oldest[0]["keys"][0] == key and code == 200 and "on its way" in text
+        nursery.cancel_scope.cancel()
+
+
+async def get(path, where):
+    return await trio.to_thread.run_sync(test_serve.get, path, where)
 
 
 def test_keys_of_tenants_begin_differently():
