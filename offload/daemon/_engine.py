@@ -22,6 +22,7 @@ from .._engine.config import TierTable
 from .._pipeline.container import OffloadContainer
 from ._layout import BadLayout
 from ._memory import Caches
+from ._messages import Refusal
 
 _log = logging.getLogger("offload.daemon")
 
@@ -66,6 +67,16 @@ class DaemonEngine:
         self._attempt = _Attempt()
         if block_bytes:
             self._wanted.set()
+
+    def require(self) -> Engine:
+        """The engine.
+
+        Raises:
+            Refusal: no cache was registered yet, so its tiers are not made.
+        """
+        if self.engine is None:
+            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
+        return self.engine
 
     @property
     def block_bytes(self) -> int:

@@ -199,7 +199,7 @@ class Daemon:
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
-        service.trim()
+        service.stores.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
         if self._events is not None:

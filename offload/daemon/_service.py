@@ -3,7 +3,7 @@
 A method answers at once, or starts what will answer and returns nothing. What is under way is in its session's table until
 it is answered; so that whatever ends a session finds all of it.
 
-    store    one container of the engine's pipeline; answered when it has settled, without a task
+    store    one container of the engine's pipeline; answered when it has settled, without a task (:class:`Stores`)
     lookup, load, delete, ...    one task each, in a scope of its own, which a cancel or the end of the session cancels
 
 Rule 1. A frame that is no message costs its sender the session. A request that asks for what cannot be is refused. Neither
@@ -22,16 +22,10 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from backends.abc import LOADED, Deletion, Key, Unproven
+from backends.abc import LOADED, Deletion, Unproven
 from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
-from .._engine import Engine
-from .._errors import OffloadError, PipelineFull
-from .._pipeline.container import OffloadContainer
-from .._pipeline.handle import TransferHandle
-from ..abc import PreconditionLike
-from ..preconditions import NO_WAIT
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
 from ._layout import check_layout
@@ -68,7 +62,6 @@ from ._messages import (
     Stats,
     Status,
     Store,
-    Stored,
     UnregisterKVCache,
     Welcome,
     cut,
@@ -77,10 +70,11 @@ from ._messages import (
     negotiate,
     unpacked,
 )
-from ._quotas import Account, Quotas
-from ._requests import EngineSignal, UnderWay, loaded, stored
+from ._quotas import Quotas
+from ._requests import UnderWay, loaded
 from ._sessions import Limits, Session, Sessions, Stage
 from ._statistics import counters
+from ._stores import Stores
 from ._tenants import Tenants, stored_keys
 
 _log = logging.getLogger("offload.daemon")
@@ -124,16 +118,15 @@ class Service:
         self.hosted: Callable[[], Mapping[str, float]] = dict
         """The counters of what the daemon hosts beside its tiers."""
         self.epoch: int = epoch
-        self._daemon_engine = engine
+        self._engine = engine
         self._send_frame = send
         self._hang_up = hang_up
         self._nursery = nursery
         self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
             request: getattr(self, name) for request, name in NAME_OF.items() if name != "hello"
         }
-        self._stores: dict[OffloadContainer, tuple[UnderWay, TransferHandle]] = {}
         self._last_hold = self._last_memory = 0
-        engine.on_settled = self._settled
+        self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
         engine.on_opened = lambda opened: self.quotas.open(engine.block_bytes, opened.tiers.values())
 
     @property
@@ -219,7 +212,7 @@ class Service:
         if session is None:
             raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows")
         _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
-        limits, block_bytes = self.sessions.limits, self._daemon_engine.block_bytes
+        limits, block_bytes = self.sessions.limits, self._engine.block_bytes
         return Welcome(
             request.seq, self.epoch, version, session.number, session.token, tenant, limits.lease, block_bytes,
             self.handover_path, resumed,
@@ -263,14 +256,14 @@ class Service:
                     await under_way.over.wait()
             elif stage is Stage.HOLDS:
                 _, hit = session.holds.popitem()
-                await self._engine.release(hit)
+                await self._engine.require().release(hit)
             else:
                 self._forget_memory(session)
         self.sessions.forget(session)
 
     def _forget_memory(self, session: Session) -> None:
         for cache in session.caches:
-            self._daemon_engine.caches.remove(cache)
+            self._engine.caches.remove(cache)
         session.caches.clear()
         session.memories.clear()
 
@@ -279,7 +272,7 @@ class Service:
         return self._state(request)
 
     def _state(self, request: Status) -> Answer:
-        state = "draining" if self.draining else self._daemon_engine.state
+        state = "draining" if self.draining else self._engine.state
         return State(request.seq, self.epoch, state, len(self.sessions), self.under_way)
 
     # --- caches -----------------------------------------------------------------------------------------------------
@@ -318,12 +311,12 @@ class Service:
                 msgspec.structs.replace(tensor, memory=numbers.index(tensor.memory)) for tensor in request.tensors
             ]
         layout = check_layout(tensors, [memory.size for memory in memories])
-        await self._daemon_engine.wait_open(layout.block_bytes)
+        await self._engine.wait_open(layout.block_bytes)
         for tensor in request.tensors if not request.cuda else ():
             session.memories.pop(tensor.memory, None)  # the cache has it from here on
         # In a thread: the first cache of several pieces imports torch, which takes seconds.
         storage = await trio.to_thread.run_sync(memories[0].storage, layout, memories)
-        cache = self._daemon_engine.caches.add(storage, layout.blocks)
+        cache = self._engine.caches.add(storage, layout.blocks)
         session.caches.add(cache)
         _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
         return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
@@ -339,7 +332,7 @@ class Service:
             for under_way in [one for one in session.requests.values() if one.cache == request.cache]:
                 await under_way.over.wait()
         finally:
-            self._daemon_engine.caches.remove(request.cache)
+            self._engine.caches.remove(request.cache)
         return Done(request.seq, self.epoch, 1)
 
     def _own_cache(self, session: Session, cache: int) -> None:
@@ -351,123 +344,7 @@ class Service:
     def store(self, session: Session, request: Store) -> None:
         """Store blocks of a cache."""
         self._own_cache(session, request.cache)
-        keys = stored_keys(session.tenant, request.keys)
-        depths = unpacked(request.depths)
-        blocks = self._daemon_engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
-        signal = EngineSignal() if request.waits else None
-        account = self.quotas.of(session.tenant)
-        scope = trio.CancelScope()
-        under_way = UnderWay(
-            session, request.seq, scope.cancel, request.cache, request.cancel_token, signal, keys, account
-        )
-        session.requests[request.seq] = under_way
-        precondition = NO_WAIT if signal is None else signal
-        if account is not None and account.shortage(keys, self.quotas.block_bytes):
-            within = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
-            self._nursery.start_soon(self._store_late, under_way, scope, within)
-            return
-        try:
-            if account is not None:
-                under_way.coming, _ = account.admit(keys, self.quotas.block_bytes)
-            handle = self._engine.store_nowait(blocks, precondition, tenant=session.tenant)
-        except PipelineFull:
-            enqueue = partial(self._engine.store, blocks, precondition, tenant=session.tenant)
-            self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
-        except BaseException:
-            del session.requests[request.seq]
-            if account is not None:
-                account.settled(under_way.coming)
-            raise
-        else:
-            self._admitted(under_way, handle)
-
-    async def _store_within(
-        self,
-        account: Account,
-        under_way: UnderWay,
-        ids: Sequence[int],
-        depths: Sequence[int],
-        precondition: PreconditionLike,
-    ) -> TransferHandle:
-        """Store what fits into a tenant's quota, once its least recently used blocks have gone for that."""
-        keys = under_way.keys
-        await self._make_room(account, keys)
-        # No checkpoint up to the engine's own: what has gone makes room for these.
-        under_way.coming, under_way.refused = account.admit(keys, self.quotas.block_bytes)
-        refused = set(under_way.refused)
-        fits = [at for at in range(len(keys)) if at not in refused]
-        blocks = self._daemon_engine.caches.blocks(
-            under_way.cache,
-            [ids[at] for at in fits],
-            [keys[at] for at in fits],
-            [depths[at] for at in fits] if depths else depths,
-        )
-        return await self._engine.store(blocks, precondition, tenant=account.tenant)
-
-    async def _make_room(self, account: Account, keys: Sequence[Key]) -> None:
-        """Have blocks of a tenant go, as long as some are missing room and others may go. Cancelled, some may have gone."""
-        asked: set[Key] = set(keys)
-        while short := account.shortage(keys, self.quotas.block_bytes):
-            victims = account.victims(short, asked)
-            if not victims:
-                return
-            asked.update(victims)  # what is held stays, and is not asked for twice
-            account.asked(victims, await self._engine.delete(victims, why="over the quota of its tenant"))
-
-    def trim(self) -> None:
-        """Begin to have go what is beyond quotas that were made smaller."""
-        for account in self.quotas:
-            if self._daemon_engine.engine is not None:
-                self._nursery.start_soon(self._trim, account)
-
-    async def _trim(self, account: Account) -> None:
-        try:
-            await self._make_room(account, ())
-        except Exception as exc:  # the next store of this tenant tries again
-            _log.warning("tenant %s: what is beyond its quota stays: %r", account.tenant, exc)
-
-    async def _store_late(
-        self, under_way: UnderWay, scope: trio.CancelScope, enqueue: Callable[[], Awaitable[TransferHandle]]
-    ) -> None:
-        """Store when there is room; until then a cancel leaves nothing behind."""
-        handle: TransferHandle | None = None
-        answer: Answer = Stored(under_way.seq, self.epoch, "cancelled", [], [], "")
-        try:
-            with scope:
-                handle = await enqueue()
-        except (OffloadError, ValueError) as exc:
-            answer = Stored(under_way.seq, self.epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
-        finally:
-            if handle is None:
-                self._finish(under_way, answer)
-            else:
-                self._admitted(under_way, handle)
-
-    def _admitted(self, under_way: UnderWay, handle: TransferHandle) -> None:
-        under_way.cancel = handle.request_cancel
-        if handle.status.terminal:
-            self._end_store(under_way, handle)
-        else:
-            self._stores[handle._container] = (under_way, handle)
-        if under_way.session.ended:
-            under_way.cancel()
-
-    def _settled(self, container: OffloadContainer) -> None:
-        """A container of the first pipeline has settled."""
-        store = self._stores.pop(container, None)
-        if store is not None:
-            self._end_store(*store)
-
-    def _end_store(self, under_way: UnderWay, handle: TransferHandle) -> None:
-        assert handle.result is not None
-        result, account = handle.result, under_way.account
-        answer = stored(under_way.seq, self.epoch, under_way.keys, result, under_way.refused)
-        if account is not None:
-            there = [*result.completed, *[key for key, reason in result.filtered.items() if reason == "present"]]
-            self.quotas.settled(account, under_way.coming, there)
-            under_way.coming = ()
-        under_way.unproven = answer.status == "unproven"
-        self._finish(under_way, answer)
+        self.stores.begin(session, request)
 
     def signal(self, session: Session, request: Signal) -> Answer:
         """Report the precondition of a store."""
@@ -503,7 +380,7 @@ class Service:
         if len(session.holds) + len(session.requests) >= self.sessions.limits.holds:
             raise Refusal("full", f"a session has at most {self.sessions.limits.holds} holds: release some")
         keys = stored_keys(session.tenant, request.keys)
-        found = self._engine.direct.find(keys, session.tenant)
+        found = self._engine.require().direct.find(keys, session.tenant)
         if found is None:
             self._start(session, request, self._look_up)
             return None
@@ -512,7 +389,7 @@ class Service:
 
     async def _look_up(self, session: Session, request: Lookup) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
-        hit = await self._engine.lookup(keys, tenant=session.tenant, within=request.within)
+        hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within)
         return self._found(session, request, hit)
 
     def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
@@ -528,7 +405,7 @@ class Service:
         self._start(session, request, self._exist)
 
     async def _exist(self, session: Session, request: Exists) -> Answer:
-        present = await self._daemon_engine.contains(stored_keys(session.tenant, request.keys))
+        present = await self._engine.contains(stored_keys(session.tenant, request.keys))
         return Existing(request.seq, self.epoch, bytes(present))
 
     def load(self, session: Session, request: Load) -> None:
@@ -537,14 +414,14 @@ class Service:
         hit = session.holds.get(request.hold)
         if hit is None:
             raise Refusal("unknown", f"this session holds nothing under {request.hold}: it was released")
-        destination = self._daemon_engine.caches.into(request.cache, unpacked(request.blocks))
+        destination = self._engine.caches.into(request.cache, unpacked(request.blocks))
         if len(hit.keys) != len(destination):
             raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
         self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
 
     async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
         try:
-            result = await self._engine.load(hit, destination)
+            result = await self._engine.require().load(hit, destination)
         except BaseException as exc:
             if isinstance(exc, Exception) and holds(exc, Unproven):
                 session.requests[request.seq].unproven = True
@@ -571,7 +448,7 @@ class Service:
     def release(self, session: Session, request: Release) -> Answer | None:
         """Let go of holds: at once where all of it is in memory, else in a task."""
         hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
-        left = [hit for hit in hits if not self._engine.direct.release(hit)]
+        left = [hit for hit in hits if not self._engine.require().direct.release(hit)]
         if not left:
             return Done(request.seq, self.epoch, len(hits))
         self._start(session, request, partial(self._release, left, len(hits)))
@@ -580,7 +457,7 @@ class Service:
     async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
         with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
             for hit in hits:
-                await self._engine.release(hit)
+                await self._engine.require().release(hit)
         return Done(request.seq, self.epoch, count)
 
     def delete(self, session: Session, request: Delete) -> None:
@@ -589,7 +466,7 @@ class Service:
 
     async def _delete(self, session: Session, request: Delete) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
-        answers = await self._engine.delete(keys, within=request.within)
+        answers = await self._engine.require().delete(keys, within=request.within)
         self.quotas.deleted(session.tenant, keys, answers)
         return Deleted(request.seq, self.epoch, bytes(map(_DELETIONS.index, answers)))
 
@@ -600,27 +477,17 @@ class Service:
         self._start(session, request, self._explain)
 
     async def _explain(self, session: Session, request: Explain) -> Answer:
-        explanation = await self._engine.explain(stored_keys(session.tenant, request.keys), tenant=session.tenant)
+        explanation = await self._engine.require().explain(
+            stored_keys(session.tenant, request.keys), tenant=session.tenant
+        )
         return Explained(request.seq, self.epoch, str(explanation)[: 1 << 18])
 
     def stats(self, session: Session, request: Stats) -> Answer:
         """Tell the counters."""
-        values = {**counters(self, session, self._daemon_engine), **self.hosted()}
+        values = {**counters(self, session, self._engine), **self.hosted()}
         return Counters(request.seq, self.epoch, values)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Engine:
-        """The engine.
-
-        Raises:
-            Refusal: no cache was registered yet, so its tiers are not made.
-        """
-        engine = self._daemon_engine.engine
-        if engine is None:
-            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
-        return engine
 
     def _start(
         self, session: Session, request: Request, work: Callable[[Session, Any], Awaitable[Answer]], *, cache: int = 0

@@ -1,0 +1,179 @@
+"""Stores of engines: each is a container of the engine's pipeline, within the quota of its tenant.
+
+fits, and there is room --> a container --> it has settled: the answer, without a task
+does not fit            --> a task, in which blocks of the tenant go; then as above
+no room                 --> a task, which waits for it; then as above
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import trio
+
+from backends.abc import Key
+
+from .._errors import OffloadError, PipelineFull
+from .._pipeline.container import OffloadContainer
+from .._pipeline.handle import TransferHandle
+from ..abc import PreconditionLike
+from ..preconditions import NO_WAIT
+from ._engine import DaemonEngine
+from ._messages import Answer, Store, Stored, cut, unpacked
+from ._quotas import Account, Quotas
+from ._requests import EngineSignal, UnderWay, stored
+from ._sessions import Session
+from ._tenants import stored_keys
+
+_log = logging.getLogger("offload.daemon")
+
+
+class Stores:
+    """The stores of all engines that are under way.
+
+    Args:
+        engine: the tiers and pipelines.
+        quotas: of tenants.
+        epoch: this start of the daemon.
+        nursery: of the tasks.
+        finish: answers a request that was under way.
+    """
+
+    def __init__(
+        self,
+        engine: DaemonEngine,
+        quotas: Quotas,
+        *,
+        epoch: int,
+        nursery: trio.Nursery,
+        finish: Callable[[UnderWay, Answer], None],
+    ) -> None:
+        self._engine = engine
+        self._quotas = quotas
+        self._epoch = epoch
+        self._nursery = nursery
+        self._finish = finish
+        self._open: dict[OffloadContainer, tuple[UnderWay, TransferHandle]] = {}
+        engine.on_settled = self._settled
+
+    def begin(self, session: Session, request: Store) -> None:
+        """Store blocks of a cache of this session. Answered when all of them have ended."""
+        keys = stored_keys(session.tenant, request.keys)
+        depths = unpacked(request.depths)
+        blocks = self._engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
+        signal = EngineSignal() if request.waits else None
+        account = self._quotas.of(session.tenant)
+        scope = trio.CancelScope()
+        under_way = UnderWay(
+            session, request.seq, scope.cancel, request.cache, request.cancel_token, signal, keys, account
+        )
+        session.requests[request.seq] = under_way
+        precondition = NO_WAIT if signal is None else signal
+        if account is not None and account.shortage(keys, self._quotas.block_bytes):
+            within = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
+            self._nursery.start_soon(self._store_late, under_way, scope, within)
+            return
+        try:
+            if account is not None:
+                under_way.coming, _ = account.admit(keys, self._quotas.block_bytes)
+            handle = self._engine.require().store_nowait(blocks, precondition, tenant=session.tenant)
+        except PipelineFull:
+            enqueue = partial(self._engine.require().store, blocks, precondition, tenant=session.tenant)
+            self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
+        except BaseException:
+            del session.requests[request.seq]
+            if account is not None:
+                account.settled(under_way.coming)
+            raise
+        else:
+            self._admitted(under_way, handle)
+
+    async def _store_within(
+        self,
+        account: Account,
+        under_way: UnderWay,
+        ids: Sequence[int],
+        depths: Sequence[int],
+        precondition: PreconditionLike,
+    ) -> TransferHandle:
+        """Store what fits into a tenant's quota, once its least recently used blocks have gone for that."""
+        keys = under_way.keys
+        await self._make_room(account, keys)
+        # No checkpoint up to the engine's own: what has gone makes room for these.
+        under_way.coming, under_way.refused = account.admit(keys, self._quotas.block_bytes)
+        refused = set(under_way.refused)
+        fits = [at for at in range(len(keys)) if at not in refused]
+        blocks = self._engine.caches.blocks(
+            under_way.cache,
+            [ids[at] for at in fits],
+            [keys[at] for at in fits],
+            [depths[at] for at in fits] if depths else depths,
+        )
+        return await self._engine.require().store(blocks, precondition, tenant=account.tenant)
+
+    async def _make_room(self, account: Account, keys: Sequence[Key]) -> None:
+        """Have blocks of a tenant go, as long as some are missing room and others may go. Cancelled, some may have gone."""
+        asked: set[Key] = set(keys)
+        while short := account.shortage(keys, self._quotas.block_bytes):
+            victims = account.victims(short, asked)
+            if not victims:
+                return
+            asked.update(victims)  # what is held stays, and is not asked for twice
+            account.asked(victims, await self._engine.require().delete(victims, why="over the quota of its tenant"))
+
+    def trim(self) -> None:
+        """Begin to have go what is beyond quotas that were made smaller."""
+        for account in self._quotas:
+            if self._engine.engine is not None:
+                self._nursery.start_soon(self._trim, account)
+
+    async def _trim(self, account: Account) -> None:
+        try:
+            await self._make_room(account, ())
+        except Exception as exc:  # the next store of this tenant tries again
+            _log.warning("tenant %s: what is beyond its quota stays: %r", account.tenant, exc)
+
+    async def _store_late(
+        self, under_way: UnderWay, scope: trio.CancelScope, enqueue: Callable[[], Awaitable[TransferHandle]]
+    ) -> None:
+        """Store when there is room; until then a cancel leaves nothing behind."""
+        handle: TransferHandle | None = None
+        answer: Answer = Stored(under_way.seq, self._epoch, "cancelled", [], [], "")
+        try:
+            with scope:
+                handle = await enqueue()
+        except (OffloadError, ValueError) as exc:
+            answer = Stored(under_way.seq, self._epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
+        finally:
+            if handle is None:
+                self._finish(under_way, answer)
+            else:
+                self._admitted(under_way, handle)
+
+    def _admitted(self, under_way: UnderWay, handle: TransferHandle) -> None:
+        under_way.cancel = handle.request_cancel
+        if handle.status.terminal:
+            self._end_store(under_way, handle)
+        else:
+            self._open[handle._container] = (under_way, handle)
+        if under_way.session.ended:
+            under_way.cancel()
+
+    def _settled(self, container: OffloadContainer) -> None:
+        """A container of the first pipeline has settled."""
+        store = self._open.pop(container, None)
+        if store is not None:
+            self._end_store(*store)
+
+    def _end_store(self, under_way: UnderWay, handle: TransferHandle) -> None:
+        assert handle.result is not None
+        result, account = handle.result, under_way.account
+        answer = stored(under_way.seq, self._epoch, under_way.keys, result, under_way.refused)
+        if account is not None:
+            there = [*result.completed, *[key for key, reason in result.filtered.items() if reason == "present"]]
+            self._quotas.settled(account, under_way.coming, there)
+            under_way.coming = ()
+        under_way.unproven = answer.status == "unproven"
+        self._finish(under_way, answer)
