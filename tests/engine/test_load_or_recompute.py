@@ -13,14 +13,13 @@ import trio.testing
 
 from backends.abc import LOADED, Destination, Key, Missed, Outcome, ReadLease
 from backends.testing import FakeTier, PacedTier
-from offload import Engine, EngineConfig, LoadOrRecompute, open_engine
-from offload._engine.load_choice import LoadChoice
-from offload._engine.rate_probe import LONGEST, MOST_BLOCKS, RateProbe, parts_of
-from offload._engine.rates import SETTLED
+from offload import Engine, EngineConfig, LoadOrRecompute, LoadRate, open_engine
 from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, room
 
 BLOCK = 0.005
 """Seconds in which a block is computed."""
+LONGEST, MOST_BLOCKS = 10.0, 12
+"""Seconds that a probe may take, and blocks that it loads."""
 
 
 def tier_of(keys: Sequence[Key], share: float = 0.0, latency: float = 0.0) -> PacedTier:
@@ -444,49 +443,51 @@ async def test_a_lookup_that_is_cancelled_while_it_leaves_blocks_out_holds_nothi
 @asynccontextmanager
 async def probing(
     tier: PacedTier, interval: float = 1.0
-) -> AsyncIterator[tuple[Callable[[Sequence[Key]], None], LoadChoice]]:
-    """A probe of one tier: what asks it, and what it tells."""
-    async with opened({"tier": tier}) as engine:
-        choice = LoadChoice(LoadOrRecompute(mode="enforce"))
-        probe = RateProbe(engine._places, choice, SIZE, interval, None)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(probe.run)
-            await trio.testing.wait_all_tasks_blocked()
-            yield lambda keys: probe.request(0, keys, ""), choice
-            nursery.cancel_scope.cancel()
+) -> AsyncIterator[tuple[Callable[[Sequence[Key]], None], Engine]]:
+    """An engine, and what asks it to measure its one tier by some blocks."""
+    choice = LoadOrRecompute(mode="enforce", probe_interval=interval)
+    tiers = EngineConfig(tiers={"tier": tier}, chain=False, load_or_recompute=choice)
+    async with open_engine(FakeTier(64, SIZE), tiers) as engine:
+        probe = engine._probe
+        assert probe is not None
+        await trio.testing.wait_all_tasks_blocked()
+        yield lambda keys: probe.request(0, keys, ""), engine
     assert_at_rest(tier)
+
+
+def rate_in(engine: Engine) -> LoadRate:
+    return engine.statistics().load_or_recompute.load_rates["tier"]
 
 
 async def test_a_probe_settles_the_rate_of_a_tier_by_a_few_blocks(autojump_clock: object) -> None:
     keys = keys_of(64)
-    async with probing(tier_of(keys, 0.1, latency=0.02)) as (ask, choice):
+    async with probing(tier_of(keys, 0.1, latency=0.02)) as (ask, engine):
         ask(keys)
         await trio.sleep(0.9)
-        rate = choice.rate_of("tier")
-        assert rate is not None and rate.is_settled
+        rate = rate_in(engine)
+        assert rate.is_settled
         assert rate.seconds(64) == pytest.approx(0.02 + 64 * 0.1 * BLOCK, rel=0.05)
-        assert choice.statistics().probes == {"measured": 1}
+        assert engine.statistics().load_or_recompute.probes == {"measured": 1}
 
 
 @pytest.mark.parametrize("blocks", range(1, MOST_BLOCKS + 1))
 async def test_a_probe_settles_a_rate_whatever_there_is_to_load(autojump_clock: object, blocks: int) -> None:
     keys = keys_of(blocks)
-    async with probing(tier_of(keys, 0.1)) as (ask, choice):
+    async with probing(tier_of(keys, 0.1)) as (ask, engine):
         ask(keys)
         await trio.sleep(0.9)
-        rate = choice.rate_of("tier")
-        assert rate is not None and rate.is_settled and rate.seconds(8) == pytest.approx(0.8 * BLOCK)
-    assert len(parts_of(blocks)) == SETTLED + 1
+        rate = rate_in(engine)
+        assert rate.is_settled and rate.seconds(8) == pytest.approx(0.8 * BLOCK)
 
 
 async def test_a_tier_is_not_measured_again_within_the_interval(autojump_clock: object) -> None:
     keys = keys_of(64)
     tier = tier_of(keys)
-    async with probing(tier, interval=5.0) as (ask, choice):
+    async with probing(tier, interval=5.0) as (ask, engine):
         for _ in range(100):
             ask(keys)
             await trio.sleep(0.1)
-        assert choice.statistics().probes == {"measured": 2}
+        assert engine.statistics().load_or_recompute.probes == {"measured": 2}
         assert tier.statistics().loaded == 2 * MOST_BLOCKS
 
 
@@ -503,11 +504,11 @@ async def test_a_probe_that_fails_says_so_and_measures_nothing_more(
 ) -> None:
     keys = keys_of(12)
     tier = tier_of(keys, 0.1)
-    async with probing(tier) as (ask, choice):
+    async with probing(tier) as (ask, engine):
         spoil(tier, keys)
         ask(keys)
         await trio.sleep(LONGEST + 0.5)
-        assert choice.statistics().probes == {ended: 1}
+        assert engine.statistics().load_or_recompute.probes == {ended: 1}
 
 
 @pytest.mark.parametrize("after", [0.0, 0.0001, 0.0004, 0.0012, 0.5])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
 from backends.abc import Key
 from backends.file import FileTier
@@ -16,8 +17,7 @@ from backends.pages import Pages
 from backends.pooled import Lease
 from backends.slots import PagesDestination
 from backends.testing import PacedTier, payload_of
-from offload import NO_WAIT, EngineConfig, LoadOrRecompute, from_thread
-from offload._engine.load_choice import LoadChoice
+from offload import NO_WAIT, EngineConfig, LoadOrRecompute, from_thread, open_engine
 from offload._engine.rates import SETTLED
 from tests.engine.test_direct_reads import no_message
 from tests.support.engine_places import SIZE, keys_of
@@ -93,7 +93,7 @@ def test_a_hit_of_a_thread_ends_where_computing_is_sooner_and_the_tier_is_measur
     fast, slow = filled(keys[:4]), filled(keys[4:])
     with opened({"fast": fast, "slow": slow}, seconds_per_block=1e-3) as engine:
         choice = engine.call(lambda: engine._worker.engine._choice)
-        assert isinstance(choice, LoadChoice)
+        assert choice is not None
 
         def teach() -> None:
             for _ in range(SETTLED):
@@ -147,3 +147,34 @@ def test_computations_are_told_by_any_thread() -> None:
             engine.computed(0, 0.5)
     with pytest.raises(from_thread.EngineClosed):
         engine.computed(10, 0.5)
+
+
+async def test_in_trio_what_is_read_at_once_is_measured_and_left_out_as_well() -> None:
+    keys = keys_of(8)
+    fast, slow = filled(keys[:4]), filled(keys[4:])
+    choice = LoadOrRecompute(mode="enforce", seconds_per_block=1.0, probe_interval=0.01)
+    config = EngineConfig(tiers={"fast": fast, "slow": slow}, chain=False, load_or_recompute=choice)
+    async with open_engine(MemoryTier(64 * SIZE, SIZE), config) as engine:
+        assert engine.direct.serves
+
+        async def request() -> int:
+            async with await engine.lookup(keys) as hit:
+                return (await engine.load(hit, PagesDestination.over([bytearray(SIZE) for _ in hit.keys]))).loaded
+
+        def measured() -> int:
+            rate = engine.statistics().load_or_recompute.load_rates.get("slow")
+            return rate.observations if rate is not None and rate.is_settled else 0
+
+        while not measured():
+            assert await request() == 8
+        before = measured()
+        assert await request() == 8 and measured() > before
+        known = engine._choice
+        assert known is not None
+        known.note_late("slow", 0.0)
+        assert await request() == 4  # what is suspect is left out
+        with trio.fail_after(SOON):
+            while await request() < 8:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+        assert engine.statistics().load_or_recompute.probes["measured"] >= 1
+    assert (fast.statistics().held_blocks, slow.statistics().held_blocks) == (0, 0)
