@@ -368,18 +368,19 @@ class DirectLoad:
             RepeatedPlaces: two places of the destination share memory.
         """
         check_apart(self._there)
+        clock = self._reads.clock  # as of a load that waits: virtual where that is
         for part in self._parts:
             deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
-            began = 0.0 if self._seconds is None else time.perf_counter()
+            began = 0.0 if self._seconds is None else clock.current_time()
             try:
                 if not part.tier.load_from_thread(part.lease, part.there, deadline):
                     return None
             except Exception:  # it is raised once more, and counted: rule 2
                 return None
             if self._seconds is not None:
-                self._seconds.append(time.perf_counter() - began)
+                self._seconds.append(clock.current_time() - began)
         self._result = LoadResult(len(self._there), [LOADED] * len(self._there))
-        self._took = self._reads.clock.current_time() - self._began
+        self._took = clock.current_time() - self._began
         return self._result
 
     def count(self) -> None:
