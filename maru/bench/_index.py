@@ -136,7 +136,9 @@ def _readers(effort: Effort) -> Iterator[Row]:
     goal = Goal("ratio", "<=", 1.2)
     noise = noisiest(alone, beside)
     yield Row("index.readers4.lookup28", beside.median, "us", "a reader alone", alone.median, goal, noise)
-    yield Row("index.readers4.asked", samples["written.asked"].median, "messages a lookup", goal=Goal("value", "<=", 0.0))
+    yield Row(
+        "index.readers4.asked", samples["written.asked"].median, "messages a lookup", goal=Goal("value", "<=", 0.0)
+    )
     # With what they cost it at their start: they connect, and map its memory.
     yield Row("index.readers4.server", servers.median, "us", "a lookup", samples["still"].median, None, servers.noise)
 
