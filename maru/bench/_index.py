@@ -136,9 +136,6 @@ def _readers(effort: Effort) -> Iterator[Row]:
     goal = Goal("ratio", "<=", 1.2)
     noise = noisiest(alone, beside)
     yield Row("index.readers4.lookup28", beside.median, "us", "a reader alone", alone.median, goal, noise)
-    yield Row(
-        "index.readers4.asked", samples["written.asked"].median, "messages a lookup", goal=Goal("value", "<=", 0.0)
-    )
     # With what they cost it at their start: they connect, and map its memory.
     yield Row("index.readers4.server", servers.median, "us", "a lookup", samples["still"].median, None, servers.noise)
 
@@ -146,7 +143,7 @@ def _readers(effort: Effort) -> Iterator[Row]:
 def _read(
     address: str, readers: int, seconds: float, meanwhile: Callable[[], None], server_pid: int, name: str
 ) -> dict[str, float]:
-    """Processor time of a lookup in so many readers at once, and of the server for each of them, in microseconds; messages."""
+    """Processor time of a lookup in so many readers at once, and of the server for each of them, in microseconds."""
     arguments = ("-m", "maru.bench._reader", address, str(AT_ONCE), str(seconds))
     before = _processor_time(server_pid)
     with ThreadPoolExecutor(readers) as threads:
@@ -158,11 +155,9 @@ def _read(
     for child in children:
         child.result().stop()
     lookups = sum([one["lookups"] for one in said])
-    return {
-        name: statistics.median([one["us"] for one in said]),
-        f"{name}.server": spent / lookups * 1e6,
-        f"{name}.asked": sum([one["asked"] for one in said]) / lookups,
-    }
+    if asked := sum([one["asked"] for one in said]):
+        raise BenchFailed(f"{asked} of {lookups} lookups were asked for by message: the index has changed meanwhile")
+    return {name: statistics.median([one["us"] for one in said]), f"{name}.server": spent / lookups * 1e6}
 
 
 def _processor_time(pid: int) -> float:
