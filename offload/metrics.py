@@ -96,6 +96,7 @@ _ENGINE_GAUGES: Final = (
     ("promoting_blocks", "Blocks that are being promoted"),
     ("open_hits", "Hits that are not released: their blocks are pinned"),
     ("quarantined", "Copies without a proven end; what they touched stays taken"),
+    ("block_tokens", "Tokens that a block stands for; 0: the configuration does not say"),
 )
 _PIPELINE_COUNTERS: Final = (
     ("enqueued", "Containers taken in; the whole of settled"),
@@ -120,7 +121,7 @@ _TIER_COUNTERS: Final = (
     ("stored", "Blocks published"),
     ("duplicates", "Blocks not written, as the key was there"),
     ("evicted", "Blocks evicted"),
-    ("loaded", "Blocks loaded; hits by source tier"),
+    ("loaded", "Blocks loaded, also by promotions and spills"),
     ("deleted", "Blocks deleted by request"),
 )
 _TIER_GAUGES: Final = (
@@ -318,6 +319,17 @@ def _of_engine(statistics: EngineStatistics) -> Iterator[Metric]:
     for field, text in _ENGINE_GAUGES:
         yield _gauge(field, text, {(): getattr(statistics, field)})
     tiers = list(statistics.tiers)
+    tokens, hits = statistics.block_tokens, _known(tiers, statistics.hits_by_tier)
+    yield _counter(
+        "asked_tokens", "Tokens that lookups asked for, with block_tokens", {(): tokens * statistics.asked_blocks}
+    )
+    yield _counter("tier_hit_blocks", "Blocks that lookups found, by the tier they are read from", hits, ["tier"])
+    yield _counter(
+        "tier_hit_tokens",
+        "The same in tokens, with block_tokens; the part of asked_tokens",
+        {labels: tokens * blocks for labels, blocks in hits.items()},
+        ["tier"],
+    )
     yield _reasons(
         "load_failures", "Blocks found that could not be loaded", LOAD_FAILURE_REASONS, statistics.load_failures
     )

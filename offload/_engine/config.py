@@ -258,6 +258,9 @@ class EngineConfig:
         1 << 40,
         "Size of every block, only needed if the source is made from its name. 0: the source tells.",
     )
+    block_tokens: int = _knob.integer(
+        0, 0, 1 << 20, "Tokens that a block stands for, so that metrics count tokens as well. 0: they do not."
+    )
     tiers: Mapping[str, TierLike] = _knob.field(
         _NO_TABLES,
         "a table for each tier",

@@ -299,6 +299,8 @@ class DirectLookup:
         counts.hit += len(hit.keys) if hit.advice is None else hit.advice.found
         if reads.choice is not None and hit.advice is not None:
             reads.choice.note_advised(hit.advice)
+        for segment in hit._segments:
+            counts.hits_by_tier[segment.name] += segment.blocks
         for name in hit.unavailable:
             count(counts.lookup_failures, name)
         hit.hold()

@@ -113,6 +113,7 @@ class Engine:
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote
         self._lookup_timeout = config.lookup_timeout
+        self._block_tokens = config.block_tokens
         self._breaker_tiers = parts.breaker_tiers
         self._places: list[Place] = list(parts.breaker_tiers.items())
         self._routes = parts.routes
@@ -270,6 +271,8 @@ class Engine:
             hit.hold()
             self._choice.note_advised(advice)
             await self._leave_out(hit, rest, keys[left:found])
+        for segment in segments:
+            counts.hits_by_tier[segment.name] += segment.blocks
         if self._hooks.looked_up:
             self._hooks.fire("looked_up", keys, hit)
         return hit
@@ -519,6 +522,8 @@ class Engine:
             quarantined=len(self.quarantine),
             shadow=ShadowStatistics() if self._shadow is None else self._shadow.statistics(),
             load_or_recompute=ChoiceStatistics() if self._choice is None else self._choice.statistics(),
+            hits_by_tier={name: counts.hits_by_tier[name] for name in self._breaker_tiers},
+            block_tokens=self._block_tokens,
         )
 
     # --- helpers --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import attrs
@@ -101,6 +102,11 @@ class EngineStatistics:
     """What was loaded and compared once more; see ``shadow_check``."""
     load_or_recompute: ChoiceStatistics
     """Loading beside recomputing; nothing where that is off."""
+    hits_by_tier: Mapping[str, int] = attrs.field(factory=dict)
+    """Keys that lookups found, by the name of the tier that they are read from: ``hit_blocks``, apart, less what is computed
+    instead."""
+    block_tokens: int = 0
+    """Tokens that a block stands for, as the configuration says; 0: it does not."""
 
 
 @attrs.define(eq=False)
@@ -110,6 +116,7 @@ class Counts:
     lookups: int = 0
     asked: int = 0
     hit: int = 0
+    hits_by_tier: Counter[str] = attrs.Factory(Counter)
     loads: int = 0
     loaded: int = 0
     load_failures: dict[str, int] = attrs.Factory(dict)

@@ -97,6 +97,7 @@ async def test_every_series_exists_at_0_from_the_start() -> None:
         assert of(series, "tier_missed_total", tier=tier, reason="damaged") == 0
         assert of(series, "load_faults_total", tier=tier) == 0
         assert of(series, "load_seconds_per_block", tier=tier) == of(series, "load_seconds_fixed", tier=tier) == 0
+        assert of(series, "tier_hit_tokens_total", tier=tier) == 0
     for advice in ("load", "part", "recompute", "unknown"):
         assert of(series, "advised_lookups_total", advice=advice) == 0
     for reason in ("late", "slower"):
@@ -124,6 +125,7 @@ async def test_what_loading_takes_stands_beside_what_computing_takes(autojump_cl
     assert of(series, "advised_lookups_total", advice="recompute") == 2
     assert of(series, "cut_blocks_total") == 16
     assert of(series, "hit_blocks_total") == 24
+    assert of(series, "tier_hit_blocks_total", tier="tier") == 8  # what is computed instead is no hit of a tier
     assert of(series, "load_observations", tier="tier") == 2  # the first load of the probe, too
 
 
@@ -155,6 +157,23 @@ async def test_series_say_what_happened(autojump_clock: object) -> None:
     assert of(series, "pipeline_copied_bytes_total", pipeline="faketier") == 4 * SIZE
     assert of(series, "tier_loaded_total", tier="faketier") == 4
     assert of(series, "tier_loaded_total", tier="faketier-2") == 2
+
+
+async def test_hits_are_told_by_the_tier_they_come_from_in_blocks_and_in_tokens(autojump_clock: object) -> None:
+    source, upper, lower = FakeTier(64, SIZE), FakeTier(64, SIZE), FakeTier(64, SIZE)
+    keys = keys_of(10)
+    source.fill(keys[:4])
+    lower.fill(keys[4:6])
+    config = EngineConfig(source=source, tiers={"host": upper, "disk": lower}, chain="none", block_tokens=16)
+    async with open_engine(config) as engine:
+        await run_four_stores_and_one_load(engine, source, keys)
+        statistics = engine.statistics()
+    assert statistics.hits_by_tier == {"host": 4, "disk": 2}
+    assert sum(statistics.hits_by_tier.values()) == statistics.hit_blocks
+    series = scrape(statistics)
+    assert [of(series, "tier_hit_blocks_total", tier=tier) for tier in ("host", "disk")] == [4, 2]
+    assert [of(series, "tier_hit_tokens_total", tier=tier) for tier in ("host", "disk")] == [64, 32]
+    assert (of(series, "asked_tokens_total"), of(series, "block_tokens")) == (160, 16)
 
 
 async def run_four_stores_and_one_load(engine: Engine, source: FakeTier, keys: list[bytes]) -> None:

@@ -178,6 +178,7 @@ def test_what_one_request_has_computed_another_one_loads():
         assert vllm.failed == set()
         assert vllm.table.records["second"].state is State.ADMITTED
         assert vllm.worker.counts.snapshot()["chunks loaded"] == 3
+        assert vllm.scheduler.counts.snapshot()["tokens hit in memorytier"] == 192
 
 
 def stored(vllm: Loop, prompt: str = "p", tokens: int = 256, blocks: Sequence[int] = ()) -> Sequence[int]:

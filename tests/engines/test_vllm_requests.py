@@ -121,6 +121,14 @@ def test_fewer_tokens_than_were_offered_are_loaded_if_vllm_wants_fewer():
     assert plan is not None and plan.blocks == [[0, 1, 2, 3], [4, None, None, None]]
 
 
+def test_tokens_that_are_loaded_are_told_apart_by_the_tiers_of_their_chunks():
+    requests = table()
+    record = found(requests, 272, 3, computed=80)  # chunks 1 to 3, of the first of which 16 tokens are there
+    assert requests.sources(record, 176, ["host", "disk", "host"]) == {"host": 48 + 64, "disk": 64}
+    assert requests.sources(record, 100, ["host", "disk", "disk"]) == {"host": 48, "disk": 52}  # vLLM may want fewer
+    assert requests.sources(record, 0, ["host"]) == {}
+
+
 def test_a_load_that_failed_is_not_tried_again():
     requests = table()
     record = found(requests, 256, 2)

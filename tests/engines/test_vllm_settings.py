@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from offload import ConfigError
-from offload.engines.vllm._settings import MaruSettings, Settings
+from offload import ConfigError, EngineConfig
+from offload.engines.vllm._settings import MaruSettings, Settings, hit_sources
 
 TIERS = {"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}
 
@@ -81,6 +81,13 @@ def test_any_tiers_are_named_as_in_the_file_of_an_engine():
     assert (list(config.tiers), config.promote, config.opens_without("host")) == (["host"], True, True)
     strict = Settings.read({"engine": {**TIERS, "on_enter_failure": "fail"}}, 32, 1024)
     assert not strict.engine_config().opens_without("host")
+
+
+def test_the_kind_of_a_tier_is_named_as_vllm_names_it():
+    tiers = {name: {"type": name} for name in ("memory", "maru", "file", "null")}
+    found = hit_sources(Settings.read({"engine": {"tiers": tiers}}, 32, 1024).engine_config())
+    assert found == {"memory": "host", "maru": "host", "file": "disk", "null": "external_unspecified"}
+    assert hit_sources(EngineConfig(daemon_url="ipc")) == {"daemon": "external_unspecified"}
 
 
 def test_what_is_full_makes_room_unless_told_otherwise():

@@ -92,6 +92,12 @@ ROWS: dict[str, list[Panel]] = {
         ),
         panel("What was advised", "ops", (rate("advised_lookups_total", "advice"), "{{advice}}")),
         panel("Loads given up", "ops", (rate("given_up_loads_total", "reason"), "{{reason}}")),
+        panel(
+            "Tokens asked for, and found by tier",
+            "ops",
+            (rate("asked_tokens_total"), "asked for"),
+            (rate("tier_hit_tokens_total", "tier"), "{{tier}}"),
+        ),
     ],
     "Tiers": [
         panel(

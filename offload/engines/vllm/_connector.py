@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import from_thread
 from ..._errors import LayoutCheckFailed, OffloadError
@@ -44,7 +45,7 @@ from ._naming import ChunkNaming
 from ._plans import StepPlan
 from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
-from ._settings import MaruSettings, Settings
+from ._settings import MaruSettings, Settings, hit_sources
 from ._worker import WorkerHalf
 
 _log = logging.getLogger(
@@ -90,6 +91,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         aligned_bytes = sum(aligned // group.kv_cache_spec.block_size * _block_bytes(group) for group in groups)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._settings: Settings = self.settings_type.read(extra, aligned, aligned_bytes)
+        self._hit_sources: dict[str, str] = hit_sources(self._settings.engine_config())
         self._scheduler: SchedulerHalf | None = None
         self._reader: from_thread.Engine | None = None
         self._worker: WorkerHalf | None = None
@@ -270,6 +272,15 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Record the blocks that a request got."""
         if self._scheduler is not None:
             self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """The tokens that a request is to load, by the kind of the tier that has them; for vLLM's metrics."""
+        found: dict[CacheHitSource, int] = {}
+        if self._scheduler is not None:
+            for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
+                source = CacheHitSource(self._hit_sources[tier])
+                found[source] = found.get(source, 0) + tokens
+        return found
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Make the workers' plan of this step."""

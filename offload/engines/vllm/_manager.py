@@ -86,6 +86,7 @@ class HostMemory:
         self._naming, self._tenant = naming, tenant
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._lookups: dict[str, set[from_thread.LookupFuture]] = {}
+        self._sources: dict[str, dict[Key, str]] = {}  # of each request, the tiers that rows were filled from for it
         self._salt = ""
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -94,17 +95,23 @@ class HostMemory:
     def begin(self, request_id: str) -> None:
         """A request has come, or was preempted: nothing is known of it."""
         self._cancel_lookups(request_id)
+        self._sources[request_id] = {}
         self.table.begin(request_id)
 
     def end(self, request_id: str) -> None:
         """A request is over."""
         self._cancel_lookups(request_id)
+        self._sources.pop(request_id, None)
         self.table.end(request_id)
 
     def where(self, request_id: str, key: Key, position: int) -> Answer:
         """Where a chunk is. At the end of the step, the tiers are asked for what is not known."""
         self._take_in()
         return self.table.where(request_id, key, position)
+
+    def source(self, request_id: str, key: Key) -> str:
+        """The tier that a row was filled from for this request, by name; nothing for one that was there."""
+        return self._sources.get(request_id, {}).get(key, "")
 
     def planned(self, preempted: Iterable[str]) -> None:
         """A step is planned: ask the tiers for what came up in it. Where all requests wait for them, wait a little as well."""
@@ -175,6 +182,8 @@ class HostMemory:
             self._filled(fill, 0)
         else:
             loading.add_done_callback(self._later(partial(self._loaded, fill)))
+            tiers = [tier for tier, blocks in hit.runs for _ in range(blocks)] if hit is not None else []
+            self._sources.get(fill.question.request_id, {}).update(zip(fill.keys, tiers, strict=False))
 
     def _loaded(self, fill: Fill, loading: from_thread.LoadFuture) -> None:
         try:
@@ -250,6 +259,7 @@ class HostMemory:
         for request_id in list(self._lookups):
             self._cancel_lookups(request_id)
         self.table.reset()
+        self._sources = {request_id: {} for request_id in self._sources}
         self._salt = uuid.uuid4().hex
 
     def close(self) -> None:

@@ -206,6 +206,22 @@ class RequestTable:
         record.move(State.LOADING)
         return LoadPlan(record.request_id, self._hashes(record, first, stop), columns)
 
+    def sources(self, record: RequestRecord, external: int, tiers: Sequence[str]) -> dict[str, int]:
+        """How many of the tokens that a request is to load come from each tier.
+
+        Args:
+            record: the request.
+            external: as in :meth:`allocated`.
+            tiers: of each chunk that was found, the tier that it is read from.
+        """
+        start, stop, size = record.computed, record.computed + external, self.chunk_tokens
+        sources: dict[str, int] = {}
+        for chunk, tier in enumerate(tiers, record.first):
+            tokens = min(stop, (chunk + 1) * size) - max(start, chunk * size)
+            if tokens > 0:
+                sources[tier] = sources.get(tier, 0) + tokens
+        return sources
+
     def loaded(self, record: RequestRecord, complete: bool) -> None:
         """The load of a request is over."""
         if record.state is State.LOADING:

@@ -150,8 +150,22 @@ class SchedulerHalf:
             self._loading[request_id] = wanted
             self._allocated |= wanted
             self.counts.add("chunks to load", len(plan.hashes))
+            for tier, tokens in self.sources(request_id, external).items():
+                self.counts.add(f"tokens hit in {tier}", tokens)
         elif record.state is not State.LOADING:
             self._let_go(request_id)
+
+    def sources(self, request_id: str, external: int) -> dict[str, int]:
+        """How many of these tokens, which a request is to load, come from each tier, by the name of the first rank's."""
+        record, lookup = self._table.records.get(request_id), self._lookups.get(request_id)
+        if record is None or lookup is None or not lookup.done():
+            return {}
+        try:
+            runs = lookup.result(0).runs
+        except OffloadError:
+            return {}
+        tiers = [tier for tier, keys in runs for _ in range(keys)]
+        return self._table.sources(record, external, tiers[:: len(self._ranks)])
 
     def plan(self, scheduled: Scheduled) -> StepPlan:
         """Put the step together."""

@@ -28,6 +28,8 @@ SECTION: Final = "kv_connector_extra_config"
 
 _SHARED: Final[Mapping[str, Mapping[str, Any]]] = {"maru": {"pool_size": 0}, DAEMON_TIER: {}}
 """Types of tiers that several processes share, and how one of them is opened that only looks up: it takes no region."""
+_KINDS: Final[Mapping[str, str]] = {"memory": "host", "maru": "host", "file": "disk"}
+"""What vLLM's metrics call the place of a tier, by its type."""
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 _CHUNK_TOKENS: Final = (
     256,
@@ -243,6 +245,12 @@ def opened_config(engine: Mapping[str, Any], section: str) -> EngineConfig:
         ConfigError: an unknown name, or a value that cannot be.
     """
     return EngineConfig.from_mapping(as_cache(engine), section=section)
+
+
+def hit_sources(config: EngineConfig) -> dict[str, str]:
+    """What vLLM's metrics call the place of each tier: ``host``, ``disk``, or ``external_unspecified``, which is not known."""
+    types = {name: tier.get("type") if isinstance(tier, Mapping) else tier for name, tier in config.tiers.items()}
+    return {name: _KINDS.get(f"{kind}", "external_unspecified") for name, kind in types.items()}
 
 
 def _aligned(chunk_tokens: int, block_size: int, knob: str) -> int:

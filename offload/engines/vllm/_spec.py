@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
@@ -38,7 +39,7 @@ from ._copies import RowCopies
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
 from ._rows import Answer
-from ._settings import SpecSettings
+from ._settings import SpecSettings, hit_sources
 
 _log = logging.getLogger("vllm.offload")
 
@@ -77,7 +78,7 @@ class OffloadSpec(OffloadingSpec):
     @cached_property
     def _manager(self) -> HostManager:
         memory = open_host_memory(self.config.engine_id, self._row_bytes, self._naming, self._settings)
-        return HostManager(memory, self.config)
+        return HostManager(memory, self.config, self._settings)
 
     @property
     def _naming(self) -> ChunkNaming:
@@ -95,8 +96,11 @@ class OffloadSpec(OffloadingSpec):
 class HostManager(OffloadingManager):
     """vLLM's manager, over the rows of host memory."""
 
-    def __init__(self, memory: HostMemory, config: OffloadingConfig) -> None:
+    def __init__(self, memory: HostMemory, config: OffloadingConfig, settings: SpecSettings) -> None:
         self.memory = memory
+        self._hit_sources = {"": CacheHitSource.HOST}  # of a row that no tier was asked for
+        for name, source in hit_sources(settings.engine_config()).items():
+            self._hit_sources[name] = CacheHitSource(source)
         self._events: list[OffloadingEvent] = []
         if config.enable_kv_cache_events:
             memory.table.pool.watch_keys(self)
@@ -123,6 +127,10 @@ class HostManager(OffloadingManager):
         """Where a chunk is. A hit stays one until it is loaded, or the request has ended."""
         position = req_context.get_offload_key_position(key) or 0
         return _RESULTS[self.memory.where(req_context.req_id, bytes(key), position)]
+
+    def get_load_source(self, key: Any, req_context: ReqContext) -> CacheHitSource:
+        """Where a hit was before it came into host memory for this request; for vLLM's metrics."""
+        return self._hit_sources[self.memory.source(req_context.req_id, bytes(key))]
 
     def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> Rows:
         """The rows of hits."""
