@@ -75,6 +75,20 @@ def nothing_is_held(memory: HostMemory) -> bool:
     return memory.table.pool.statistics().held == 0 and memory.engine.statistics().unreleased_hits == 0
 
 
+def test_a_hit_has_the_source_that_its_row_was_filled_from(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        first.begin("a")
+        write(first, KEYS[:2])
+        assert ask(first, "a", KEYS[:2]) == [Answer.HERE] * 2
+        assert first.source("a", KEYS[0]) == ""  # it was in host memory all the time
+    with opened(disk(tmp_path)) as second:
+        second.begin("b")
+        ask(second, "b", KEYS[:2])
+        assert (second.source("b", KEYS[0]), second.source("another", KEYS[0])) == ("disk", "")
+        second.reset()
+        assert second.source("b", KEYS[0]) == ""
+
+
 def test_what_one_instance_has_written_another_one_loads(tmp_path: Path):
     with opened(disk(tmp_path)) as first:
         first.begin("a")
@@ -194,6 +208,21 @@ def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():
         arena = kind(name, 2, ROW)
         arena.pages([1])[0][:] = b"\1" * ROW
         arena.unlink()
+
+
+def test_the_links_of_others_that_died_while_they_started_are_removed_and_those_of_others_that_start_are_not():
+    with opened({"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}) as memory:
+        kind = type(memory.arena)
+    starting = kind(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
+    links = Path(f"/dev/shm/offload-{os.geteuid()}")
+    dead = links / f"test-{os.getpid()}-{next(NAMES)}"
+    dead.symlink_to("/proc/999999999/fd/3")
+    before = {path for path in links.iterdir() if path != dead}
+    arena = kind(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
+    assert not dead.is_symlink()
+    assert len({path for path in links.iterdir() if f"test-{os.getpid()}-" in path.name} - before) == 1
+    arena.unlink()
+    starting.unlink()
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def _opened(link: str, links: int, size: int) -> int | None:
 
 def _made(link: str, links: int, size: int) -> int:
     """A descriptor of a new arena, which the link leads to from now on."""
+    _sweep(links)
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -190,6 +191,15 @@ def _made(link: str, links: int, size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _sweep(links: int) -> None:
+    """Remove the links that lead nowhere: whoever made them was killed while it started."""
+    for link in os.listdir(links):
+        try:
+            os.stat(link, dir_fd=links)
+        except FileNotFoundError:
+            _remove(link, links)
 
 
 def _remove(link: str, links: int) -> None:

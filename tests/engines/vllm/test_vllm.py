@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.ties import equal_but_for_ties
+
 from .instances import Server, any_tiers, external_hits, generate, maru, nothing_is_left, prompt, run, when_told
 
 
@@ -26,7 +28,27 @@ def test_a_second_process_hits_and_gives_the_same_tokens(model: str, server: Ser
     assert ours_of_others["tokens"] == theirs_of_others["tokens"]
     assert consumer["counts"]["worker"]["chunks loaded"] >= 8
     assert external_hits(consumer) >= 1024 and external_hits(producer) == 0
+    assert (
+        consumer["sources"]["host"] == external_hits(consumer) == consumer["counts"]["scheduler"]["tokens hit in maru"]
+    )
     nothing_is_left(producer)
+    nothing_is_left(consumer)
+
+
+def test_in_bfloat16_tokens_are_equal_but_for_ties(model: str, server: Server) -> None:
+    options = {"dtype": "bfloat16", "logprobs_mode": "raw_logits"}
+    steps = []
+    for number in range(4):  # each of them is loaded, and none is what vLLM has itself
+        steps += [generate([prompt(1024, 40, number)], logprobs=5, max_tokens=48), {"do": "settle"}, {"do": "reset"}]
+    reference = run({"model": model, "options": options, "steps": steps})
+    storing = {"model": model, "options": options, "transfer": maru(server)}
+    run({**storing, "steps": [generate([prompt(1024, 40, 99)])]})
+    consumer = run({**storing, "steps": steps})
+    for ours, theirs in zip(consumer["answers"][::3], reference["answers"][::3], strict=True):
+        assert (ours["cached"], theirs["cached"]) == ([1024], [0])
+        assert equal_but_for_ties(
+            ours["tokens"][0], theirs["tokens"][0], ours["candidates"][0], theirs["candidates"][0]
+        )
     nothing_is_left(consumer)
 
 
@@ -141,6 +163,9 @@ def test_any_tiers_in_one_process_and_a_reset_that_is_honest(model: str, tmp_pat
     answer = run({"model": model, "transfer": tiers, "steps": steps})
     assert [answer["answers"][at]["tokens"] for at in (3, 5)] == [reference["answers"][0]["tokens"]] * 2
     assert [answer["answers"][at]["cached"] for at in (3, 5)] == [[1024], [0]]
+    hits = [answer["counts"]["scheduler"].get(f"tokens hit in {tier}", 0) for tier in ("host", "disk")]
+    assert [answer["sources"].get(source, 0) for source in ("host", "disk")] == hits
+    assert sum(hits) == 1024 and hits[0]
     nothing_is_left(answer)
 
 
