@@ -44,7 +44,10 @@ SGLANG_NEEDS = (
 
 @nox.session(python="3.11")
 def vllm(session: nox.Session) -> None:
-    """Run vLLM on a CPU with the connectors: fifty engines, in a quarter of an hour. ``-- measure`` prints what they cost."""
+    """Run vLLM on a CPU with the connectors: a hundred engines and more, in half an hour, fifty of which are killed.
+
+    ``-- -m "not long"`` leaves these out. ``-- measure`` prints what the connectors cost.
+    """
     session.install(VLLM)
     # Their wheels do not match the torch that vLLM pins, and break `import vllm`. Nothing here needs them.
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")

@@ -19,8 +19,8 @@ a_few_and_fifty = pytest.mark.parametrize("crashes", [3, pytest.param(50, marks=
 
 
 @contextmanager
-def page_store(*options: str) -> Iterator[Server]:
-    with temporary_pool() as pool, Server(pool, "--session-lease", f"{LEASE}", *options) as server:
+def page_store(*options: str, lease: float = LEASE) -> Iterator[Server]:
+    with temporary_pool() as pool, Server(pool, "--session-lease", f"{lease}", *options) as server:
         yield server
 
 

@@ -13,7 +13,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ def run(said: dict[str, Any], program: str = "program.py", **environment: str) -
     answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
     answer["log"] = done.stdout + done.stderr
     return answer
+
+
+@contextmanager
+def started(said: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """An engine that does not end by itself: it is killed with the block."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = ["nice", PYTHON, str(Path(__file__).with_name("program.py"))]
+    with log.open("w") as said_by_it:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=said_by_it, stderr=said_by_it, text=True, env=environ
+        )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(said))
+        process.stdin.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def read_events(answers: str) -> Answer:

@@ -5,8 +5,10 @@ Run by the tests beside it, with the interpreter of an environment that has vLLM
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -117,9 +119,14 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
         for metric in engine.get_metrics()
         if "prefix_cache" in metric.name and hasattr(metric, "value")
     }
+    sources = {
+        metric.labels["source"]: metric.value
+        for metric in engine.get_metrics()
+        if metric.name == "vllm:prompt_tokens_cached_by_source" and metric.value
+    }
     preemptions = sum(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
     engine.llm_engine.engine_core.shutdown()
-    return {"answers": answers, "counts": counts, "metrics": metrics, "preemptions": preemptions}
+    return {"answers": answers, "counts": counts, "metrics": metrics, "sources": sources, "preemptions": preemptions}
 
 
 def core_of(engine: Any) -> Any:
@@ -168,6 +175,10 @@ def generate(engine: Any, step: dict[str, Any]) -> Any:
                 row[token].logprob
                 for token, row in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
             ]
+            for output in outputs
+        ]
+        answer["candidates"] = [
+            [{token: one.logprob for token, one in row.items()} for row in output.outputs[0].logprobs]
             for output in outputs
         ]
     return answer
@@ -237,6 +248,18 @@ def abort(engine: Any, step: dict[str, Any]) -> Any:
     return ended
 
 
+def run_until_killed(engine: Any, step: dict[str, Any]) -> Any:
+    """Compute, store and load without end; how many rounds that were stands in a file."""
+    rng = random.Random(step["seed"])
+    for number in itertools.count():
+        prompts = [step["shared"] + [rng.randrange(3, 512) for _ in range(256)] for _ in range(2)]
+        engine.generate(
+            [{"prompt_token_ids": tokens} for tokens in prompts], parameters({"max_tokens": 4}), use_tqdm=False
+        )
+        engine.reset_prefix_cache()
+        Path(step["rounds"]).write_text(f"{number}")
+
+
 STEPS = {
     "generate": generate,
     "settle": settle,
@@ -245,6 +268,7 @@ STEPS = {
     "sleep": sleep,
     "wait": wait_for_file,
     "abort": abort,
+    "run until killed": run_until_killed,
 }
 
 if __name__ == "__main__":
