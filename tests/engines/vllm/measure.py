@@ -34,7 +34,10 @@ OWN = 20
 """Tokens of a prompt behind what it shares: less than a block, since ExampleConnector finds prompts of as many blocks only."""
 TOKEN_BYTES = 16 << 10
 VOCABULARY = 24_000
-SUBJECTS = ("ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec")
+SUBJECTS = (
+    "ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec", "daemon",
+    "OffloadSpec, daemon",
+)  # fmt: skip
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -170,12 +173,26 @@ class Engine:
 # --- what is measured ---------------------------------------------------------------------------------------------------
 
 
-def transfers(server: str, directory: Path, tokens: int) -> dict[str, dict[str, Any]]:
+def transfers(server: str, daemon: str, directory: Path, tokens: int) -> dict[str, dict[str, Any]]:
     """How each subject is started, with room for so many tokens."""
     pool = (tokens * TOKEN_BYTES * 5 // 4) >> 20
     ours = {"kv_connector_module_path": "offload.engines.vllm", "kv_role": "kv_both"}
     maru = {"maru_server_url": server, "maru_pool_size": f"{pool}M"}
     tiers = {"maru": {"type": "maru", "server_url": server, "pool_size": f"{pool}M"}}
+
+    def spec(offload: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "OffloadSpec",
+                "spec_module_path": "offload.engines.vllm",
+                "blocks_per_chunk": 8,
+                "cpu_bytes_to_use": 8192 * TOKEN_BYTES,
+                "offload": offload,
+            },
+        }
+
     return {
         "ExampleConnector": {
             "kv_connector": "ExampleConnector",
@@ -188,17 +205,13 @@ def transfers(server: str, directory: Path, tokens: int) -> dict[str, dict[str, 
             "kv_connector": "MaruKVConnector",
             "kv_connector_extra_config": {**maru, "checksums": False},
         },
-        "OffloadSpec": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "OffloadSpec",
-                "spec_module_path": "offload.engines.vllm",
-                "blocks_per_chunk": 8,
-                "cpu_bytes_to_use": 8192 * TOKEN_BYTES,
-                "offload": {"engine": {"tiers": tiers}},
-            },
+        "OffloadSpec": spec({"engine": {"tiers": tiers}}),
+        "daemon": {
+            **ours,
+            "kv_connector": "OffloadConnector",
+            "kv_connector_extra_config": {"daemon_url": daemon},
         },
+        "OffloadSpec, daemon": spec({"daemon_url": daemon}),
     }
 
 
@@ -271,18 +284,44 @@ def page_store(directory: Path) -> Iterator[str]:
             process.kill()
 
 
+@contextmanager
+def daemon(directory: Path) -> Iterator[str]:
+    """A daemon with host memory."""
+    directory.mkdir()
+    settings = directory / "daemon.toml"
+    settings.write_text(f'[engine.tiers.host]\ntype = "memory"\ncapacity_bytes = {ROOM * TOKEN_BYTES * 5 // 4}\n')
+    command = [sys.executable, "-m", "offload", "serve", "--runtime-dir", str(directory / "run"), str(settings)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout is not None and "ready" in process.stdout.readline()
+        try:
+            yield f"ipc://{directory}/run/daemon.sock"
+        finally:
+            process.kill()
+
+
 def measure(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="measure", dir="/dev/shm") as scratch:
         path = Path(scratch)
         model = str(path / "model")
         make_checkpoint(model)
-        with page_store(path / "pool") as server, ExitStack() as ended:
+        with page_store(path / "pool") as server, daemon(path / "d") as daemon_url, ExitStack() as ended:
             middle = MPServer(
                 server, path / "mp.log", chunk_tokens=256, l1_gb=0.75, pool_gb=ROOM * TOKEN_BYTES / (1 << 30)
             )
             ended.callback(middle.close)
-            ways = {**transfers(server, path, ROOM), "LMCache": middle.transfer, "LMCache, adapter": middle.transfer}
-            for name in ("ExampleConnector", "LMCache", "MaruKVConnector", "OffloadSpec"):
+            ways = {
+                **transfers(server, daemon_url, path, ROOM),
+                "LMCache": middle.transfer,
+                "LMCache, adapter": middle.transfer,
+            }
+            for name in (
+                "ExampleConnector",
+                "LMCache",
+                "MaruKVConnector",
+                "OffloadSpec",
+                "daemon",
+                "OffloadSpec, daemon",
+            ):
                 producer = Engine(model, ways[name], path / "producer.log")
                 producer.answer()
                 for size in SIZES:
