@@ -3,7 +3,7 @@
 import pytest
 
 from offload import ConfigError
-from offload.engines.lmcache._config import CacheConfig
+from offload.engines.lmcache import MaruConnector
 from tests.engines.lmcache.caches import PAGE, in_memory, objects, open_cache
 from tests.engines.lmcache.keys import chunks
 from tests.support.daemons import directory, host_only, serve
@@ -12,7 +12,7 @@ KEYS = chunks(4)
 
 
 def test_one_key_names_the_daemon_in_place_of_the_page_store():
-    config = CacheConfig.from_dict({"daemon_url": "ipc", "timeout_ms": 100})
+    config = MaruConnector(daemon_url="ipc", timeout_ms=100).config
     engine = config.engine_config(PAGE)
     assert (list(engine.tiers), engine.daemon_url, engine.opens_without("daemon")) == (["daemon"], "ipc", True)
     assert engine.lookup_timeout == config.timeout  # set as for any tiers of a cache
@@ -29,7 +29,7 @@ def test_one_key_names_the_daemon_in_place_of_the_page_store():
 )
 def test_where_objects_go_is_said_once(said, why):
     with pytest.raises(ConfigError, match=why):
-        CacheConfig.from_dict(said)
+        MaruConnector(**said)
 
 
 def test_another_process_finds_and_loads_what_a_daemon_has():

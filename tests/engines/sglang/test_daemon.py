@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from offload import ConfigError
-from offload.engines.sglang._settings import Settings
-from tests.engines.sglang.backends import LayerFirstPool, extra_config, hashes, open_backend, tokens
+from offload.engines.sglang import HiCacheOffload
+from tests.engines.sglang.backends import LayerFirstPool, extra_config, hashes, open_backend, storage_config, tokens
 from tests.support.daemons import directory, host_only, serve
 
 
@@ -14,12 +14,12 @@ def said(url, **engine):
 
 
 def test_one_line_names_the_daemon_in_place_of_tiers():
-    engine = Settings.read(said("ipc")).engine_config(4096)
+    engine = HiCacheOffload(storage_config(said("ipc"))).settings.engine_config(4096)
     assert (list(engine.tiers), engine.daemon_url, engine.opens_without("daemon")) == (["daemon"], "ipc", True)
     with pytest.raises(ConfigError, match="daemon_url = 'ipc': must be empty"):
-        Settings.read(extra_config(daemon_url="ipc"))
+        HiCacheOffload(storage_config(extra_config(daemon_url="ipc")))
     with pytest.raises(ConfigError, match="or say daemon_url"):
-        Settings.read(said(""))
+        HiCacheOffload(storage_config(said("")))
 
 
 def test_another_instance_finds_and_loads_what_a_daemon_has():
