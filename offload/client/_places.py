@@ -25,6 +25,8 @@ from ._shared import SharedMemory, memory_of
 
 STAGING_BYTES: Final = 32 << 20
 """Of the staging area: more than a batch. It holds at least one block."""
+SPARE_BYTES: Final = 256 << 20
+"""Of the area of a large load that is kept for the next one: memory that is mapped and was touched, which takes long to get."""
 MAX_PLACES: Final = 32
 """Caches that are registered at once; an engine has one."""
 
@@ -97,6 +99,23 @@ class Places:
         self._connection = connection
         self._entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
         self.staging: Staging = Staging(block_bytes)
+        self._spare: Staging | None = None
+
+    def take_area(self, slots: int) -> Staging:
+        """An area with so many free slots, for one load alone."""
+        spare = self._spare
+        if spare is None or spare.slots < slots:
+            return Staging(self.staging.block_bytes, slots)
+        self._spare = None
+        return spare
+
+    def give_back_area(self, area: Staging, session: Session) -> None:
+        """The daemon is done with an area for certain: it is kept for the next load, or forgotten."""
+        unused: Staging | None = area
+        if area.nbytes <= SPARE_BYTES and (self._spare is None or self._spare.slots < area.slots):
+            unused, self._spare = self._spare, area
+        if unused is not None:
+            self.forget(unused, session)
 
     async def cache_of(self, place: object, session: Session) -> int | None:
         """The number of the cache that a place is in this session; ``None`` if the daemon cannot map it.
@@ -162,10 +181,15 @@ class Staging:
         return CacheDescription([TensorLayout(0, 0, 1, [self.slots, size], [size, 1], 0)], [memory])
 
     @property
+    def nbytes(self) -> int:
+        """Size of all slots."""
+        return self.slots * self.block_bytes
+
+    @property
     def memory(self) -> SharedMemory:
         """The memory."""
         if self._memory is None:
-            self._memory = SharedMemory(self.slots * self.block_bytes)
+            self._memory = SharedMemory(self.nbytes)
         return self._memory
 
     def pages(self, slots: Sequence[int]) -> Pages:

@@ -376,23 +376,23 @@ class DaemonTier(TierBase[DaemonLease]):
         if cache is not None:
             return await self._ask_load(lease, cache, numbers[:n])
         # One area for all of it, since a hold is loaded at once: that of stores, or one of its own for a large load.
-        staging = places.staging if n <= places.staging.slots // 2 else Staging(self.block_bytes, n)
+        staging = places.staging if n <= places.staging.slots // 2 else places.take_area(n)
         cache = await places.cache_of(staging, session)
         assert cache is not None
         slots: list[int] = []
-        while len(slots) < n:
-            slots += await staging.take(n - len(slots))
         try:
+            while len(slots) < n:
+                slots += await staging.take(n - len(slots))
             bad = await self._ask_load(lease, cache, slots)
             await run_in_thread_to_the_end(deliver, staging.pages(slots), destination, 0, there, False)
         except Unproven:
-            raise  # the daemon may still write to these slots
-        except BaseException:
-            staging.give_back(slots)
+            slots = []  # the daemon may still write to these
             raise
-        staging.give_back(slots)
-        if staging is not places.staging:
-            places.forget(staging, session)
+        finally:
+            if slots:
+                staging.give_back(slots)
+                if staging is not places.staging:
+                    places.give_back_area(staging, session)
         return bad
 
     async def _ask_load(self, lease: DaemonLease, cache: int, ids: Sequence[int]) -> Mapping[int, Missed | Failed]:

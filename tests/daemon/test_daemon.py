@@ -128,6 +128,60 @@ async def test_more_blocks_than_the_staging_area_has_room_for_pass_through_it(pa
         assert buffers == [payload_of(key, SIZE) for key in KEYS]
 
 
+async def test_a_load_that_is_cancelled_while_it_waits_for_the_staging_area_gives_back_what_it_has(path, monkeypatch):
+    monkeypatch.setattr("offload.client._places.STAGING_BYTES", 4 * SIZE)
+    async with daemon(path) as server:
+        from backends.memory import MemoryTier
+
+        host = MemoryTier(8 * SIZE, SIZE)
+        for key in KEYS:
+            host.put(key, payload_of(key, SIZE))
+        async with offload.open_engine(host, {"daemon": DaemonTier(server.url)}) as engine:
+            assert (await (await engine.store(host.strong(KEYS), NO_WAIT)).wait()).status is Status.COMPLETE
+            staging = engine.tiers["daemon"]._its_places().staging
+            others = await staging.take(3)
+            with trio.CancelScope() as scope:
+                async with await engine.lookup(KEYS[:2]) as hit, trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.load, hit, PagesDestination.over([bytearray(SIZE) for _ in range(2)]))
+                    await until(lambda: not staging._free)  # it has the last slot, and waits for another one
+                    scope.cancel()
+            staging.give_back(others)
+            assert sorted(staging._free) == [0, 1, 2, 3]
+
+
+async def test_large_loads_use_one_area_one_after_the_other_and_the_largest_is_kept(path, monkeypatch):
+    made = []
+
+    class Counted(SharedMemory):
+        def __init__(self, nbytes):
+            made.append(nbytes // SIZE)
+            super().__init__(nbytes)
+
+    monkeypatch.setattr("offload.client._places.STAGING_BYTES", 3 * SIZE)
+    monkeypatch.setattr("offload.client._places.SPARE_BYTES", 6 * SIZE)
+    monkeypatch.setattr("offload.client._places.SharedMemory", Counted)
+    async with daemon(path) as server:
+        from backends.memory import MemoryTier
+
+        host = MemoryTier(8 * SIZE, SIZE)
+        for key in KEYS:
+            host.put(key, payload_of(key, SIZE))
+        async with offload.open_engine(host, {"daemon": DaemonTier(server.url)}) as engine:
+            assert (await (await engine.store(host.strong(KEYS), NO_WAIT)).wait()).status is Status.COMPLETE
+
+            async def load(n):
+                buffers = [bytearray(SIZE) for _ in range(n)]
+                async with await engine.lookup(KEYS[:n]) as hit:
+                    assert (await engine.load(hit, PagesDestination.over(buffers))).loaded == n
+                assert buffers == [payload_of(key, SIZE) for key in KEYS[:n]]
+
+            for n in (4, 4, 5, 4, 5, 8, 8, 5):
+                await load(n)
+            # 3 for the stores; 4, then 5, which takes its place; 8 are too many to be kept.
+            assert made == [3, 4, 5, 8, 8]
+            assert server.statistics()["caches"] == 2
+
+
 async def test_tensors_in_pieces_are_copied_in_place(path):
     torch = pytest.importorskip("torch")
     from backends.device import DeviceTier
