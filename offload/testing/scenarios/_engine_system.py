@@ -85,6 +85,20 @@ class FaultyQueries:
         await self.answer()
         return await super().delete(keys)  # type: ignore[misc, no-any-return]
 
+    # What has to be waited for is not to be had at once, whatever the tier below offers (`backends.direct`).
+
+    def contains_from_thread(self, keys: Sequence[Key]) -> Any:
+        """Nothing can be told at once."""
+        return None
+
+    def pin_from_thread(self, keys: Sequence[Key]) -> Any:
+        """Nothing can be pinned at once."""
+        return None
+
+    def load_from_thread(self, lease: object, there: Pages, deadline: float) -> bool:
+        """Nothing can be loaded at once."""
+        return False
+
 
 class VirtualEngineTier(FaultyQueries, VirtualTier):
     """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
