@@ -125,6 +125,11 @@ class HeldBatch:
         """The registration of each: what is stored anew under the key has another one."""
         return [pin.generation for pin in self._columns]
 
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """Where each lies in the pool: its region, and the offset there in bytes."""
+        return [(pin.region_id, pin.offset) for pin in self._columns]
+
     def __len__(self) -> int:
         return len(self.lengths)
 

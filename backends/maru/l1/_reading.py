@@ -87,6 +87,12 @@ class ViewLease:
             self._views = [page.toreadonly() for page in self._pages()]
         return tuple(self._views)
 
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """Where each block lies in the pool: its region, and the number of its page there."""
+        page_bytes = self._l1._known_layout().page_bytes
+        return [(region_id, offset // page_bytes) for region_id, offset in self._held.places]
+
     def tensors(self) -> list[tuple[torch.Tensor, ...]]:
         """For each key the tensors of the layout where they lie, to be read only: writing ends the process.
 

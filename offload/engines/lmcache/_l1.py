@@ -62,6 +62,8 @@ class _Reading:
     lease: ViewLease
     name: Key
     item: TensorMemoryObj
+    place: tuple[int, int]
+    """Its region, and its page there."""
     locks: int
 
 
@@ -174,6 +176,17 @@ class MaruL1Manager:
         """The objects of pinned keys. Sends no message."""
         with self._lock:
             return {key: self._held(key) for key in keys}
+
+    def read_at(self, region_id: int, page: int) -> TensorMemoryObj | None:
+        """The object in this page of a region, if it is pinned here. Sends no message.
+
+        A place is no name: unless its page is pinned, it may have another object's bytes by the next moment.
+        """
+        with self._lock:
+            for key, reading in self._reading.items():
+                if reading.place == (region_id, page):
+                    return self._held(key)[1]
+            return None
 
     def finish_read(self, keys: list[ObjectKey], read_locks: int = 1) -> dict[ObjectKey, L1Error]:
         """Give read locks back."""
@@ -383,8 +396,8 @@ class MaruL1Manager:
         lease = self._try("read", len(rest), lambda: self._l1.reserve_read(names))
         if lease is None or not lease.keys:
             return
-        for key, name, view in zip(rest, lease.keys, lease.views, strict=False):
-            self._reading[key] = _Reading(lease, name, self._item(view), read_locks)
+        for key, name, view, place in zip(rest, lease.keys, lease.views, lease.places, strict=False):
+            self._reading[key] = _Reading(lease, name, self._item(view), place, read_locks)
 
     def _held(self, key: ObjectKey) -> Answer:
         reading = self._reading.get(key)
@@ -472,6 +485,10 @@ class MaruMemoryAllocator(MemoryAllocatorInterface):
         layout = MemoryLayoutDesc(*self._adapt_shapes_and_dtypes(shapes, dtypes))
         error, items = self._manager.allocate(layout, batch_size)
         return items if error is L1Error.SUCCESS else None
+
+    def get_by_location(self, region_id: int, page_index: int) -> TensorMemoryObj | None:
+        """The object in a page of a region, of this process or another; ``None`` unless it is pinned for reading here."""
+        return self._manager.read_at(region_id, page_index)
 
     def free(self, memory_obj: TensorMemoryObj, allocator_type: str | None = None) -> None:
         """Give a page back."""

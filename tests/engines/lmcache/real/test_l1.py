@@ -13,11 +13,14 @@ from lmcache.v1.distributed.memory_manager.l1_manager_protocol import L1ManagerP
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat
 
+from maru.blocking import MaruHandler
 from offload.engines.lmcache import MaruL1Manager, MaruMemoryAllocator
+from offload.engines.lmcache._names import hashed_key
 from tests.engines.lmcache.real.memory import PATIENCE, keys_of, truths
 from tests.support.maru_processes import Server, temporary_pool
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 64, 64])], [torch.bfloat16])  # 64 KiB
+PAGE = 64 << 10
 KEYS = keys_of(4)
 
 
@@ -163,6 +166,21 @@ def test_an_allocator_gives_pages_without_a_key(level):
     assert allocator.batched_allocate(LAYOUT.shapes[0], LAYOUT.dtypes[0], 1_000_000) is None
     allocator.batched_free(items)
     assert level.get_staging_memory_usage() == 65536
+
+
+def test_an_allocator_finds_a_page_by_its_place_while_it_is_read(level, server):
+    allocator = MaruMemoryAllocator(level)
+    write(level)
+    with MaruHandler(server_url=server.ipc, pool_size=0) as handler:
+        found = handler.batch_retrieve([hashed_key(key).hex() for key in KEYS])
+        places = [(info.region_id, info.offset // PAGE) for info in found]
+        for info in found:
+            info.release()
+    assert [allocator.get_by_location(*place) for place in places] == [None] * 4
+    held = level.reserve_read(KEYS)
+    assert all(allocator.get_by_location(*place) is held[key][1] for key, place in zip(KEYS, places, strict=True))
+    level.finish_read(KEYS)
+    assert [allocator.get_by_location(*place) for place in places] == [None] * 4
 
 
 def test_a_server_that_is_away_is_out_of_memory_and_nothing_is_there():
