@@ -27,6 +27,22 @@ _lock = threading.Lock()
 _all: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
+def sealed_memfd(name: str, nbytes: int) -> int:
+    """The descriptor of new memory whose size cannot change.
+
+    Raises:
+        OSError: there is no memory for it, or no descriptor.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class SharedMemory:
     """So many bytes of memory, which are freed when nothing refers to them any more, here and in the daemon.
 
@@ -38,10 +54,21 @@ class SharedMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        descriptor = os.memfd_create("offload-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._adopt(sealed_memfd("offload-cache", nbytes), nbytes)
+
+    @classmethod
+    def of(cls, descriptor: int, nbytes: int) -> SharedMemory:
+        """The memory of a descriptor that :func:`sealed_memfd` has made, here or in another process. Closes it at the end.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        shared = cls.__new__(cls)
+        shared._adopt(descriptor, nbytes)
+        return shared
+
+    def _adopt(self, descriptor: int, nbytes: int) -> None:
         try:
-            os.ftruncate(descriptor, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory: Memory = Memory(descriptor, 0, nbytes, write=True)
         except BaseException:
             os.close(descriptor)

@@ -186,13 +186,13 @@ def test_an_instance_is_not_stopped_by_an_engine_that_is_closed(tmp_path: Path):
 def test_all_processes_of_an_instance_have_one_arena_and_it_stays_nowhere(tmp_path: Path):
     with opened(disk(tmp_path)) as memory:
         name = f"test-{os.getpid()}-{next(NAMES) - 1}"
-        other = type(memory.arena)(name, memory.arena.n, ROW)
+        other = type(memory.arena)(name, len(memory.arena), ROW)
         memory.arena.pages([3])[0][:] = b"\1" * ROW
         assert bytes(other.pages([3], 8, 16)[0]) == b"\1" * 16
         with pytest.raises(ValueError, match="has another size"):
-            type(memory.arena)(name, memory.arena.n + 1, ROW)
+            type(memory.arena)(name, len(memory.arena) + 1, ROW)
         memory.arena.unlink()
-        apart = type(memory.arena)(name, memory.arena.n, ROW)
+        apart = type(memory.arena)(name, len(memory.arena), ROW)
         assert bytes(apart.pages([3])[0]) == bytes(ROW)
         apart.unlink()
     assert not any(name in str(path) for path in Path(f"/dev/shm/offload-{os.geteuid()}").iterdir())

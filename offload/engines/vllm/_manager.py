@@ -82,7 +82,7 @@ class HostMemory:
         self.counts: FaultLog = FaultLog("host memory", _log)
         self.engine: from_thread.Engine = engine
         self.arena: Arena = arena
-        self.table: RowTable = RowTable(BlockPool(arena.n))
+        self.table: RowTable = RowTable(BlockPool(len(arena)))
         self._naming, self._tenant = naming, tenant
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._lookups: dict[str, set[from_thread.LookupFuture]] = {}
