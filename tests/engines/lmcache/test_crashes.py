@@ -28,12 +28,17 @@ def hold(channel, server_url, round_):
     wait_to_be_killed(channel)
 
 
+def kept_for_what_they_have(facts):
+    """Whether only the first one's region is kept, and those of others whose second store was over before the kill."""
+    others, rest = facts["regions"] - 1, facts["entries"] - len(KEYS)
+    return rest in (others * 4, (others + 1) * 4)  # the first one's second store is in its own region
+
+
 @a_few_and_fifty
 def test_crashes_leave_no_lock_and_no_region_behind_and_what_was_stored_stays(crashes):
     with page_store() as server:
         regions = crash_often(server, crashes, f"{__name__}:hold")
-        # Kept are the first one's region, and those of others whose second store was over before they were killed.
-        eventually(lambda: server.facts()["regions"] == 1 + (server.facts()["entries"] - len(KEYS)) // 4)
+        eventually(lambda: kept_for_what_they_have(server.facts()))
         assert regions[-1] <= server.facts()["regions"] + 3  # those that are killed give theirs back a lease later
         with open_cache(parameters(server.ipc)) as cache:
             assert cache.lookup(KEYS).found == [True] * 8
