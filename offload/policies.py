@@ -110,7 +110,7 @@ class _PresentWhenAsked(AsyncPolicy):
     def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | None:
         """Return the keys that a shared index shows; ``None`` where there is none, or it cannot tell."""
         # Asked each time: a tier that comes late is another one by then. Behind a breaker it is the tier itself, since an
-        # answer that asks nobody says nothing about who would have to answer.
+        # answer without a message says nothing about the health of the server.
         tier = getattr(self._tier, "direct", self._tier)
         found = tier.contains_from_thread(keys) if isinstance(tier, DirectTier) else None
         if found is None:

@@ -60,7 +60,7 @@ class Registrar:
         self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
     ) -> Registration:
         """Register entry by entry, in these regions; see ``Directory.register``."""
-        # Claimed before anything is decided: what nobody holds now nobody can begin to hold, so the decision stays true.
+        # Claimed before anything is decided: what is not held now cannot be held from here on, so the decision stays true.
         lying = _lying_at(regions, columns)
         held = self._guard.claim(lying)
         try:

@@ -109,7 +109,7 @@ class EventPublisher:
     ) -> None:
         """Publish what these books hold, as a new epoch, until cancelled. Then it may be called again, with other ones.
 
-        Nobody is answered in between: a mirror is not current before the first call, nor long after one has ended.
+        No reader is answered in between: a mirror is not current before the first call, nor long after one has ended.
 
         Args:
             books: what is published, by medium.

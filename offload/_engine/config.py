@@ -232,7 +232,7 @@ class LoadOrRecompute:
         0.0,
         1.0,
         "How much later than without a cache a request may be, as a share of the time in which what was found is computed. "
-        "Less gives up loads that stutter; 0 never tries a tier that nobody knows.",
+        "Less gives up loads that stutter; 0 never tries a tier that was not measured.",
     )
     probe_interval: float = _knob.seconds(
         1.0,

@@ -292,12 +292,12 @@ class Engine:
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        Segment by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
-        looked for once more in the slower tiers. With ``shadow_check``, one load in so many is compared as well with
-        something else than checksums, and ends before a block that is not what its key stands for. Cancelled, it leaves only
-        when no copy into ``destination`` is under way any more. A hit that is released meanwhile stays pinned until this is
-        over. With ``load_or_recompute`` enforced it also ends where computing the rest is sooner; what is left is missed as
-        ``given up``, which is no failure.
+        Segment by segment, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that
+        is looked for once more in the slower tiers. With ``shadow_check``, one load in so many is compared as well with
+        something else than checksums, and ends before a block that is not what its key stands for. With ``load_or_recompute``
+        enforced it also ends where computing the rest is sooner; what is left is missed as ``given up``, which is no failure.
+        Cancelled, it leaves only when no copy into ``destination`` is under way any more. A hit that is released meanwhile
+        stays pinned until this is over.
 
         Args:
             hit: the result of a lookup.

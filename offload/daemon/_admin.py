@@ -2,8 +2,8 @@
 
     offload drain ----- token, frames (admin.sock) ----->  Admin -> Daemon
 
-Rule 1. Who has not shown the token is refused whatever it asks for, and hung up on when it has shown a wrong one. The time of
-        the comparison says nothing of the token.
+Rule 1. A connection that has not shown the token is refused whatever it asks for, and hung up on when it has shown a wrong
+        one. The time of the comparison says nothing of the token.
 Rule 2. A connection has one request under way. What it waits for is cancelled when it is gone, but for a drain: that goes on.
 Rule 3. The engines' listener does not know these messages: there, one costs its sender the session, as any frame that is none.
 """
@@ -69,7 +69,7 @@ _Later: TypeAlias = Callable[[], Awaitable[Answer]]
 """Work that waits, and then answers."""
 
 
-# --- who may ask --------------------------------------------------------------------------------------------------------
+# --- the token ----------------------------------------------------------------------------------------------------------
 
 
 def read_token(path: str) -> bytes:

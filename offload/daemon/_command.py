@@ -209,7 +209,7 @@ class _Running:
         return refused
 
     def reload_for_signal(self) -> None:
-        """The same, where nobody waits for an answer."""
+        """The same, where no answer is waited for: a failure is logged."""
         try:
             self.reload()
         except (ConfigError, OSError) as exc:

@@ -1,9 +1,9 @@
 """The names under which the keys of a daemon are told as KV events. Pure.
 
 Rule 1. Without tenants a key is told as it is.
-Rule 2. With tenants a key is told as a keyed hash of it, whose key is made of the credential of its tenant. So who has the
-        credential finds what that tenant has stored, and of the others sees that there are blocks, and no more: neither a key,
-        nor whether two tenants have stored the same.
+Rule 2. With tenants a key is told as a keyed hash of it, whose key is made of the credential of its tenant. So a reader with
+        the credential finds what that tenant has stored, and of the others sees that there are blocks, and no more: neither a
+        key, nor whether two tenants have stored the same.
 Rule 3. A key of no tenant that is known is not told.
 """
 

@@ -264,8 +264,8 @@ def list_quarantine(options: DaemonOptions) -> None:
 def release_quarantine(options: DaemonOptions, names: Sequence[str], withheld: Sequence[str]) -> None:
     """Release what the copies with these NAMEs hold: only if you know that they are over.
 
-    A copy that still goes on writes into what another block is in by then. Its checksum finds that; without checksums, nobody
-    does.
+    A copy that still goes on writes into what another block is in by then. Its checksum finds that; without checksums
+    nothing does.
     """
     if not names and not withheld:
         raise BadInput("say what is to be released: NAMEs that `offload quarantine list` shows, or --withheld KEY")

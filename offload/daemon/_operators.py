@@ -1,4 +1,4 @@
-"""Who may ask as an operator of the daemon: connections that have shown the token. Pure."""
+"""The operators of the daemon: which connections have shown the token. Pure."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Daemon:
         epoch: this start of it: a random number, in every answer.
         status_at: where its status page is served over HTTP.
         pinned_pool: the server of pinned memory that it hosts, if it does.
-        drain_asked: set when somebody has asked for its end; whoever has opened it then leaves.
+        drain_asked: set when its end was asked for; the code that has opened it then leaves.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ async def _pinned_pool(config: PinnedPoolConfig | None) -> AsyncIterator[PinnedP
     if config is None:
         yield None
         return
-    from backends.pinned_pool import PoolUnreachable, open_server  # only who hosts it imports it
+    from backends.pinned_pool import PoolUnreachable, open_server  # only a daemon that hosts it imports it
 
     async with AsyncExitStack() as stack:
         try:

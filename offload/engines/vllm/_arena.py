@@ -25,7 +25,7 @@ _NAME: Final = "offload-arena"
 
 
 class Arena(SharedBlocks):
-    """The rows: blocks of shared memory that somebody else keeps alive.
+    """The rows: blocks of shared memory that the table of rows keeps alive.
 
     Args:
         name: the same in all processes of an instance, and in no other instance of this user.
@@ -108,7 +108,7 @@ def _made(link: str, links: int, size: int) -> int:
 
 
 def _sweep(links: int) -> None:
-    """Remove the links that lead nowhere: whoever made them was killed while it started."""
+    """Remove the links that lead nowhere: the process that made them was killed while it started."""
     for link in os.listdir(links):
         try:
             os.stat(link, dir_fd=links)
