@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import inf
 from typing import Final, TypeVar
@@ -262,6 +262,16 @@ class DaemonConnection:
             OSError: it was refused, or there is no daemon.
         """
         return await hand_over(session.handover_path, session.token, descriptor)
+
+    def start(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run this beside whatever is asked, until the connection is closed.
+
+        Raises:
+            DaemonUnavailable: there is no session, so that nothing can be asked.
+        """
+        if self.session is None:
+            raise self._unavailable()
+        self._nursery.start_soon(function, *arguments)
 
     async def wait_session(self) -> Session:
         """Wait until there is a session.

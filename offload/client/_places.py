@@ -4,6 +4,8 @@ Rule 1. A source whose tensors lie in :class:`SharedMemory`, or on a CUDA device
         stored or loaded, once for each session. The daemon then copies it in place.
 Rule 2. Blocks of any other place pass through a staging area, which is such memory: one copy more, here.
 Rule 3. A slot of the staging area is used again only when the daemon is done with it for certain.
+Rule 4. A registration goes on when the load or store that began it is cancelled. So what the daemon has taken is known: it is
+        there for the next one, or is given back.
 """
 
 from __future__ import annotations
@@ -31,19 +33,13 @@ MAX_PLACES: Final = 32
 """Caches that are registered at once; an engine has one."""
 
 
-class SealedMemory(Protocol):
-    """Memory that a daemon can map: a memfd whose size is sealed, as :class:`SharedMemory` is."""
-
-    descriptor: int
-
-
 @attrs.frozen(eq=False)
 class CacheDescription:
     """The tensors of a cache, and the memory that they lie in."""
 
     tensors: Sequence[TensorLayout]
     """``memory`` is a position in one of the next two."""
-    memories: Sequence[SealedMemory] = ()
+    memories: Sequence[SharedMemory] = ()
     cuda: Sequence[CudaMemory] = ()
 
 
@@ -85,11 +81,21 @@ def describe(place: Any) -> CacheDescription | None:
 
 
 @attrs.define(eq=False)
+class _Registration:
+    """One attempt to register a cache. It goes on when the load or store that began it is cancelled: rule 4."""
+
+    session: Session
+    over: trio.Event = attrs.field(factory=trio.Event)
+    cache: int = 0
+    error: Exception | None = None
+    is_wanted: bool = True
+    """Whether the cache is used when it is registered."""
+
+
+@attrs.define(eq=False)
 class _Entry:
     description: CacheDescription | None
-    session: Session | None = None
-    cache: int = 0
-    lock: trio.Lock = attrs.field(factory=trio.Lock)
+    registration: _Registration | None = None
 
 
 class Places:
@@ -131,20 +137,41 @@ class Places:
             if len(self._entries) >= MAX_PLACES:
                 return None
             entry = self._entries[place] = _Entry(describe(place))
-        if entry.description is None or entry.session is session:
-            return entry.cache or None
-        async with entry.lock:  # two first stores at once register it once
-            if entry.session is not session:
-                entry.cache = await self._register(entry.description, session)
-                entry.session = session
-        return entry.cache
+        if entry.description is None:
+            return None
+        registration = entry.registration
+        if registration is None or registration.session is not session or registration.error is not None:
+            registration = entry.registration = _Registration(session)
+            self._connection.start(self._run, entry.description, registration)
+        if not registration.over.is_set():  # two first stores at once register it once
+            await registration.over.wait()
+        if registration.error is not None:
+            raise registration.error
+        return registration.cache
 
     def forget(self, place: object, session: Session) -> None:
         """Unregister a cache that is not used any more."""
         entry = self._entries.pop(place, None)
-        if entry is not None and entry.session is session:
-            cache = entry.cache
-            self._connection.tell(lambda seq: UnregisterKVCache(seq, cache))
+        registration = None if entry is None else entry.registration
+        if registration is not None and registration.session is session:
+            registration.is_wanted = False
+            self._unregister(registration)
+
+    def _unregister(self, registration: _Registration) -> None:
+        if registration.cache and not registration.is_wanted:
+            self._connection.tell(lambda seq: UnregisterKVCache(seq, registration.cache))
+
+    async def _run(self, description: CacheDescription, registration: _Registration) -> None:
+        try:
+            registration.cache = await self._register(description, registration.session)
+            self._unregister(registration)
+        except Exception as exc:
+            registration.error = exc
+        except BaseException:
+            registration.error = DaemonUnavailable(self._connection.url, "the connection was closed")
+            raise
+        finally:
+            registration.over.set()
 
     async def _register(self, description: CacheDescription, session: Session) -> int:
         tensors, cuda = list(description.tensors), list(description.cuda)

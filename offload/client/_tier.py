@@ -63,8 +63,8 @@ from ..daemon._messages import (
     packed,
 )
 from ._connection import DaemonConnection, Session, open_connection
-from ._errors import DaemonUnavailable
-from ._places import Places, Staging
+from ._errors import DaemonBusy, DaemonUnavailable
+from ._places import MAX_PLACES, Places, Staging
 
 _WITHIN: Final = 86_400.0
 """Seconds for the daemon's tiers: the caller's scope ends sooner, and cancels the request."""
@@ -377,19 +377,21 @@ class DaemonTier(TierBase[DaemonLease]):
             return await self._ask_load(lease, cache, numbers[:n])
         # One area for all of it, since a hold is loaded at once: that of stores, or one of its own for a large load.
         staging = places.staging if n <= places.staging.slots // 2 else places.take_area(n)
-        cache = await places.cache_of(staging, session)
-        assert cache is not None
+        is_proven = True
         slots: list[int] = []
         try:
+            cache = await places.cache_of(staging, session)
+            if cache is None:
+                raise DaemonBusy(f"{MAX_PLACES} caches are registered, and a load of {n} blocks needs one more")
             while len(slots) < n:
                 slots += await staging.take(n - len(slots))
             bad = await self._ask_load(lease, cache, slots)
             await run_in_thread_to_the_end(deliver, staging.pages(slots), destination, 0, there, False)
         except Unproven:
-            slots = []  # the daemon may still write to these
+            is_proven = False  # the daemon may still write to these slots
             raise
         finally:
-            if slots:
+            if is_proven:
                 staging.give_back(slots)
                 if staging is not places.staging:
                     places.give_back_area(staging, session)

@@ -3,11 +3,12 @@
 import pytest
 import trio
 
-from backends.abc import Unproven
+from backends.abc import LOADED, Unproven
+from backends.slots import PagesDestination
 from offload.client import DaemonTier, open_client, open_connection
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Signal, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
-from tests.support.daemons import daemon
+from tests.support.daemons import SIZE, daemon
 
 SHORT, LONG = 0.05, 60.0
 
@@ -124,6 +125,39 @@ async def test_a_load_is_unproven_when_the_connection_is_closed_under_it(path):
             await began.wait()
         await until(lambda: errors)
         await until(lambda: held(server) == {})
+
+
+async def test_a_large_load_can_be_cancelled_at_every_step_and_leaves_nothing_registered_that_is_not_used(
+    path, monkeypatch
+):
+    """It has an area of its own, which is registered at its first use."""
+    monkeypatch.setattr("offload.client._places.STAGING_BYTES", len(KEYS) * SIZE)
+
+    async def read(tier, done):
+        async with await tier.pin(KEYS) as lease:
+            done += await tier.load(lease, PagesDestination.over([bytearray(SIZE) for _ in KEYS]))
+
+    async with daemon(path) as server:
+        cache = cache_of()
+        for step in range(100):
+            async with open_client(cache, server.url) as engine:
+                if not step:
+                    await store(engine, cache)
+                tier, done = engine.tiers["daemon"], []
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(read, tier, done)
+                    for _ in range(step):
+                        await trio.lowlevel.checkpoint()
+                    nursery.cancel_scope.cancel()
+                over = bool(done)
+                await read(tier, again := [])
+                assert again == [LOADED] * len(KEYS)
+                at_rest = {"caches": 1 + (not step), "memories": 0}  # the area of the load, and the cache of the store
+                with trio.fail_after(5):
+                    await until(lambda wanted=at_rest: wanted.items() <= server.statistics().items())
+            if over:
+                break
+        assert over and step > 5
 
 
 @pytest.mark.parametrize("sent", [True, False])
