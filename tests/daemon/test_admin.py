@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
@@ -16,7 +17,6 @@ from offload import NO_WAIT, BatchConfig, ConfigError, PipelineConfig, Status
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
 from offload.daemon import _admin_messages as messages
-from offload.daemon._admin import read_token
 from offload.daemon._admin_messages import (
     ADMIN_MESSAGES,
     ADMIN_NAME_OF,
@@ -74,12 +74,16 @@ def is_there(path):
     return os.path.exists(path)
 
 
+def token_in(directory):
+    return Path(f"{directory}/admin.token").read_bytes().strip()
+
+
 class Operator:
     """Somebody who asks, and has shown the token that lies in the daemon's directory or another one."""
 
     def __init__(self, server, token=None):
         self.connection = ChannelConnection(f"{server.directory}/admin.sock")
-        self.token = read_token(f"{server.directory}/admin.token") if token is None else token
+        self.token = token_in(server.directory) if token is None else token
         self.seq = 0
 
     async def __aenter__(self):
@@ -178,12 +182,13 @@ def test_a_new_token_has_to_be_shown_and_the_same_one_does_not():
         (0o600, b"", "16 to 256 bytes"),
     ],
 )
-def test_a_token_that_cannot_be_is_refused(tmp_path, mode, text, why):
+async def test_a_daemon_with_a_token_that_cannot_be_does_not_begin(tmp_path, path, mode, text, why):
     file = tmp_path / "token"
     file.write_bytes(text)
     file.chmod(mode)
     with pytest.raises(ConfigError, match=why):
-        read_token(str(file))
+        async with daemon(path, admin_token_file=str(file)):
+            pass
 
 
 async def test_the_daemon_writes_a_token_that_only_its_user_reads_and_removes_it(path):
@@ -192,10 +197,10 @@ async def test_the_daemon_writes_a_token_that_only_its_user_reads_and_removes_it
         assert stat.S_IMODE(os.stat(token).st_mode) == 0o600
         assert stat.S_IMODE(os.stat(f"{path}/admin.sock").st_mode) == 0o600
         assert server.admin_url == f"ipc://{path}/admin.sock"
-        first = read_token(token)
+        first = token_in(path)
     assert not is_there(token)
     async with daemon(path):
-        assert read_token(token) != first
+        assert token_in(path) != first
 
 
 async def test_a_wrong_token_is_refused_and_its_connection_ends(path):

@@ -16,7 +16,6 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.slots import PORTION_BYTES, PagesDestination
 from offload import NO_WAIT, Engine, from_thread, open_engine
-from offload._health import BreakerTier
 from tests.engine.test_direct_reads import keys_of, load_all, memory, no_message, payload, places
 
 
@@ -34,11 +33,11 @@ async def engine_of(keys: Sequence[Key], tiers: dict[str, Any], **more: Any) -> 
 
 @pytest.fixture
 def nothing_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def awaited(self: BreakerTier, *args: object, **more: object) -> None:
+    async def awaited(self: MemoryTier, *args: object, **more: object) -> None:
         raise AssertionError(f"{self!r} was awaited")
 
-    monkeypatch.setattr(BreakerTier, "pin", awaited)
-    monkeypatch.setattr(BreakerTier, "load", awaited)
+    monkeypatch.setattr(MemoryTier, "pin", awaited)
+    monkeypatch.setattr(MemoryTier, "load", awaited)
 
 
 async def test_what_is_in_memory_is_found_and_loaded_without_awaiting_its_tier(nothing_awaited: None) -> None:

@@ -30,9 +30,8 @@ from backends.memory import MemoryTier
 from backends.pages import new_pages
 from backends.slots import PagesDestination
 from backends.testing import payload_of
-from offload import from_thread
+from offload import Pipeline, from_thread
 from offload._pipeline.marks import place_of
-from offload._pipeline.pipeline import Pipeline
 from offload.recorder import FlightRecorder
 from offload.testing.scenarios._invariants import source_of, wrong_end
 from offload.testing.scenarios._ledger import Ledger

@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from backends.abc import Failed, Missed
-from offload._engine import LoadResult
-from offload._errors import DrainUnproven, PipelineFull, WaitTimeout
+from offload import DrainUnproven, LoadResult, PipelineFull
 from offload.engines.lmcache._cache import ObjectCache
 from offload.engines.lmcache._memory import MemoryObjects, Span
 from offload.engines.lmcache._names import hashed_key
 from offload.engines.lmcache._opening import LazyEngine, OpenEngine
+from offload.from_thread import WaitTimeout
 from tests.backends.test_plugins_salts import Placing
 from tests.engines.lmcache.caches import PAGE, in_memory, objects, open_cache, spans_of
 from tests.engines.lmcache.keys import chunks
