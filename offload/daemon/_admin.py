@@ -324,10 +324,7 @@ class Admin:
 
     @property
     def _engine(self) -> Engine:
-        engine = self._daemon.engine
-        if engine is None:
-            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
-        return engine
+        return self._daemon.require_engine()
 
 
 def _refusal(exc: Exception) -> Refusal:

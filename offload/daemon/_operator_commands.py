@@ -103,6 +103,8 @@ def describe(options: DaemonOptions) -> None:
 def _shown(name: str, value: Fact) -> str:
     if value == "":
         return "none"
+    if name == "block_bytes" and not value:
+        return "not known before the first cache is registered"
     if isinstance(value, bool | str):
         return str(value)
     if name.endswith("_bytes"):

@@ -148,6 +148,10 @@ class Daemon:
         """Of its tiers; ``None`` until they are open."""
         return self._engine.engine
 
+    def require_engine(self) -> Engine:
+        """The same; refused until they are open: see :meth:`DaemonEngine.require`."""
+        return self._engine.require()
+
     @property
     def block_bytes(self) -> int:
         """Size of every block; 0: not known yet."""
