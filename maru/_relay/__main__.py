@@ -1,4 +1,6 @@
-"""The relay's process, started by the server: ``python -m maru._relay LISTENER SERVER KIND MOST PARENT ANYBODY``.
+"""The relay's process, started by the server: ``python -m maru._relay SERVER KIND MOST PARENT ANYBODY``.
+
+Its standard input is a socket of the server's, over which it asks for the TCP socket that listens.
 
 It ends with its parent, however that one ends: the kernel says so of its pidfd. (A parent-death signal would come when the
 *thread* ends that has started this; a pipe may live on in a process that the parent has forked.) What it has counted it writes
@@ -13,6 +15,7 @@ import os
 import resource
 import socket
 import sys
+from array import array
 from typing import Final
 
 import attrs
@@ -24,14 +27,14 @@ from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 _OWN_DESCRIPTORS: Final = 32
 _INTERVAL: Final = 1.0
 """Between two reports, in seconds."""
+_INPUT: Final = 0
 _OUTPUT: Final = 1
 
 
-async def serve(listening: int, server: str, kind: bytes, most: int, parent: int, any_user: bool) -> None:
+async def serve(server: str, kind: bytes, most: int, parent: int, any_user: bool) -> None:
     """Relay until the parent has ended.
 
     Args:
-        listening: the descriptor of a TCP socket that listens.
         server: the server's Unix socket.
         kind: of the socket that listens there, ``ROUTER`` or ``PUB``.
         most: connections at once.
@@ -50,12 +53,24 @@ async def serve(listening: int, server: str, kind: bytes, most: int, parent: int
         most=min(most, (_descriptors() - MAX_PENDING_HANDSHAKES - _OWN_DESCRIPTORS) // 2),
         find_user=None if any_user or not tells_users() else find_user,
     )
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listening)))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_report, relay.counts)
-        nursery.start_soon(relay.run, listener)
+        nursery.start_soon(_listen, relay)
         await trio.lowlevel.wait_readable(alive)
         os._exit(0)  # the server is gone, and its successor needs the port
+
+
+async def _listen(relay: Relay) -> None:
+    """Ask the server for its port, and take connections there."""
+    try:
+        with trio.socket.fromfd(_INPUT, socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            await asking.send(b"?")
+            _, attached, _, _ = await asking.recvmsg(1, socket.CMSG_SPACE(array("i").itemsize))
+        [(_, _, listening)] = attached
+    except (OSError, ValueError):  # the server has gone
+        return
+    sock = socket.socket(fileno=array("i", listening)[0])
+    await relay.run(trio.SocketListener(trio.socket.from_stdlib_socket(sock)))
 
 
 def _descriptors() -> int:
@@ -80,5 +95,5 @@ async def _report(counts: Counts) -> None:
 
 
 if __name__ == "__main__":
-    _listening, _server, _kind, _most, _parent, _users = sys.argv[1:]
-    trio.run(serve, int(_listening), _server, _kind.encode(), int(_most), int(_parent), _users == "anybody")
+    _server, _kind, _most, _parent, _users = sys.argv[1:]
+    trio.run(serve, _server, _kind.encode(), int(_most), int(_parent), _users == "anybody")

@@ -4,14 +4,19 @@ Rule 1. The port is the server's for as long as it lives: whoever connects while
 Rule 2. A relay that has ended is started again, at once and then ever later: the server and its clients on the Unix socket do
         not notice. Whoever was relayed has lost his connection.
 Rule 3. The relay ends with the server: killed when the task is cancelled, and by itself when the process has gone.
+Rule 4. It is given the port when it asks for it, which it does once it would see the end of the server. A program takes long
+        to start on a busy machine; with the port in its hands, it would keep out the successor of a server that was killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
+from array import array
 from functools import partial
 from typing import Final
 
@@ -108,26 +113,28 @@ class RelaySupervisor:
     async def _run_once(self, listening: int) -> str:
         """One relay to its end; how that was."""
         anybody = "anybody" if self._anybody else "ours"
-        arguments = [str(listening), self._server, self._kind, str(self._most), str(os.getpid()), anybody]
+        arguments = [self._server, self._kind, str(self._most), str(os.getpid()), anybody]
         self._starts += 1
         self._counts, self._told = RelayStatistics(), 0
+        ours, theirs = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         start = partial(
             trio.run_process,
             [sys.executable, "-m", "maru._relay", *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=theirs,
             capture_stdout=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
             deliver_cancel=_kill,
-            pass_fds=[listening],
             start_new_session=True,  # an interrupt from the keyboard is for the server
         )
         try:
-            with raise_unwrapped():
+            with raise_unwrapped(), ours, theirs:
                 async with trio.open_nursery() as nursery:
                     process: trio.Process = await nursery.start(start)
+                    theirs.close()
                     self._pid = process.pid
+                    nursery.start_soon(_hand_over, ours, listening)
                     await self._listen(process)
                     status = await process.wait()
         except OSError as exc:
@@ -159,6 +166,13 @@ class RelaySupervisor:
                 "TCP connections turned away: %d malformed, %d of other users, %d too many, %d not taken in time, %d failed",
                 counts.malformed, counts.strangers, counts.crowded, counts.unserved, counts.failed,
             )  # fmt: skip
+
+
+async def _hand_over(relay: trio.socket.SocketType, listening: int) -> None:
+    """Give a relay the port once it asks. One that ends before it asks gets nothing."""
+    with contextlib.suppress(OSError):
+        if await relay.recv(1):
+            await relay.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [listening]))])
 
 
 async def _kill(process: trio.Process) -> None:

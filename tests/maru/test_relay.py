@@ -333,6 +333,28 @@ def test_a_server_is_up_again_at_its_port_while_its_relay_is_still_dying(pool):
             goes_on.join()
 
 
+def test_a_server_is_up_again_at_its_port_while_its_relay_is_still_starting(pool, tmp_path):
+    """A server killed soon after its start, on a busy machine: its relay was still importing, and had the port."""
+    program = tmp_path / "stands-still"
+    program.write_text(f'#!/bin/sh\nkill -STOP $$\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    relays = []
+    with Server(pool, *TCP, setup=f"tests.support.maru_setups:stop_relays:{program}") as server:
+        try:
+            for _ in range(3):
+                relays.append(relay_of(server))
+                server.restart()
+            relays.append(relay_of(server))
+            for relay in relays:
+                os.kill(relay, signal.SIGCONT)
+            eventually(lambda: not any(map(is_running, relays[:-1])))
+            with PublishedClient(server.tcp, timeout=PATIENCE) as published:
+                assert published.ask(Ask.EXISTS_KV, key="k")["exists"] is False
+        finally:
+            for relay in filter(is_running, relays):
+                os.kill(relay, signal.SIGKILL)
+
+
 async def test_the_relay_of_a_server_in_a_program_ends_with_its_block():
     async with open_test_server(host="127.0.0.1") as server:
 

@@ -7,9 +7,10 @@ import mmap
 import os
 import struct
 import time
+import types
 
 from maru._pool.pool import open_pool
-from maru._server import indexes, server, storage
+from maru._server import indexes, relay_supervisor, server, storage
 from maru._server.served_time import ServedTime
 
 
@@ -52,3 +53,8 @@ def limit(descriptors: str) -> None:
 def small_index(keys: str) -> None:
     """An index is made for so many keys at first."""
     indexes.LEAST_KEYS = int(keys)
+
+
+def stop_relays(program: str) -> None:
+    """Its relays stand still before their first line of Python: a machine on which starting a program takes for ever."""
+    relay_supervisor.sys = types.SimpleNamespace(executable=program)
