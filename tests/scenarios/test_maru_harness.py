@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from maru import HeldBatch, MaruHandler
+from maru import HeldBatch, MaruHandler, NoAnswer
 from maru._client.operations.state import ClientState
 from offload.cli import main
 from offload.testing.scenarios import (
@@ -74,6 +74,24 @@ def test_a_server_that_does_not_come_up_says_why_and_leaves_nothing() -> None:
     with pytest.raises(NoPageStore, match="no-such-option"):
         PageStore(4 << 20, "--no-such-option")
     assert left_behind() == before
+
+
+@pytest.mark.parametrize("call", ["__aenter__", "alloc_pages", "batch_put"])
+def test_a_first_answer_that_is_late_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A machine that is busy for longer than the patience of a scenario: nothing of the scenario has begun yet."""
+    calls, really = [], getattr(MaruHandler, call)
+
+    async def late(self: MaruHandler, *args: Any) -> Any:
+        calls.append(call)
+        if call != "__aenter__" or len(calls) > 1:
+            answer = await really(self, *args)
+        if len(calls) == 1:
+            raise NoAnswer("it came too late")
+        return answer
+
+    monkeypatch.setattr(MaruHandler, call, late)
+    good(read_text(to_toml(SMALL).replace('kind = "maru"', 'kind = "maru"\nholds = "old.{0..1}"')))
+    assert len(calls) >= 2
 
 
 def test_a_server_that_died_by_itself_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from backends.maru import MaruReservation, MaruTier
 from backends.pages import new_pages
 from backends.slots import PagesDestination
 from backends.testing import payload_of
-from maru import MaruError, MaruHandler
+from maru import MaruError, MaruHandler, NoAnswer
 from maru.testing import open_lossy_wire
 
 from ._program import TierSpec
@@ -140,15 +140,9 @@ class PageStoreTier(MaruTier):
                 wire.decide = self.model.fate
                 self.handler = MaruHandler(attrs.evolve(self.handler.config, server_url=wire.endpoint))
                 self.handler.on_pages_freed(self.wake_first)
-            await stack.enter_async_context(self)
-            batch = await self.handler.alloc_pages(1)  # its region is taken now, and not when the first block comes
-            assert batch is not None
-            batch.free()
-            if self._held_from_the_start:
-                keys = self._held_from_the_start
-                blocks = [payload_of(key, self.block_bytes) for key in keys]
-                await self.handler.batch_put([key.hex() for key in keys], blocks)
-                self.pool._slot_of.update(dict.fromkeys(keys, 0))
+            # Its patience is for what the scenario does: a first answer that takes longer is asked for again.
+            await self._asking(stack.enter_async_context, self, again_after=NoAnswer)
+            await self._fill()
             try:
                 yield
             finally:
@@ -158,6 +152,18 @@ class PageStoreTier(MaruTier):
                     what = f"{self.name} does not come to rest within {_REST_TIMEOUT:g} s: {self.handler.statistics()}"
                     self._judge.wrong("I1", what)
                 self.pool.freeze()
+
+    async def _fill(self) -> None:
+        """Take the region now, and not when the first block comes, and store what is there from the start."""
+        batch = await self._asking(self.handler.alloc_pages, 1, again_after=NoAnswer)
+        assert batch is not None
+        batch.free()
+        keys = self._held_from_the_start
+        if keys:
+            blocks = [payload_of(key, self.block_bytes) for key in keys]
+            await self._asking(self.handler.batch_put, [key.hex() for key in keys], blocks, again_after=NoAnswer)
+            await self._until(lambda: self._in_doubt == 0)
+            self.pool._slot_of.update(dict.fromkeys(keys, 0))
 
     async def settle(self) -> None:
         """All is over: what is there is looked at and compared, then deleted, and all pages must be free."""
@@ -172,12 +178,15 @@ class PageStoreTier(MaruTier):
             await self._read(key)
         await self._empty(keys)
 
-    async def _asking(self, ask: Any, *args: Any) -> Any:
+    async def _asking(self, ask: Any, *args: Any, again_after: type[MaruError] = MaruError) -> Any:
         """Ask until there is an answer: a server that has just come up may have lost a question."""
+        deadline = trio.current_time() + _REST_TIMEOUT
         while True:
             try:
                 return await ask(*args)
-            except MaruError:
+            except again_after:
+                if trio.current_time() > deadline:
+                    raise
                 await trio.sleep(0.01)
 
     async def _until(self, holds: Any) -> None:
