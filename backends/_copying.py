@@ -259,6 +259,11 @@ def deliver(pages: Pages, destination: Destination, start: int, there: Pages | N
     beside = len(pages) > 1 and len(pages) * pages.page_bytes >= BESIDE_BYTES
     if there is not None:
         return _copied_by_halves(there, pages, summed) if beside else _copied(there, pages, summed)
+    copy_and_sum_there = getattr(destination, "copy_in_and_sum", None) if summed else None
+    if copy_and_sum_there is not None:
+        with kept_if_unproven(pages):
+            arrived: list[int] = copy_and_sum_there(start, pages)
+        return arrived
     with run_beside(checksums, pages) if summed and beside else nullcontext(partial(checksums, pages)) as sums:
         with kept_if_unproven(pages):
             destination.copy_in(start, pages)

@@ -350,6 +350,18 @@ class ReadableDestination(Destination, Protocol):
 
 
 @runtime_checkable
+class SummingDestination(Destination, Protocol):
+    """A destination that sums pages while it copies them, part by part. Optional; recognised by the method.
+
+    For one whose places are no runs of host memory: a page is read for its checksum while it is in the processor's cache.
+    """
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        """Like :meth:`copy_in`; returns the xxh3-64 of each page, all of it, whatever of it is copied."""
+        ...
+
+
+@runtime_checkable
 class NumberedSource(Source, Protocol):
     """A source whose blocks have numbers that another process knows them by. Optional; recognised by the method.
 

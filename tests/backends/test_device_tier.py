@@ -9,6 +9,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends import device as device_module
 from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier
 from backends.device import DeviceTier, _CudaTensors, layout_of
 from backends.memory import MemoryTier
@@ -97,8 +98,14 @@ def tier_of(layout, device="cpu", n=N, **options):
     return DeviceTier(layers, block_axis=axis, **options), layers, [axis] * len(layers)
 
 
+@pytest.fixture(params=[1, 1 << 30], ids=["long pieces", "short pieces"])
+def pieces(request, monkeypatch):
+    """From how many bytes on a piece is long."""
+    monkeypatch.setattr(device_module, "_LONG_PIECE", request.param)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_are_gathered_and_scattered_byte_for_byte(layout, device):
+def test_blocks_are_gathered_and_scattered_byte_for_byte(layout, device, pieces):
     tier, layers, axes = tier_of(layout, device)
     scribble(layers)
     before = [layer.clone() for layer in layers]
@@ -125,7 +132,7 @@ def test_blocks_are_gathered_and_scattered_byte_for_byte(layout, device):
 
 
 @pytest.mark.parametrize("layout", ["layers side by side in each block", "a gap behind each head", "blocks last"])
-def test_what_lies_between_the_blocks_is_left_alone(layout):
+def test_what_lies_between_the_blocks_is_left_alone(layout, pieces):
     layers, axis = layers_of(layout)
     whole = torch.empty(0, dtype=torch.uint8).set_(layers[0].untyped_storage())
     tier = DeviceTier(layers[:1], block_axis=axis)
@@ -136,9 +143,31 @@ def test_what_lies_between_the_blocks_is_left_alone(layout):
     assert int((whole == 7).sum()) == len(whole) - tier.block_bytes
 
 
+@pytest.mark.parametrize("layout", ["one storage of all layers", "layers side by side in each block"])
+def test_neighbouring_blocks_of_long_pieces_are_scattered_in_one_copy(layout, monkeypatch):
+    import numpy
+
+    monkeypatch.setattr(device_module, "_LONG_PIECE", 1)
+    tier, layers, axes = tier_of(layout)
+    copied, copyto = [], numpy.copyto
+    monkeypatch.setattr(numpy, "copyto", lambda to, at: (copied.append(len(to)), copyto(to, at)))
+    pages = new_pages(4, tier.block_bytes)
+    for at, page in enumerate(pages):
+        page[:] = bytes([at + 1]) * tier.block_bytes
+    tier.into([2, 3, 5, 0]).copy_in(0, pages)
+    assert copied == [2, 1, 1]
+    assert [set(block_of(layers, axes, number)) for number in (2, 3, 5, 0)] == [{1}, {2}, {3}, {4}]
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_any_strides_will_do(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_module, "_LONG_PIECE", data.draw(st.sampled_from([1, 1 << 30])))
+        any_strides_will_do(data)
+
+
+def any_strides_will_do(data):
     n_axes = data.draw(st.integers(1, 4))
     shape = data.draw(st.lists(st.integers(1, 4), min_size=n_axes, max_size=n_axes))
     steps = data.draw(st.lists(st.integers(1, 2), min_size=n_axes, max_size=n_axes))

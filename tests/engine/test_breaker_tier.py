@@ -12,6 +12,7 @@ import trio.testing
 
 from backends import PlaceClosed
 from backends.abc import LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier, Unproven
+from backends.memory import MemoryTier
 from backends.testing import FakeTier, payload_of
 from offload import BreakerTier, HealthState, TierTooSlow, TierUnavailable, with_breaker
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, fail, ill_and_guard, places
@@ -474,6 +475,21 @@ async def test_an_error_of_the_destination_is_not_the_tiers(autojump_clock) -> N
             outcomes = await guard.load(lease, BadPlaces())
         assert isinstance(outcomes[0], Failed)
     assert guard.health.faults == 0 and tier.at_rest()
+
+
+async def test_an_error_of_a_destination_that_sums_is_not_the_tiers(autojump_clock) -> None:
+    class BadSums(BadPlaces):
+        def copy_in_and_sum(self, start: int, pages: Any) -> list[int]:
+            raise OSError("the destination is gone")
+
+    tier = MemoryTier(4 * SIZE, SIZE)
+    tier.put(b"a", bytes(SIZE))
+    guard = with_breaker(tier, "host")
+    for _ in range(5):
+        async with await guard.pin([b"a"]) as lease:
+            outcomes = await guard.load(lease, BadSums())
+        assert isinstance(outcomes[0], Failed) and "the destination is gone" in str(outcomes[0].error)
+    assert guard.health.faults == 0
 
 
 async def test_a_tier_that_finds_everything_and_reads_nothing_breaks(autojump_clock) -> None:

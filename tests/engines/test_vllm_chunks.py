@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backends.memory import MemoryTier
-from backends.pages import Pages, new_pages
+from backends.pages import Pages, checksums, new_pages
 from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm import _chunks
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks, layout_of_caches
@@ -71,6 +71,26 @@ def test_a_chunk_has_a_part_for_each_group():
     for layer in cache.values():
         assert torch.equal(layer[[10, 11, 12, 13, 14, 16, 17]], layer[[0, 1, 2, 3, 4, 6, 7]])
     assert [one is None for one in source.plane_samples(stored.refs)] == [False, False, True]
+
+
+@pytest.mark.parametrize("beside_bytes", [0, 1 << 30], ids=["two threads", "one thread"])
+@pytest.mark.parametrize("warm_bytes", [1, 1 << 30], ids=["block by block", "whole chunks"])
+def test_what_is_summed_while_it_is_copied_is_the_whole_of_each_page(beside_bytes, warm_bytes, monkeypatch):
+    cache = caches()
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2), GroupCaches(cache, BLOCKS, 1)])
+    pages = new_pages(3, source.block_bytes)
+    source.copy_out(source.chunks([b"a", b"b", b"c"], [[0, 1, 2], [3, 4, 5], [6, 7, 8]], first=0).refs, pages)
+    monkeypatch.setattr(_chunks, "BESIDE_BYTES", beside_bytes)
+    monkeypatch.setattr(_chunks, "WARM_BYTES", warm_bytes)
+    before = {name: layer.clone() for name, layer in cache.items()}
+    destination = source.into([[9, 9, 9], [10, 11, 12], [None, 14, None], [None, None, 15]])
+    assert destination.copy_in_and_sum(1, pages) == checksums(pages)
+    written = [10, 11, 12, 14, 15]
+    rest = [at for at in range(BLOCKS) if at not in written]
+    for name, layer in cache.items():
+        assert torch.equal(layer[written], before[name][[0, 1, 2, 4, 8]])
+        assert torch.equal(layer[rest], before[name][rest])
+    assert source.into([[1, 2, 3]]).copy_in_and_sum(0, pages.part(0, 1)) == checksums(pages.part(0, 1))
 
 
 def test_a_large_load_goes_in_by_halves(monkeypatch):
@@ -175,14 +195,15 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
         for name, layer in cache.items():
             assert not layer[[5, 9]].any()
             assert torch.equal(layer[others], before[name][others])
-        copy_in = ChunkSource.copy_in
+        copy_in = ChunkSource.copy_in_and_sum
 
         def otherwise(self, chunks, pages):
-            copy_in(self, chunks, pages)
+            sums = copy_in(self, chunks, pages)
             for layer in cache.values():
                 layer[[5, 9]] = swapped(layer[[5, 9]])
+            return sums
 
-        monkeypatch.setattr(ChunkSource, "copy_in", otherwise)
+        monkeypatch.setattr(ChunkSource, "copy_in_and_sum", otherwise)
         with pytest.raises(LayoutCheckFailed):
             engine.check_layout(source.canary([5, 9]), "a name")
 
@@ -198,14 +219,15 @@ def test_a_chunk_that_is_loaded_otherwise_than_stored_is_found(blocks, monkeypat
         with engine.lookup(keys) as hit:
             assert engine.load(hit, source.into(blocks)).loaded == 2
         assert engine.statistics().engine.shadow.mismatches == {}
-        copy_in = ChunkSource.copy_in
+        copy_in = ChunkSource.copy_in_and_sum
 
         def otherwise(self, chunks, pages):
-            copy_in(self, chunks, pages)
+            sums = copy_in(self, chunks, pages)
             for layer in cache.values():
                 layer[10:14] = swapped(layer[10:14])
+            return sums
 
-        monkeypatch.setattr(ChunkSource, "copy_in", otherwise)
+        monkeypatch.setattr(ChunkSource, "copy_in_and_sum", otherwise)
         with engine.lookup(keys) as hit:
             assert engine.load(hit, source.into(blocks)).loaded == (0 if blocks[0][0] else 1)
         assert engine.statistics().engine.shadow.mismatches["stored"] == (2 if blocks[0][0] else 1)

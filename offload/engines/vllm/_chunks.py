@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import attrs
@@ -18,7 +18,7 @@ import attrs
 from backends._copying import BESIDE_BYTES
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.device import DeviceTier
-from backends.pages import Pages
+from backends.pages import WARM_BYTES, Pages, PageSum
 from backends.planes import TensorPlanes
 from backends.threads import run_beside
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Block = TypeVar("Block")
+Copied = TypeVar("Copied")
 
 
 class NoChunks:
@@ -79,6 +80,19 @@ class GroupCaches:
     def chunk_bytes(self) -> int:
         """Bytes of a chunk in these layers."""
         return self.blocks.block_bytes * self.per_chunk
+
+    @property
+    def warm_blocks(self) -> int:
+        """Blocks that are copied and summed together, so that they are read for the second time from the cache."""
+        return max(1, WARM_BYTES // self.blocks.block_bytes)
+
+    def copy_in(self, blocks: Sequence[int | None], parts: Pages) -> None:
+        """Copy each part of a page into the block at the same position, ``None`` left out."""
+        ids = [block for block in blocks if block is not None]
+        if len(ids) < len(blocks):
+            parts = parts.at([at for at, block in enumerate(blocks) if block is not None])
+        if ids:
+            self.blocks.into(ids).copy_in(0, parts)
 
 
 class ChunkSource(NoChunks):
@@ -159,17 +173,45 @@ class ChunkSource(NoChunks):
 
     def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         """Copy each page into the blocks at the same position; where it is much, in two threads."""
+        self._by_halves(self._copy_in, blocks, pages)
+
+    def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
+        """Like :meth:`copy_in`; returns the xxh3-64 of each page, whatever of it is copied."""
+        first, second = self._by_halves(self._copy_in_and_sum, blocks, pages)
+        return first + (second or [])
+
+    def _by_halves(
+        self,
+        copy: Callable[[Sequence[Sequence[int | None]], Pages], Copied],
+        blocks: Sequence[Sequence[int | None]],
+        pages: Pages,
+    ) -> tuple[Copied, Copied | None]:
+        """Do this with all of them, or, where it is much, with either half in a thread of its own."""
         half = len(blocks) // 2 if len(blocks) * self.block_bytes >= BESIDE_BYTES else 0
         if not half:
-            self._copy_in(blocks, pages)
-            return
-        with run_beside(self._copy_in, blocks[half:], pages.part(half, len(blocks))) as rest:
-            self._copy_in(blocks[:half], pages.part(0, half))
-            rest()
+            return copy(blocks, pages), None
+        with run_beside(copy, blocks[half:], pages.part(half, len(blocks))) as rest:
+            return copy(blocks[:half], pages.part(0, half)), rest()
 
     def _copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         for group, ids, parts in self._wanted(blocks, pages):
             group.into(ids).copy_in(0, parts)
+
+    def _copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
+        """A few blocks at a time: each is summed while it is in cache behind its copy, so that memory is read once."""
+        sums = []
+        for at, chunk in zip(pages.addresses, blocks, strict=True):
+            page_sum = PageSum()
+            for group, places in zip(self._groups, self.by_group(chunk), strict=True):
+                size = group.blocks.block_bytes
+                for first in range(0, len(places), group.warm_blocks):
+                    few = places[first : first + group.warm_blocks]
+                    nbytes = len(few) * size
+                    group.copy_in(few, Pages(range(at, at + nbytes, size), size, pages.owner))
+                    page_sum.add(at, nbytes)
+                    at += nbytes
+            sums.append(page_sum.value())
+        return sums
 
     def by_group(self, chunk: Sequence[Block]) -> Iterator[Sequence[Block]]:
         """The blocks of a chunk, apart."""
@@ -224,6 +266,10 @@ class ChunkDestination:
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy pages into the chunks from ``start`` on."""
         self._source.copy_in(self.blocks[start : start + len(pages)], pages)
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        """Like :meth:`copy_in`; returns checksums. See :class:`backends.abc.SummingDestination`."""
+        return self._source.copy_in_and_sum(self.blocks[start : start + len(pages)], pages)
 
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
         """Copy whole chunks into pages; see :class:`backends.abc.ReadableDestination`.
