@@ -447,6 +447,14 @@ def test_copies_put_each_page_where_it_belongs(size, order):
     assert sums == checksums(fresh) == checksums(pages_of([bytearray(one) for one in expected]))
 
 
+@pytest.mark.parametrize("size", [(256 << 10) - 1, 256 << 10, (256 << 10) + 1, 600 << 10])
+def test_a_large_page_is_summed_part_by_part_and_has_the_sum_of_the_whole(size):
+    here = pages_of([bytearray(payload_of(b"%d" % number, size)) for number in range(2)])
+    there = new_pages(2, size)
+    assert copy_and_sum(there, here) == checksums(here) == checksums(there)
+    assert [bytes(page) for page in there] == [bytes(page) for page in here]
+
+
 def test_pages_that_do_not_match_are_refused():
     for copy in (copy_pages, copy_and_sum):
         with pytest.raises(ValueError, match="cannot copy"):
@@ -455,6 +463,8 @@ def test_pages_that_do_not_match_are_refused():
             copy(new_pages(200, 4096), new_pages(201, 4096))
         with pytest.raises(ValueError, match="cannot copy"):
             copy(new_pages(2, 8), new_pages(2, 9))
+        with pytest.raises(ValueError, match="cannot copy"):
+            copy(new_pages(2, 300 << 10), new_pages(1, 300 << 10))
     with pytest.raises(ValueError, match="of one size"):
         pages_of([bytearray(1), bytearray(2)])
     with pytest.raises(ValueError, match="writable"):
