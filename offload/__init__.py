@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ._engine import Hit as Hit
     from ._engine import LoadResult as LoadResult
     from ._engine import Advice as Advice
+    from ._engine import LeftOut as LeftOut
     from ._engine import EngineStatistics as EngineStatistics
     from ._engine import ShadowStatistics as ShadowStatistics
     from ._engine import ChoiceStatistics as ChoiceStatistics
@@ -114,6 +115,7 @@ _HOMES = {
     "Hit": "._engine",
     "LoadResult": "._engine",
     "Advice": "._engine",
+    "LeftOut": "._engine",
     "EngineStatistics": "._engine",
     "ShadowStatistics": "._engine",
     "ChoiceStatistics": "._engine",

@@ -28,6 +28,7 @@ from .config import Route as Route
 from .engine import Engine as Engine
 from .lookup import Hit as Hit
 from .load_or_recompute import Advice as Advice
+from .load_or_recompute import LeftOut as LeftOut
 from .loading import LoadResult as LoadResult
 from .layout_check import LayoutCheck as LayoutCheck
 from .statistics import ShadowStatistics as ShadowStatistics

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .._health import BreakerTier
     from .._instruments import EngineHooks
     from .._pipeline.priority import LoadPriority
+    from .history import History
     from .load_choice import LoadChoice
     from .lookup import Place
     from .promotion import Promoter
@@ -91,6 +92,7 @@ class DirectReads:
     """``None`` where loading is not compared with recomputing."""
     probe: RateProbe | None
     """``None`` where that is not enforced."""
+    history: History
     hooks: EngineHooks
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
@@ -111,17 +113,19 @@ class DirectReads:
         except BaseException:
             asking.release()
             raise
-        segments, advice, left_out = asking.segments, None, None
+        segments, advice, left, left_out = asking.segments, None, None, None
         if self.choice is not None:
             advice = self.choice.advise(segments)
             segments, rest = self.choice.split(segments, advice)
             if rest:
                 start = sum([segment.blocks for segment in segments])
+                left = self.choice.leave_out(rest, start)
                 left_out = rest[0].rank, keys[start : start + rest[0].blocks]
                 _release(rest)
         found = sum([segment.blocks for segment in segments])
         keys_found = keys if found == len(keys) else keys[:found]
-        hit = Hit(keys_found, segments, asking.unavailable or _NOTHING, self.live, tenant, since=since, advice=advice)
+        unavailable = asking.unavailable or _NOTHING
+        hit = Hit(keys_found, segments, unavailable, self.live, tenant, since=since, advice=advice, left_out=left)
         return DirectLookup(hit, keys, asking.permits, self, left_out)
 
     def plan(self, hit: Hit, destination: Destination, promote: bool | str, deadline: float) -> DirectLoad | None:
@@ -310,6 +314,8 @@ class DirectLookup:
             except Exception:
                 # Its blocks are in tiers that need no tenant: only what a load would look for elsewhere is not found.
                 _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
+        if (left := hit.left_out) is not None:
+            reads.history.left_out(left, self._asked[left.start : left.start + left.blocks])
         if self.left_out is not None and reads.probe is not None:
             reads.probe.request(*self.left_out, hit._tenant)
         if reads.hooks.looked_up:

@@ -139,6 +139,7 @@ class Engine:
             self._load_priority,
             self._choice,
             self._probe,
+            self._inspector.history,
             self._hooks,
         )
 
@@ -266,11 +267,14 @@ class Engine:
         else:
             advice = self._choice.advise(segments)
             segments, rest = self._choice.split(segments, advice)
-            left = advice.found - sum([segment.blocks for segment in rest])
-            hit = Hit(keys[:left], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since, advice)
+            kept = advice.found - sum([segment.blocks for segment in rest])
+            left = self._choice.leave_out(rest, kept)
+            hit = Hit(keys[:kept], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since, advice, left)
             hit.hold()
             self._choice.note_advised(advice)
-            await self._leave_out(hit, rest, keys[left:found])
+            if left is not None:
+                self._inspector.history.left_out(left, keys[kept:found])
+            await self._leave_out(hit, rest, keys[kept:found])
         for segment in segments:
             counts.hits_by_tier[segment.name] += segment.blocks
         if self._hooks.looked_up:
@@ -342,6 +346,8 @@ class Engine:
         result = loading.conclude()
         if self._probe is not None and loading.given_up_at is not None:
             self._probe.request(loading.given_up_at, hit.keys[result.loaded :], hit._tenant)
+        if result.left_out is not None:
+            self._inspector.history.left_out(result.left_out, hit.keys[result.left_out.start :])
         if self._hooks.loaded:
             self._hooks.fire("loaded", hit, result, trio.current_time() - began)
         if up and result.loaded:

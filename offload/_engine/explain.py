@@ -104,6 +104,8 @@ class Facts:
     """Stores that filtered it, the latest first."""
     failed: Sequence[Event] = ()
     """When it could not be stored, where, and why; the latest first."""
+    left_out: Sequence[Event] = ()
+    """When it was found and left to be computed, since loading it was slower or late; the latest first."""
     mismatched: Sequence[Event] = ()
     """When it was loaded and was not what its key stands for, from where, and what was different; the latest first."""
     withheld: bool = False
@@ -182,7 +184,9 @@ def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
         return Cause.WITHHELD, _withheld(facts, now)
     if facts.tiers:
         bringing = [flight.pipeline for flight in facts.in_flight if flight.pipeline not in facts.tiers]
-        return Cause.FOUND, f"in {_and(facts.tiers)}" + (f", on its way to {_and(bringing)}" if bringing else "")
+        text = f"in {_and(facts.tiers)}" + (f", on its way to {_and(bringing)}" if bringing else "")
+        left = [f"left to be computed {_ago(now, event)} ({event.why})" for event in facts.left_out[:1]]
+        return Cause.FOUND, "; ".join([text, *left])
     if facts.in_flight:
         return Cause.IN_FLIGHT, _and(
             [f"on its way to {flight.pipeline}, in {flight.stage}" for flight in facts.in_flight]
@@ -282,6 +286,7 @@ class BlockInspector:
         history = self.history
         records = (history.tombstones, history.deletions, history.refusals, history.failures, history.mismatches)
         evicted, deleted, refused, failed, mismatched = [record.of(gone) for record in records]
+        left_out = history.left_outs.of([key for key in keys if key in there])
         facts = [
             Facts(
                 key,
@@ -293,6 +298,7 @@ class BlockInspector:
                 deleted.get(key, ()),
                 refused.get(key, ()),
                 failed.get(key, ()),
+                left_out.get(key, ()),
                 mismatched.get(key, ()),
                 key in self.withheld,
             )

@@ -1,8 +1,9 @@
-"""What has happened to blocks: the last that were evicted, deleted, kept back, not stored, or loaded and found wrong.
+"""What has happened to blocks: the last that were evicted, deleted, kept back, not stored, found wrong, or left out.
 
-What there is now can be asked for; what was cannot. So five records are kept, each of the last 65,536 blocks. Keeping them
-costs one note for a whole batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is
-noted for a block that is stored and arrives. An eviction is one note; a container of which something was kept back is one note.
+What there is now can be asked for; what was cannot. So six records are kept, each of the last 65,536 blocks: of those that were
+loaded and found wrong, and of those that were found and left to be computed, too. Keeping them costs one note for a whole
+batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is noted for a block that is
+stored and arrives, or found and loaded. An eviction is one note; a container of which something was kept back is one note.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from backends.leaving import SpillingTier
 from .._health.faults import describe
 from .._pipeline.pipeline import Pipeline
 from ..abc import Mismatch
+from .load_or_recompute import LeftOut
 
 MOST_REMEMBERED: Final = 65_536
 """Blocks in each record: some minutes of a busy engine, and about 10 MB."""
@@ -130,6 +132,12 @@ class Mismatches(Record):
     __slots__ = ()
 
 
+class LeftOuts(Record):
+    """The last blocks that were found, and left to be computed."""
+
+    __slots__ = ()
+
+
 class History:
     """What has happened to blocks, the last of each kind."""
 
@@ -139,6 +147,7 @@ class History:
         self.refusals: Refusals = Refusals()
         self.failures: Failures = Failures()
         self.mismatches: Mismatches = Mismatches()
+        self.left_outs: LeftOuts = LeftOuts()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
         """Record what this tier evicts, if it reports evictions. Returns a function that ends this."""
@@ -164,6 +173,10 @@ class History:
     def mismatched(self, mismatch: Mismatch) -> None:
         """Note that this was loaded from a tier, and is not what its key stands for."""
         self.mismatches.note(mismatch.tier, (mismatch.key,), trio.current_time(), mismatch.what)
+
+    def left_out(self, left: LeftOut, keys: Sequence[Key]) -> None:
+        """Note that these were left to be computed, by a lookup or by a load that was given up."""
+        self.left_outs.note(left.tier, keys, trio.current_time(), str(left))
 
     def _evicted(self, name: str, keys: Sequence[Key]) -> None:
         self.tombstones.note(name, keys, trio.current_time())

@@ -1,7 +1,7 @@
 """What an engine knows about loading and recomputing, and what it has decided: rates, advice, and counts.
 
 :mod:`offload._engine.load_or_recompute` decides; this has the measurements of one engine. All of it is called in the engine's
-trio thread, except :meth:`LoadChoice.advise` and :meth:`LoadChoice.fits_at_once`, which only read rates.
+trio thread, except :meth:`LoadChoice.advise`, ``leave_out`` and ``fits_at_once``, which only read rates.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .config import LoadOrRecompute
-from .load_or_recompute import Advice, GiveUp, LoadBudget, Stretch, advise
+from .load_or_recompute import Advice, GiveUp, LeftOut, LoadBudget, Stretch, advise, leave_out
 from .lookup import Segment
 from .rates import ComputeEstimate, LoadEstimate, LoadRate
 from .statistics import ChoiceStatistics, count
@@ -19,10 +19,12 @@ class LoadChoice:
     """The choice between loading and recomputing in one engine.
 
     Attributes:
+        config: as it was set.
         enforces: whether what is advised is done.
     """
 
     def __init__(self, config: LoadOrRecompute) -> None:
+        self.config: LoadOrRecompute = config
         self.enforces: bool = config.mode == "enforce"
         self._max_loss = config.max_loss
         self._compute = ComputeEstimate(config.seconds_per_block)
@@ -48,6 +50,14 @@ class LoadChoice:
             blocks += segments[kept].blocks
             kept += 1
         return segments[:kept], segments[kept:]
+
+    def leave_out(self, rest: Sequence[Segment], start: int) -> LeftOut | None:
+        """Why a lookup leaves these out, the first of them at this position; ``None``: there are none."""
+        compute = self._compute.rate
+        if not rest or compute is None:
+            return None
+        stretches = [(segment.blocks, self.rate_of(segment.name)) for segment in rest]
+        return leave_out("recompute", rest[0].name, stretches, compute, start)
 
     def fits_at_once(self, segments: Sequence[Segment]) -> bool:
         """Whether a load of these needs no deadline: it is over, as far as is known, before it can have cost too much."""

@@ -41,6 +41,9 @@ Verdict: TypeAlias = Literal["load", "part", "recompute", "unknown"]
 GiveUp: TypeAlias = Literal["late", "slower"]
 """Why a load is given up: rule 1 or rule 4; or rule 5."""
 
+LeftBecause: TypeAlias = Literal["recompute"] | GiveUp
+"""Why blocks were left to be computed: by the advice of a lookup, or since their load was given up."""
+
 _SPLITTING: Final = 0.01
 """What parts may add to a load, as a share."""
 
@@ -58,6 +61,36 @@ class Advice:
     """How long loading these takes, as far as it is known."""
     recompute_seconds: float
     """How long computing all that was found takes; 0 where that is not known."""
+
+
+@attrs.frozen
+class LeftOut:
+    """Blocks that were found, and left to be computed. ``str()`` of it says why, in a sentence."""
+
+    why: LeftBecause
+    tier: str
+    """Where the first of them is."""
+    start: int
+    """Its position in the keys of the lookup."""
+    blocks: int
+    load_seconds: float | None
+    """How long loading them was expected to take; ``None`` where that was not known, or not any more: a load was late."""
+    recompute_seconds: float
+    """How long computing them was expected to take."""
+
+    def __str__(self) -> str:
+        began = "" if self.why == "recompute" else f"given up as {self.why}: "
+        known = self.load_seconds is not None
+        loading = f"was expected to take {self.load_seconds:.3g} s" if known else "was not known to be fast enough"
+        return f"{began}loading {self.blocks} blocks {loading}, computing them {self.recompute_seconds:.3g} s"
+
+
+def leave_out(why: LeftBecause, tier: str, stretches: Sequence[Stretch], compute: ComputeRate, start: int) -> LeftOut:
+    """Say what was estimated of these blocks, the first of which is at this position."""
+    blocks = sum([n for n, _ in stretches])
+    rates = [(n, rate) for n, rate in stretches if rate is not None and not rate.is_suspect]
+    loading = sum([rate.seconds(n) for n, rate in rates]) if len(rates) == len(stretches) else None
+    return LeftOut(why, tier, start, blocks, loading, compute.seconds(start, start + blocks))
 
 
 def advise(stretches: Sequence[Stretch], compute: ComputeRate | None, start: int = 0) -> Advice:

@@ -34,7 +34,7 @@ from maru.exception_groups import holds
 
 from .._errors import OffloadError
 from .load_choice import LoadChoice
-from .load_or_recompute import LoadBudget
+from .load_or_recompute import GiveUp, LeftOut, LoadBudget, leave_out
 from .lookup import Place, Segment, find, release_segments
 from .statistics import Counts, count
 
@@ -63,6 +63,8 @@ class LoadResult:
     outcomes: Sequence[Outcome]
     """One per key of the hit. A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``; one that is
     computed sooner than it would have come is missed as ``given up``."""
+    left_out: LeftOut | None = None
+    """Where and why it was given up, with ``load_or_recompute``; ``None``: it was not."""
 
 
 @attrs.define(eq=False)
@@ -86,6 +88,8 @@ class Loading:
     """The position of the tier that each of them came from, or was last expected from by the hit."""
     given_up_at: int | None = None
     """The position of the tier whose load was given up."""
+    left_out: LeftOut | None = None
+    """What was left then, and why."""
     _budget: LoadBudget | None = None
     _behind: Sequence[Segment] = ()
     """What the hit has behind the segment that is being loaded."""
@@ -126,7 +130,7 @@ class Loading:
                 outcomes += [GIVEN_UP] * (wanted - len(outcomes))
             _count_failures(outcomes[loaded:], counts.load_failures)
             outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
-        return LoadResult(loaded, outcomes)
+        return LoadResult(loaded, outcomes, self.left_out)
 
     @property
     def was_given_up(self) -> bool:
@@ -184,7 +188,8 @@ class Loading:
         answers: list[Outcome] = []
         while len(answers) < segment.blocks and (self.retry or answers.count(LOADED) == len(answers)):
             done, left, now = start + len(answers), segment.blocks - len(answers), trio.current_time()
-            why = budget.judge(done, self.choice.stretches(segment, left, self._behind), now)
+            stretches = self.choice.stretches(segment, left, self._behind)
+            why: GiveUp | None = budget.judge(done, stretches, now)
             if why is None:
                 rate = self.choice.rate_of(segment.name)
                 part = budget.part(done, left, rate, now)
@@ -197,6 +202,7 @@ class Loading:
                 why = "late"
             self.choice.note_given_up(why)
             self.given_up_at = segment.rank
+            self.left_out = leave_out(why, segment.name, stretches, budget.compute, done)
             return answers + [GIVEN_UP] * left
         return answers
 

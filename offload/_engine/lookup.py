@@ -30,7 +30,7 @@ from backends.abc import Key, ReadableTier, ReadLease, Tier
 
 from .._errors import TierTooSlow
 from .._health import BreakerTier
-from .load_or_recompute import Advice
+from .load_or_recompute import Advice, LeftOut
 
 # --- what was found ---------------------------------------------------------------------------------------------------
 
@@ -67,6 +67,7 @@ class Hit:
         "_tenant",
         "advice",
         "keys",
+        "left_out",
         "released",
         "unavailable",
     )
@@ -81,6 +82,7 @@ class Hit:
         end: Callable[[], None] | None = None,
         since: int = 0,
         advice: Advice | None = None,
+        left_out: LeftOut | None = None,
     ) -> None:
         self._segments = segments
         self._since = since  # how many blocks had turned out wrong when it was looked for
@@ -96,6 +98,8 @@ class Hit:
         """The tiers that raised or did not answer, by name. Not a miss: they may have more of the blocks."""
         self.advice: Advice | None = advice
         """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
+        self.left_out: LeftOut | None = left_out
+        """What was found behind its end and is computed sooner; ``None``: nothing, or nothing is enforced."""
 
     def __len__(self) -> int:
         return len(self.keys)

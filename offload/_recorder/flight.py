@@ -45,6 +45,7 @@ from .records import (
     Event,
     HealthChanged,
     KeyHasher,
+    LeftBlocks,
     Loaded,
     LookedUp,
     Noted,
@@ -63,7 +64,7 @@ from .ring import MIB, Ring
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .._engine import Engine, Hit, LoadResult
+    from .._engine import Engine, Hit, LeftOut, LoadResult
 
 _log = logging.getLogger("offload.recorder")
 DEFAULT_BYTES: Final = 16 * MIB
@@ -186,6 +187,7 @@ class FlightRecorder:
             promote=bool(engine.promote),
             on_load_failure=engine.on_load_failure,
             breaker=attrs.asdict(next(iter(engine._breaker_tiers.values()))._config),
+            load_or_recompute={} if engine._choice is None else attrs.asdict(engine._choice.config),
         )
         self._description = msgspec.structs.replace(self._description, engine=described)
         for pipeline in engine.pipelines:
@@ -441,7 +443,7 @@ class _EngineWatch:
         segments = [(segment.name[:MOST_TEXT], segment.blocks) for segment in hit._segments[:64]]
         unavailable = [(name[:MOST_TEXT], error_text(error)) for name, error in islice(hit.unavailable.items(), 64)]
         column = self._recorder._hasher.column(keys)
-        self._recorder._write(LookedUp(column, len(keys), segments, unavailable), len(keys))
+        self._recorder._write(LookedUp(column, len(keys), segments, unavailable, _left(hit.left_out)), len(keys))
         self._note_health()
 
     def loaded(self, hit: Hit, result: LoadResult, seconds: float) -> None:
@@ -449,7 +451,7 @@ class _EngineWatch:
         error = first.error if isinstance(first, Failed) else first
         text = "" if error is None else error_text(error if isinstance(error, BaseException) else type(error).__name__)
         column = self._recorder._hasher.column(hit.keys)
-        self._recorder._write(Loaded(column, asked, result.loaded, seconds, text), asked)
+        self._recorder._write(Loaded(column, asked, result.loaded, seconds, text, _left(result.left_out)), asked)
         self._note_health()
 
     def deleted(self, keys: Sequence[Key]) -> None:
@@ -461,6 +463,14 @@ class _EngineWatch:
             if state != self._states[name]:
                 self._states[name] = state
                 self._recorder._write(HealthChanged(name[:MOST_TEXT], state), 0)
+
+
+def _left(left: LeftOut | None) -> LeftBlocks | None:
+    if left is None:
+        return None
+    return LeftBlocks(
+        left.why, left.tier[:MOST_TEXT], left.start, left.blocks, left.load_seconds, left.recompute_seconds
+    )
 
 
 # --- descriptions and costs ------------------------------------------------------------------------------------------------

@@ -97,6 +97,19 @@ class CancelRequested(Record, frozen=True, array_like=True, gc=False, tag=5):
     number: Number
 
 
+class LeftBlocks(Record, frozen=True, array_like=True, gc=False):
+    """Blocks that were found, and left to be computed (``load_or_recompute``)."""
+
+    why: Literal["recompute", "late", "slower"]
+    tier: Text
+    start: Number
+    """The position of the first of them in the keys of the lookup."""
+    blocks: Number
+    load_seconds: float | None
+    """How long loading them was expected to take; ``None``: not known."""
+    recompute_seconds: float
+
+
 class LookedUp(Record, frozen=True, array_like=True, gc=False, tag=6):
     """An engine has answered a lookup."""
 
@@ -106,6 +119,8 @@ class LookedUp(Record, frozen=True, array_like=True, gc=False, tag=6):
     """The tiers that the prefix is in, each with a number of blocks, in order."""
     unavailable: Annotated[list[tuple[Text, Text]], Meta(max_length=64)] = []
     """The tiers that were left out, each with the class of the error."""
+    left: LeftBlocks | None = None
+    """What was found behind these segments and is computed sooner."""
 
 
 class Loaded(Record, frozen=True, array_like=True, gc=False, tag=7):
@@ -117,6 +132,8 @@ class Loaded(Record, frozen=True, array_like=True, gc=False, tag=7):
     seconds: float
     error: Text = ""
     """The class of the first block's error, where one could not be loaded."""
+    left: LeftBlocks | None = None
+    """Where and why the load was given up."""
 
 
 class Deleted(Record, frozen=True, array_like=True, gc=False, tag=8):
@@ -198,6 +215,8 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     promote: bool = False
     on_load_failure: Literal["miss", "retry", "fail"] = "miss"
     breaker: dict[str, Any] = {}
+    load_or_recompute: dict[str, Any] = {}
+    """Its knobs; empty where it is off."""
 
 
 class Description(Struct, frozen=True, kw_only=True):

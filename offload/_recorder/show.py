@@ -13,6 +13,7 @@ from .records import (
     Deleted,
     Enqueued,
     HealthChanged,
+    LeftBlocks,
     Loaded,
     LookedUp,
     Noted,
@@ -59,12 +60,13 @@ def _line(record: AnyRecord, names: Sequence[str]) -> str:
             return _settled(record, names)
         case CancelRequested(pipeline, number):
             return f"{_who(names, pipeline, number)} cancel requested"
-        case LookedUp(keys, asked, segments, unavailable):
+        case LookedUp(keys, asked, segments, unavailable, left):
             found = ", ".join([f"{blocks} in {tier}" for tier, blocks in segments]) or "nothing"
             lacking = "".join([f", {tier} unavailable ({error})" for tier, error in unavailable])
-            return f"lookup of {asked}: {found}{lacking} {_keys(keys)}"
-        case Loaded(_, asked, loaded, seconds, error):
-            return f"load: {loaded} of {asked} in {seconds * 1e3:.3g} ms{f', then {error}' if error else ''}"
+            return f"lookup of {asked}: {found}{lacking}{_left(left)} {_keys(keys)}"
+        case Loaded(_, asked, loaded, seconds, error, left):
+            failed = f", then {error}" if error and left is None else ""
+            return f"load: {loaded} of {asked} in {seconds * 1e3:.3g} ms{failed}{_left(left)}"
         case Deleted(keys, asked):
             return f"delete of {asked} {_keys(keys)}"
         case HealthChanged(tier, state):
@@ -73,6 +75,18 @@ def _line(record: AnyRecord, names: Sequence[str]) -> str:
             return f"NOTED {rule}{f': {text}' if text else ''}"
         case Thinned(seconds, containers, batches):
             return f"counted only, for {seconds:.3g} s: {containers:,} containers in {batches:,} batches"
+
+
+def _left(left: LeftBlocks | None) -> str:
+    """What was left to be computed, and both estimates."""
+    if left is None:
+        return ""
+    why = "" if left.why == "recompute" else f", given up as {left.why}"
+    loading = "not known" if left.load_seconds is None else f"{left.load_seconds * 1e3:.3g} ms"
+    return (
+        f"{why}, {left.blocks} from position {left.start} ({left.tier}) left to be computed: loading {loading}, "
+        f"computing {left.recompute_seconds * 1e3:.3g} ms"
+    )
 
 
 def _settled(record: Settled, names: Sequence[str]) -> str:

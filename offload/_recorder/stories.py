@@ -15,6 +15,7 @@ from .records import (
     Deleted,
     Enqueued,
     HealthChanged,
+    LeftBlocks,
     Loaded,
     LookedUp,
     Noted,
@@ -103,6 +104,8 @@ class Stories:
         self.thinned: int = 0
         self.broke: bool = False
         self._loads: dict[bytes, list[float]] = {}
+        self._left: list[LeftBlocks] = []
+        self._given_up: dict[int, LeftBlocks] = {}  # by the record of the lookup
         self._last_store: dict[int, int] = {}
         self.end: float = recording.entries[-1].at if recording.entries else 0.0
         self._since = float("-inf") if last is None else self.end - last
@@ -122,6 +125,33 @@ class Stories:
         """What the middle one of all copies took, in seconds."""
         steps = [story.reached for story in self if "xfer_end" in story.reached and "xfer_start" in story.reached]
         return median([one["xfer_end"] - one["xfer_start"] for one in steps]) if steps else _USUAL
+
+    @property
+    def recompute(self) -> float:
+        """What computing a block takes, in seconds, where blocks were left to be computed; else 0."""
+        return median([left.recompute_seconds / left.blocks for left in self._left]) if self._left else 0.0
+
+    def slow_loads(self) -> Iterator[tuple[str, Read, Read | None, float]]:
+        """When loading from a tier was given up or decided against.
+
+        Yields the tier, the first read of which that is known, the first one behind that which loads from it again (``None``:
+        there is none), and how many seconds computing what was left took at most.
+        """
+        slow: dict[str, tuple[Read, float]] = {}
+        for read in self.reads:
+            record = read.record
+            if not isinstance(record, LookedUp):
+                continue
+            left = record.left or self._given_up.get(read.order)
+            if left is not None:
+                first, seconds = slow.get(left.tier, (read, 0.0))
+                slow[left.tier] = first, max(seconds, left.recompute_seconds)
+            for tier, _ in record.segments if left is None else ():
+                if tier in slow:
+                    first, seconds = slow.pop(tier)
+                    yield tier, first, read, seconds
+        for tier, (first, seconds) in slow.items():
+            yield tier, first, None, seconds
 
     def held_for(self, read: Read, found: int) -> float:
         """How long what a lookup found was held: until it was loaded for the last time, before it was looked up again."""
@@ -155,17 +185,27 @@ class Stories:
                 if story := self.by_container.get((pipeline, number)):
                     story.settled, story.settled_at = record, at
             case LookedUp() | Deleted() as record:
+                if isinstance(record, LookedUp):
+                    self._leave(record.left)
                 if at >= self._since:
                     self.reads.append(Read(order, at, record))
                     self.done.append((order, at, None))
             case Loaded() as record:
                 self._loads.setdefault(record.keys, []).append(at)
+                self._leave(record.left)
+                if record.left is not None:
+                    found = [one.order for one in self.reads if one.record.keys.startswith(record.keys)]
+                    self._given_up |= dict.fromkeys(found[-1:], record.left)
             case HealthChanged():
                 self.broke = True
             case Noted() as record:
                 self.noted.append(record)
             case Thinned() as record:
                 self.thinned += record.containers
+
+    def _leave(self, left: LeftBlocks | None) -> None:
+        if left is not None and left.blocks:
+            self._left.append(left)
 
     def _enqueue(self, order: int, at: float, record: Enqueued) -> None:
         self.by_container[record.pipeline, record.number] = Story(record, order, at)

@@ -1,7 +1,10 @@
 """PerfettoTrace: the latest containers of live pipelines, as a file that ui.perfetto.dev opens.
 
 A process is a pipeline. A container is a slice with its stages inside, in the first row that is free; copies have rows of their
-own. Bounded: the latest containers and copies are kept, and what is inside is bounded by the budget of its pipeline.
+own. The loads of an engine are a process of their own. One that was given up (``load_or_recompute``) says where and why, and a
+mark says it of a lookup that has left blocks out.
+
+Bounded: the latest containers and copies are kept, and what is inside is bounded by the budget of its pipeline.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import trio
 from .._errors import ConfigError
 from .._pipeline.container import OffloadBatch, OffloadContainer
 from .._pipeline.pipeline import Pipeline
-from .trace_events import Event, complete, counter, in_order, meta
+from .trace_events import Event, complete, counter, in_order, instant, meta
 
 if TYPE_CHECKING:
-    from .._engine import Engine
+    from backends.abc import Key
+
+    from .._engine import Engine, Hit, LeftOut, LoadResult
 
 _COPIES: Final = 10_000
 """The row of the first copy: behind those of all containers."""
@@ -47,11 +52,25 @@ class _Ended:
     error: str
 
 
+@attrs.frozen
+class _Read:
+    """A load that is over, or a lookup that has left blocks out."""
+
+    engine: int
+    began: float
+    seconds: float | None
+    """``None`` for a lookup."""
+    asked: int
+    found: int
+    """Blocks that were loaded, or are worth loading."""
+    left: LeftOut | None
+
+
 class PerfettoTrace:
     """Keeps the latest containers of pipelines and engines, with their stages and copies. One of the ``instruments``.
 
     Args:
-        most_containers: how many are kept; some 600 bytes each in memory, and as many in the file.
+        most_containers: how many are kept, and of loads as many; some 600 bytes each in memory, and as many in the file.
         clock: gives the time in seconds, by default trio's.
 
     Raises:
@@ -63,6 +82,7 @@ class PerfettoTrace:
             raise ConfigError("most_containers", most_containers, "must be at least 1")
         self._ended: deque[_Ended] = deque(maxlen=most_containers)
         self._copies: deque[tuple[int, int, float, float, Sequence[int]]] = deque(maxlen=most_containers)
+        self._reads: deque[_Read] = deque(maxlen=most_containers)
         self._clock = clock
         self._names: list[str] = []
 
@@ -70,10 +90,13 @@ class PerfettoTrace:
         return f"<PerfettoTrace of {len(self._ended)} containers>"
 
     def watch(self, opened: Pipeline | Engine) -> None:
-        """Observe a pipeline, or those of an engine. Done by giving this as an instrument."""
+        """Observe a pipeline, or an engine with its pipelines. Done by giving this as an instrument."""
         for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
             pipeline.add_instrument(_PipelineTrace(len(self._names), self._clock, self._ended, self._copies))
-            self._names.append(pipeline.name)
+            self._names.append(f"pipeline {pipeline.name}")
+        if not isinstance(opened, Pipeline):
+            opened.add_instrument(_EngineTrace(len(self._names), self._clock, self._reads))
+            self._names.append(f"loads from {', '.join(opened.tiers)}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what is kept as a file in the Trace Event Format.
@@ -85,11 +108,11 @@ class PerfettoTrace:
 
     def events(self) -> list[Event]:
         """What is kept as trace events."""
-        return in_order([*self._named(), *self._containers(), *self._copied(), *self._counted()])
+        return in_order([*self._named(), *self._containers(), *self._copied(), *self._counted(), *self._loaded()])
 
     def _named(self) -> Iterator[Event]:
         for pipeline, name in enumerate(self._names):
-            yield meta("process_name", pipeline, 0, name=f"pipeline {name}")
+            yield meta("process_name", pipeline, 0, name=name)
         for pipeline, row in dict.fromkeys([(copy[0], copy[1]) for copy in self._copies]):
             yield meta("thread_name", pipeline, _COPIES + row, name=f"copy {row + 1}")
         for pipeline, row in dict.fromkeys([(one.pipeline, one.row) for one in self._ended]):
@@ -116,6 +139,21 @@ class PerfettoTrace:
                 f"{len(numbers)} containers", "copy", pipeline, _COPIES + row, began * 1e6, duration, arguments
             )
 
+    def _loaded(self) -> Iterator[Event]:
+        ends: dict[int, list[float]] = {}  # of each engine, by row
+        for one in sorted(self._reads, key=lambda read: read.began):
+            arguments = {"asked": one.asked, **({} if one.left is None else _told(one.left))}
+            if one.seconds is None:
+                name = f"{one.asked - one.found} left to be computed"
+                yield instant(name, "lookup", one.engine, 0, one.began * 1e6, arguments)
+                continue
+            rows = ends.setdefault(one.engine, [])
+            row = next((at for at, end in enumerate(rows) if end <= one.began), len(rows))
+            rows[row : row + 1] = [one.began + one.seconds]
+            given_up = "" if one.left is None else f", given up: {one.left.why}"
+            name = f"{one.found} of {one.asked} loaded{given_up}"
+            yield complete(name, "load", one.engine, row, one.began * 1e6, one.seconds * 1e6, arguments)
+
     def _counted(self) -> Iterator[Event]:
         levels: dict[int, int] = {}
         changes = [(one.marks[0][1], one.pipeline, 1) for one in self._ended]
@@ -123,6 +161,27 @@ class PerfettoTrace:
         for at, pipeline, change in sorted(changes):
             levels[pipeline] = levels.get(pipeline, 0) + change
             yield counter("containers inside", pipeline, at * 1e6, levels[pipeline])
+
+
+def _told(left: LeftOut) -> Event:
+    return {**attrs.asdict(left), "text": str(left)}
+
+
+class _EngineTrace:
+    """The hooks of one engine."""
+
+    def __init__(self, index: int, clock: Callable[[], float], reads: deque[_Read]) -> None:
+        self._index = index
+        self._clock = clock
+        self._reads = reads
+
+    def looked_up(self, keys: Sequence[Key], hit: Hit) -> None:
+        if (left := hit.left_out) is not None:
+            self._reads.append(_Read(self._index, self._clock(), None, left.start + left.blocks, left.start, left))
+
+    def loaded(self, hit: Hit, result: LoadResult, seconds: float) -> None:
+        began = self._clock() - seconds
+        self._reads.append(_Read(self._index, began, seconds, len(hit.keys), result.loaded, result.left_out))
 
 
 class _PipelineTrace:

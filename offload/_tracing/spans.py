@@ -1,10 +1,14 @@
-"""SpanInstrument: a span of OpenTelemetry for each container, with its stages as spans inside. Needs the extra ``otel``.
+"""SpanInstrument: a span of OpenTelemetry for each container, with its stages as spans inside, and for each load of an engine.
+
+Needs the extra ``otel``.
 
 Rule 1. A span begins with the enqueue and ends when the container has settled. It is no child of the request that stored it,
         which does not wait for it; it has a link to that request's span, where there was a current one.
 Rule 2. The stages are made when it has settled, from the times that were noted, so that a container costs two calls of the
         tracer while it matters. A span that the sampler has left out costs neither times nor stages.
-Rule 3. Attributes are numbers and names; of an error only its class, since its text may have keys in it.
+Rule 3. A load is a child of the request's span, which waits for it. Where it was given up (``load_or_recompute``) an event says
+        where and why. What a lookup has left out is such an event of the request's span itself.
+Rule 4. Attributes are numbers and names; of an error only its class, since its text may have keys in it.
 """
 
 from __future__ import annotations
@@ -35,16 +39,22 @@ from .._pipeline.container import OffloadBatch, OffloadContainer
 from .._pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from .._engine import Engine
+    from backends.abc import Key
+
+    from .._engine import Engine, Hit, LeftOut, LoadResult
 
 PREFIX: Final = "kv_offload"
 """What the name of each attribute begins with."""
 NAME: Final = "offload.store"
 """What the span of a container is called."""
+LOAD: Final = "offload.load"
+"""What the span of a load is called."""
+LEFT: Final = "blocks left to be computed"
+"""What the event is called, of a load that was given up, or of a lookup."""
 
 
 class SpanInstrument:
-    """Makes a span for each container of pipelines and engines. Give it to them as one of the ``instruments``.
+    """Makes a span for each container of pipelines and engines, and each load. Give it as one of the ``instruments``.
 
     Args:
         tracer_provider: where spans are made; by default the one that the process has set.
@@ -54,9 +64,11 @@ class SpanInstrument:
         self._tracer = get_tracer("offload", tracer_provider=tracer_provider)
 
     def watch(self, opened: Pipeline | Engine) -> None:
-        """Observe a pipeline, or those of an engine. Done by giving this as an instrument."""
+        """Observe a pipeline, or an engine with its pipelines. Done by giving this as an instrument."""
         for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
             pipeline.add_instrument(_PipelineSpans(self._tracer, pipeline))
+        if not isinstance(opened, Pipeline):
+            opened.add_instrument(_EngineSpans(self._tracer))
 
 
 class _PipelineSpans:
@@ -141,6 +153,40 @@ class _PipelineSpans:
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         span.end(marks[-1][1])
+
+
+class _EngineSpans:
+    """The hooks of one engine."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def looked_up(self, keys: Sequence[Key], hit: Hit) -> None:
+        if hit.left_out is not None:
+            get_current_span().add_event(LEFT, _told(hit.left_out))
+
+    def loaded(self, hit: Hit, result: LoadResult, seconds: float) -> None:
+        now = time_ns()
+        span = self._tracer.start_span(LOAD, kind=SpanKind.INTERNAL, start_time=now - int(seconds * 1e9))
+        span.set_attributes({f"{PREFIX}.blocks": len(hit.keys), f"{PREFIX}.blocks.loaded": result.loaded})
+        span.set_attribute(f"{PREFIX}.tiers", [name for name, _ in hit.runs])
+        if result.left_out is not None:
+            span.add_event(LEFT, _told(result.left_out), now)
+        span.end(now)
+
+
+def _told(left: LeftOut) -> dict[str, str | int | float]:
+    """Why blocks were left to be computed, as attributes; an estimate that is not known is not there."""
+    attributes: dict[str, str | int | float] = {
+        f"{PREFIX}.why": left.why,
+        f"{PREFIX}.tier": left.tier,
+        f"{PREFIX}.start": left.start,
+        f"{PREFIX}.blocks": left.blocks,
+        f"{PREFIX}.recompute_seconds": left.recompute_seconds,
+    }
+    if left.load_seconds is not None:
+        attributes[f"{PREFIX}.load_seconds"] = left.load_seconds
+    return attributes
 
 
 def _name_of(place: object, usual: str) -> str:

@@ -4,6 +4,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 is kept of it here:
 
 * slices (``X``) of one thread nest or follow each other, they never overlap;
+* marks (``i``) are moments of one thread;
 * counters (``C``) and metadata (``M``) are by process.
 """
 
@@ -32,6 +33,11 @@ def complete(name: str, category: str, pid: int, tid: int, began: float, duratio
         "dur": duration,
         "args": args,
     }
+
+
+def instant(name: str, category: str, pid: int, tid: int, at: float, args: Event) -> Event:
+    """A mark in a thread."""
+    return {"ph": "i", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": at, "s": "t", "args": args}
 
 
 def counter(name: str, pid: int, at: float, value: int) -> Event:

@@ -4,10 +4,12 @@ import time
 
 import pytest
 import trio
+from click.testing import CliRunner
 
 from backends.memory import MemoryTier
 from backends.testing import PacedTier, payload_of
 from offload import EngineConfig, LoadOrRecompute, open_engine
+from offload.cli import main
 from offload.client import SharedBlocks, SharedMemory
 from tests.daemon.test_daemon import KEYS, cache_of, held, store, until
 from tests.support.daemons import SIZE, daemon, engine_config
@@ -69,3 +71,17 @@ async def test_the_better_way_is_taken_over_the_tier_of_a_daemon(path, share):
             await until_loads(engine, other, 8 if share < 1 else 0)
         await until(lambda: not server.statistics()["sessions"])
         assert held(server) == {}
+
+
+async def test_a_daemon_that_decides_itself_explains_what_it_has_left_out(path):
+    tier = PacedTier(MemoryTier(64 * SIZE, SIZE))
+    choice = LoadOrRecompute(mode="enforce", seconds_per_block=BLOCK)
+    async with daemon(path, engine=engine_config(tiers={"host": tier}, load_or_recompute=choice)) as server:
+        cache = cache_of()
+        async with open_engine(cache, EngineConfig(daemon_url=server.url, shadow_check=0)) as engine:
+            assert (await store(engine, cache)).completed == tuple(KEYS)
+            tier.seconds_per_block = 0.3
+            assert await load(engine, cache) == 0
+        arguments = ["explain", "--text", KEYS[0].decode(), "--runtime-dir", path]
+        told = (await trio.to_thread.run_sync(CliRunner().invoke, main, arguments)).output
+    assert "in host; left to be computed" in told and "given up as late" in told and "computing them" in told

@@ -517,3 +517,63 @@ async def test_an_engine_that_ends_in_a_probe_holds_nothing(autojump_clock: obje
     async with probing(tier_of(keys, 0.1)) as (ask, _):
         ask(keys)
         await trio.sleep(after)
+
+
+# --- what became of it is told ------------------------------------------------------------------------------------------
+
+
+async def test_explain_says_of_a_block_that_was_left_out_what_both_were_expected_to_take(
+    autojump_clock: object,
+) -> None:
+    keys = keys_of(16)
+    async with opened({"slow": tier_of(keys, 4.0)}) as engine:
+        await warm(engine, keys, "slow")
+        async with await engine.lookup(keys) as hit:
+            assert len(hit) == 0 and hit.left_out is not None
+            left = hit.left_out
+        await trio.sleep(0.5)
+        explained = await engine.explain(keys[3])
+    assert (left.why, left.tier, left.start, left.blocks) == ("recompute", "slow", 0, 16)
+    assert left.load_seconds == pytest.approx(16 * 4 * BLOCK) and left.recompute_seconds == pytest.approx(16 * BLOCK)
+    assert str(explained) == (
+        "in slow; left to be computed 0.5 s ago (loading 16 blocks was expected to take 0.32 s, computing them 0.08 s)"
+    )
+    assert explained.usable == 1  # it is there
+    assert [event.where for event in explained.blocks[0].facts.left_out] == ["slow"]
+    assert "left to be computed" in explained.as_json()
+
+
+async def test_explain_says_of_a_load_that_was_given_up_from_which_block_on_and_why(autojump_clock: object) -> None:
+    keys = keys_of(64)
+    async with collapsing(keys, 30) as (engine, _):
+        async with await engine.lookup(keys) as hit:
+            result = await engine.load(hit, room(64)[1])
+        left = result.left_out
+        assert left is not None
+        assert (left.why, left.tier, left.start) == ("late", "tier", result.loaded)
+        assert left.start + left.blocks == 64
+        came, lost = (await engine.explain([keys[result.loaded - 1], keys[result.loaded]])).blocks
+        # From now on the tier is suspect: no estimate is there, and that is said.
+        async with await engine.lookup(keys) as hit:
+            assert hit.left_out is not None and hit.left_out.load_seconds is None
+        suspect = str(await engine.explain(keys[0]))
+    assert came.facts.left_out == ()
+    assert f"given up as late: loading {left.blocks} blocks was expected to take " in lost.text
+    assert "loading 64 blocks was not known to be fast enough, computing them 0.32 s" in suspect
+
+
+async def test_what_is_loaded_has_nothing_left_to_explain(autojump_clock: object) -> None:
+    keys = keys_of(16)
+    async with opened({"fast": tier_of(keys, 0.1)}) as engine:
+        await warm(engine, keys, "fast")
+        await trio.sleep(1)
+        async with await engine.lookup(keys) as hit:
+            result = await engine.load(hit, room(16)[1])
+            assert (hit.left_out, result.left_out, result.loaded) == (None, None, 16)
+    async with opened({"fast": tier_of(keys, 4.0)}, "advise") as engine:
+        async with await engine.lookup(keys) as hit:
+            await engine.load(hit, room(16)[1])
+        async with await engine.lookup(keys) as hit:
+            assert hit.advice is not None and hit.advice.verdict == "recompute"
+            assert hit.left_out is None  # advice changes nothing
+        assert str(await engine.explain(keys[0])) == "in fast"

@@ -100,12 +100,12 @@ async def test_only_the_latest_containers_are_kept(autojump_clock, source):
         PerfettoTrace(most_containers=0)
 
 
-async def test_an_engine_has_a_process_for_each_pipeline(autojump_clock, source):
+async def test_an_engine_has_a_process_for_each_pipeline_and_one_for_its_loads(autojump_clock, source):
     trace = PerfettoTrace()
     async with offload.open_engine(source, {"host": FakeTier(), "disk": FakeTier()}, instruments=[trace]) as engine:
         await (await engine.store(source.weak(KEYS[:2]), NO_WAIT)).wait()
     names = [event["args"]["name"] for event in trace.events() if event["name"] == "process_name"]
-    assert names == ["pipeline host", "pipeline disk"]
+    assert names == ["pipeline host", "pipeline disk", "loads from host, disk"]
 
 
 # --- spans ----------------------------------------------------------------------------------------------------------------

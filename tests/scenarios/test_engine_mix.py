@@ -29,7 +29,8 @@ from tests.support.planted import engine as planted
 
 SEEDS = 500
 """Within which each plant is found."""
-KINDS = set(get_args(FaultKind)) - {"shut_down"}  # an engine ends with its block
+KINDS = set(get_args(FaultKind)) - {"shut_down", "slow_loads"}
+"""An engine ends with its block; and loads are slow in incidents, where that decides what is loaded."""
 
 
 @cache

@@ -29,7 +29,7 @@ from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease,
 from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
 from maru.exception_groups import holds
-from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
+from offload import NO_WAIT, EngineConfig, LoadOrRecompute, PipelineClosed, PipelineFull, open_engine
 from offload._config import BreakerConfig
 from offload._engine import Engine, Hit
 from offload._health import HealthState
@@ -207,9 +207,9 @@ class EngineSystem:
         todo = list(keys)
         while todo:
             async with await self._lookup(todo) as hit:
-                loaded = await self._read(hit, len(todo))
+                loaded, end = await self._read(hit, todo)
             found.update(loaded)
-            todo = todo[len(loaded) + 1 :]
+            todo = todo[max(end, len(loaded) + 1) :]
         return found
 
     async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
@@ -224,7 +224,7 @@ class EngineSystem:
                 yield read
             return
         async with await self._lookup(keys) as hit:
-            yield lambda: self._read(hit, len(keys))
+            yield lambda: self._read_again(hit, keys)
 
     async def _lookup(self, keys: Sequence[Key]) -> Hit:
         """Look keys up, and check rule 2: the lookup is over when its timeout is."""
@@ -235,8 +235,11 @@ class EngineSystem:
             self._world.wrong("model", f"a lookup with patience for {self._patience:g} s took {took:g} s")
         return hit
 
-    async def _read(self, hit: Hit, wanted: int) -> dict[Key, bytes]:
-        """What of a hit can be loaded.
+    async def _read_again(self, hit: Hit, asked: Sequence[Key]) -> dict[Key, bytes]:
+        return (await self._read(hit, asked))[0]
+
+    async def _read(self, hit: Hit, asked: Sequence[Key]) -> tuple[dict[Key, bytes], int]:
+        """What of a hit can be loaded, and the end of what is left to be computed behind it: nobody has to load that.
 
         Raises:
             OSError: that is less than was wanted, and a tier that may have the rest could not be asked.
@@ -253,11 +256,14 @@ class EngineSystem:
         keys = hit.keys[:loaded]
         if self._engine.promote:
             self._world.oracle.may_arrive(list(self._engine.tiers)[:-1], keys)
-        if loaded < wanted:
+        left = [one for one in (hit.left_out, None if result is None else result.left_out) if one is not None]
+        end = max([one.start + one.blocks for one in left], default=0)
+        self._world.oracle.excuse(asked[loaded:end])
+        if max(loaded, end) < len(asked):
             failed = result is not None and any(isinstance(outcome, Failed) for outcome in result.outcomes)
             if failed or hit.unavailable:
                 raise ConnectionResetError(f"not all could be asked: {hit.unavailable or result}")
-        return {key: bytes(pages[at]) for at, key in enumerate(keys)}
+        return {key: bytes(pages[at]) for at, key in enumerate(keys)}, end
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:
         """Delete keys of one tier."""
@@ -308,6 +314,8 @@ class EngineSystem:
             "asked_in_vain": getattr(self._parts.tiers[pipeline], "asked_in_vain", 0),
             "left_out": statistics.lookup_failures.get(pipeline, 0),
             "promoted": statistics.promoted_blocks,
+            "given_up": sum(statistics.load_or_recompute.given_up.values()),
+            "cut_blocks": statistics.load_or_recompute.cut_blocks,
         }
 
 
@@ -322,6 +330,12 @@ def breaker_of(spec: EngineSpec) -> BreakerConfig:
     )
 
 
+def choice_of(spec: EngineSpec) -> LoadOrRecompute:
+    """Whether blocks are left to be computed, as a scenario has it."""
+    seconds = spec.recompute_ms * TICK
+    return LoadOrRecompute(mode="enforce" if seconds else "off", seconds_per_block=seconds)
+
+
 def lookup_timeout_of(spec: EngineSpec) -> float:
     """How long a reader waits for all tiers of a lookup, in seconds."""
     return min(spec.call_ms, spec.lookup_ms) * len(spec.tiers) * TICK
@@ -334,16 +348,16 @@ async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> A
     spec = world.scenario.engine
     assert spec is not None
     world.ledger = None  # it is judged as any other system is
-    tiers: list[Any] = [parts.tiers[name] for name in spec.tiers]
-    async with open_engine(
-        parts.tiers[world.pipelines[world.first].source],
-        tiers,
-        config=config_of(world.pipelines[world.first]),
-        instruments=[_HookInstrument(parts)],
+    config = EngineConfig(
+        tiers={name: parts.tiers[name] for name in spec.tiers},
+        pipeline=config_of(world.pipelines[world.first]),
         promote=spec.promote,
         on_load_failure=spec.on_load_failure,
         breaker=breaker_of(spec),
-    ) as engine:
+        load_or_recompute=choice_of(spec),
+    )
+    source = parts.tiers[world.pipelines[world.first].source]
+    async with open_engine(source, config, instruments=[_HookInstrument(parts)]) as engine:
         yield EngineSystem(parts, engine, patience)
 
 

@@ -211,5 +211,6 @@ FAULTS: Final[Mapping[FaultKind, _Act]] = {
     "evict": _evict, "flip": _flip,
     "unproven": _window, "fail": _window, "stall": _window, "drop": _window, "delay": _window,
     "duplicate": _window, "miscount": _window, "reorder": _window, "torn": _window, "full": _window, "peer_death": _window,
+    "slow_loads": _window,
 }  # fmt: skip
 """What a fault of each kind does."""

@@ -9,9 +9,11 @@ Rule 3. What pipelines did by themselves (which batches they made, what was evic
 Rule 4. Recorded times are stretched by a power of two until the middle one of all copies takes two virtual milliseconds, so
         that what happened one after the other in microseconds does not fall together. Timeouts are stretched with them.
 Rule 5. Stores of one tick are admitted together, which steps of a scenario are not: they wait for an event that is set then.
-Rule 6. An engine is played as its pipelines, whose invariants are judged step by step; as an engine where it promoted, or a
-        tier of it broke.
-Rule 7. A container of which the ring has forgotten the beginning is left out, and so is what a pipeline of a chain was fed.
+Rule 6. An engine is played as its pipelines, whose invariants are judged step by step; as an engine where it promoted, a tier
+        of it broke, or it left blocks to be computed (``load_or_recompute``).
+Rule 7. What computing a block takes is as it was estimated. From where blocks of a tier are left to be computed, until it is
+        loaded from again, its loads take longer than that: which part of a load was late is not recorded.
+Rule 8. A container of which the ring has forgotten the beginning is left out, and so is what a pipeline of a chain was fed.
 """
 
 from __future__ import annotations
@@ -110,6 +112,10 @@ class _Times:
         """A moment on the clock of the recording."""
         return self.long(moment - self._began)
 
+    def part(self, seconds: float) -> float:
+        """A duration for each block, which may be a part of a virtual millisecond."""
+        return round(seconds * 1e3 * self.scale, 6)
+
     def long(self, seconds: float) -> int:
         """A duration."""
         return max(0, round(seconds * 1e3 * self.scale))
@@ -124,7 +130,8 @@ class _Mapping:
         self._pipelines = recording.description.pipelines
         engine = recording.description.engine
         self._engine: EngineDescription | None = engine
-        self._as_engine = engine is not None and (engine.promote or stories.broke)
+        self._recompute = stories.recompute
+        self._as_engine = engine is not None and bool(engine.promote or stories.broke or self._recompute)
         self._times = _Times(stories)
         self._names: dict[str, str] = {}  # of keys, by their hashes
         waiting = Counter([story.enqueued.waits for story in stories])
@@ -143,6 +150,7 @@ class _Mapping:
             *[fault for story in stories for fault in self._faults_of(story)],
             *[fault for copied in stories.copies for fault in self._failure(copied)],
             *self._delays(latencies),
+            *self._slow_loads(),
             *self._shut_down(),
         ]
         scenario = Scenario(
@@ -212,6 +220,8 @@ class _Mapping:
         for tier, blocks in record.segments:
             found, keys = keys[:blocks], keys[blocks:]
             yield tier, found
+        if record.left is not None:
+            yield record.left.tier, keys[: record.left.blocks]
 
     def _specs(self) -> dict[str, PipelineSpec]:
         if self._as_engine and self._engine is not None:
@@ -269,6 +279,7 @@ class _Mapping:
             promote=engine.promote,
             on_load_failure="retry" if engine.on_load_failure == "retry" else "miss",
             max_faults=engine.breaker.get("max_faults", 3),
+            recompute_ms=self._times.part(self._recompute),
         )
 
     # -- what users did ------------------------------------------------------------------------------------------------
@@ -374,6 +385,14 @@ class _Mapping:
             yield Fault(do="shut_down", at_ms=self._times.at(min(closed)))
 
     # -- how long copies took ------------------------------------------------------------------------------------------
+
+    def _slow_loads(self) -> Iterator[Fault]:
+        """Rule 7: a load takes longer than computing all that was left out."""
+        for tier, first, until, seconds in self._stories.slow_loads():
+            at_ms = max(0, self._times.of[first.order] - 1)
+            end = self._times.at(self._stories.end) + _MORE_MS if until is None else self._times.of[until.order]
+            ms = self._times.long(2 * seconds) + 1
+            yield Fault(do="slow_loads", at_ms=at_ms, for_ms=max(1, end - at_ms - 1), tier=tier, ms=ms)
 
     def _durations(self) -> Iterator[tuple[Copied, str, int]]:
         """Each copy that ended, with its tier and its virtual milliseconds."""

@@ -207,6 +207,11 @@ class Oracle:
         self._loads[load] = None
         return load
 
+    def excuse(self, keys: Sequence[Key]) -> None:
+        """These were found and left to be computed: no load that is under way has to bring them."""
+        for load in self._loads:
+            load.must.difference_update(keys)
+
     def ends(self, load: Load) -> None:
         """It is over, and holds nothing any more. Where it raised, nothing is known from it."""
         self._loads.pop(load, None)

@@ -151,6 +151,9 @@ class EngineSpec(Part, frozen=True, kw_only=True):
     """How long a reader waits for each tier's part of a lookup, if that is less."""
     load_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 60 * 1024
     """The same for a load."""
+    recompute_ms: Annotated[float, Meta(ge=0.0, le=1 << 20, description="virtual milliseconds, or a part of one")] = 0.0
+    """What computing a block takes, for ``load_or_recompute``: what is loaded later than that is left to be computed, and may
+    be missed. 0: everything that is found is loaded."""
 
 
 # --- what is done -------------------------------------------------------------------------------------------------
@@ -278,7 +281,7 @@ class Load(Part, frozen=True, kw_only=True):
 FaultKind: TypeAlias = Literal[
     "cancel", "abandon", "cancel_waiter", "cancel_host", "shut_down",
     "evict", "unproven", "fail", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "torn", "flip", "full",
-    "peer_death", "clock",
+    "peer_death", "clock", "slow_loads",
 ]  # fmt: skip
 
 
@@ -303,7 +306,7 @@ class Fault(Part, frozen=True, kw_only=True):
     keys: Keys = ""
     """Empty: all, or, at a hook, those of the containers it is about."""
     ms: Ms = 1
-    """How much, for ``delay`` and ``clock``."""
+    """How much, for ``delay``, ``slow_loads`` and ``clock``."""
     for_ms: Ms = 1
     """For how long, for what has a duration."""
     by: Annotated[int, Meta(ge=-65_536, le=65_536)] = 1
@@ -451,6 +454,12 @@ FAULT_KINDS: Final[Mapping[FaultKind, Kind]] = {
     "flip": Kind("a bit of a stored block is flipped", ("tier", "keys"), _COPY),
     "full": Kind("nobody is granted room", ("tier", "for_ms"), ("reserve",)),
     "peer_death": Kind("whatever is asked of the tier raises", ("tier", "for_ms"), _COPY),
+    "slow_loads": Kind(
+        "loads that begin take ``ms`` more, in virtual time; one that is cancelled meanwhile is over at once",
+        ("tier", "ms", "for_ms"),
+        _COPY,
+        False,
+    ),
     "clock": Kind("the clock jumps ahead by ``ms``: whatever was due in between is due together", ("ms",)),
 }
 

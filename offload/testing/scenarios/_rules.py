@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 FIGURES: Final = tuple([field.name for field in attrs.fields(PipelineStatistics)])
 """What ``statistics()`` says of our pipelines."""
-ENGINE_FIGURES: Final = ("well", "faults", "asked_in_vain", "left_out", "promoted")
+ENGINE_FIGURES: Final = ("well", "faults", "asked_in_vain", "left_out", "promoted", "given_up", "cut_blocks")
 """What is said of a tier of an engine beside the figures of the pipeline into it.
 
 ``well``: 1 while it is asked, 0 where it is left alone. ``faults``: in a row. ``asked_in_vain``: questions that met a peer that
@@ -169,6 +169,8 @@ ROWS: Final = (
         and (nearest(p.event, c.fired) if c.fired else f': say [[step]] fire = "{p.event}", or ms'),
         "no step fires {p.event!r}{0}"),
     Row(LoadStep, "keys", lambda c, p: not p.keys.strip(), "is empty: say which keys are loaded"),
+    Row(LoadStep, "hold_ms", lambda c, p: c.engine and c.engine.recompute_ms and p.hold_ms and not p.tier,
+        "reads twice, and with recompute_ms = {c.engine.recompute_ms} each read may leave out other blocks: say one of both"),
     Row(LoadStep, "id", lambda c, p: _length(p.id) > 1, "names several: a load is one"),
     Row(KeysStep, "keys", lambda c, p: not p.keys.strip(), "is empty: say which keys"),
     Row(CloseStep, "how", lambda c, p: c.engine and p.how == "close", "an engine ends with its block: say leave, or cancel"),

@@ -196,7 +196,7 @@ _FIELDS: Final[dict[str, dict[str, st.SearchStrategy[Any]]]] = {
     "fail": {"keys": _keys, **_fors}, "torn": {"keys": _keys, **_fors, "grouped": st.booleans()}, "flip": {"keys": _keys},
     "miscount": {"by": st.sampled_from([-1, 1]), **_fors}, "drop": {**_fors, "grouped": st.booleans()},
     "unproven": {**_fors, "grouped": st.booleans()}, "peer_death": _fors,
-    "clock": {"ms": st.integers(1, 20)}, "shut_down": {}, "cancel_host": {},
+    "slow_loads": {"ms": st.integers(1, 6), **_fors}, "clock": {"ms": st.integers(1, 20)}, "shut_down": {}, "cancel_host": {},
 }  # fmt: skip
 _kinds_of_fault: Final[st.SearchStrategy[Any]] = st.sampled_from(list(_FIELDS))
 _hooks: Final = st.sampled_from(HOOKS)

@@ -362,6 +362,10 @@ class VirtualTier(FakeTier):
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Load; it takes the model's time."""
         self.model.check_peer()
+        slow = self.model.window("slow_loads") if self.model.windows else None
+        if slow is not None:
+            slow.entry.fired = True
+            await trio.sleep(slow.ms * TICK)
         with trio.CancelScope(shield=True):
             await trio.sleep(self.model.duration(len(lease.keys) * self.block_bytes))
         self.model.check_peer()
