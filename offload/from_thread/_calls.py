@@ -8,8 +8,7 @@ twice.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,8 +64,9 @@ class CallFuture(Future[T]):
         """Whether a poll returns it: true for calls that were begun, false for those that a thread waits for."""
         self.begun: bool = False
         """Whether the engine's thread has to answer it."""
-        self.scope: trio.CancelScope = trio.CancelScope()
-        self.stop: trio.Event = trio.Event()
+        self.scope: trio.CancelScope | None = None
+        """Ends its task in the engine's thread."""
+        self.stop: trio.Event | None = None
         """Set by a cancellation."""
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -88,10 +88,16 @@ class CallFuture(Future[T]):
         return self._error
 
     def _cancel(self) -> None:
-        self.stop.set()
-        self.scope.cancel()
+        if self.scope is not None and self.stop is not None:
+            self.stop.set()
+            self.scope.cancel()
         if self._done and self.dispose is not None and self._value is not None:
             self.dispose(self._value)
+
+    def begin(self) -> None:
+        """The engine's thread is about to be asked. Only calls that are cost a scope: most are answered where they are made."""
+        self.begun = True
+        self.scope, self.stop = trio.CancelScope(), trio.Event()
 
     def end(self, value: T | None, error: BaseException | None, note: Callable[[Future[Any]], None]) -> None:
         """Set the answer. Only for the thread that removed the call from the pending calls."""
@@ -202,23 +208,20 @@ class Hit:
             raise ValueError(f"{self!r} was released")
         return self._pinned
 
-    @contextmanager
-    def reading(self) -> Iterator[PinnedHit]:
-        """Keep it pinned for as long as the ``with`` block lasts, also if it is released meanwhile.
+    def begin_reading(self, read: object) -> PinnedHit:
+        """Keep it pinned until :meth:`end_reading` of this, also if it is released meanwhile.
 
         Raises:
-            ValueError: it was released.
+            ValueError: it was released; :meth:`end_reading` is due all the same.
         """
-        read = object()
-        try:
-            self._reads[read] = (
-                None  # before the look at whether it is released: a release looks at this after it says so
-            )
-            yield self.pinned
-        finally:
-            self._reads.pop(read, None)
-            if self._released:
-                self._let_go()
+        self._reads[read] = None  # before the look at whether it is released: a release looks at this after it says so
+        return self.pinned
+
+    def end_reading(self, read: object) -> None:
+        """This reads no more. Idempotent."""
+        self._reads.pop(read, None)
+        if self._released:
+            self._let_go()
 
     def release(self) -> None:
         """Release the blocks. Idempotent; never blocks, and does nothing after the engine's end.

@@ -85,8 +85,10 @@ class Future(Generic[T_co]):
         Raises:
             EngineForked: this is a forked child, in which it never ends.
         """
-        if not self._done:
-            self._boundary.check_process()
+        if self._done and not self._callbacks:  # what was added before has been called, or is being called
+            _call_and_report(function, self)
+            return
+        self._boundary.check_process()
         self._add_callback(partial(_call_and_report, function, self))
 
     # --- ending ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ behind its copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -78,8 +77,9 @@ class ThreadReads:
             deadline: on the clock of ``time.monotonic``.
             waits: whether the caller waits for it. Else only a short copy of memory is made.
         """
-        worker = self._worker
-        with hit.reading() as pinned:
+        worker, read = self._worker, object()
+        try:
+            pinned = hit.begin_reading(read)
             if not worker.is_open:
                 return None
             engine = worker.engine
@@ -89,16 +89,15 @@ class ThreadReads:
             result = self._copy(load)
             if result is None or not worker.is_open:
                 return None
+        finally:
+            hit.end_reading(read)
         (worker.mailbox.call if load.promotes else worker.mailbox.leave)(load.count)
         return result
 
     def _copy(self, load: DirectLoad) -> LoadResult | None:
-        announced = (
-            self._worker.engine.direct.load_priority.loading_in_thread(self._worker.mailbox.call)
-            if load.waits_for_disk
-            else nullcontext()
-        )
-        with announced:
+        if not load.waits_for_disk:
+            return load.copy()
+        with self._worker.engine.direct.load_priority.loading_in_thread(self._worker.mailbox.call):
             return load.copy()
 
     def release(self, pinned: PinnedHit) -> None:

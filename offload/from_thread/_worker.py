@@ -314,7 +314,7 @@ class EngineWorker(ThreadBoundary):
         # call can be added that is never answered.
         with self.lock:
             self.check_begin(call)
-            call.begun = True
+            call.begin()
             self._pending_calls[call] = None
             if after_stores:
                 self.mailbox.messages.append(call)
@@ -374,6 +374,7 @@ class EngineWorker(ThreadBoundary):
     async def _answer(self, call: CallFuture[Any]) -> None:
         value: Any = None
         error: BaseException | None = None
+        assert call.scope is not None
         if not call.to_the_end:
             call.scope.deadline = trio.current_time() + max(0.0, call.deadline - time.monotonic())
         try:
@@ -403,6 +404,8 @@ class EngineWorker(ThreadBoundary):
 
     async def _bound_end(self, call: CallFuture[Any]) -> None:
         """End the call at its deadline or when it is cancelled; answer DrainUnproven if it does not end then."""
+        assert call.scope is not None
+        assert call.stop is not None
         with trio.move_on_after(max(0.0, call.deadline - time.monotonic())):
             await call.stop.wait()
         call.scope.cancel()

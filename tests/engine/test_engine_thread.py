@@ -100,6 +100,7 @@ def thread_of() -> EngineWorker:
 
 def asked(thread: EngineWorker, function: Callable[[], Awaitable[str]], disposed: list[str]) -> CallFuture[str]:
     call = CallFuture(thread, function, thread.deadline(None), dispose=disposed.append)
+    call.begin()
     thread._pending_calls[call] = None
     return call
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import compress, count
 from typing import Any, TypeVar
 
-from ._cache import LookupOutcome, ObjectCache, StoreOutcome
+from ._cache import ObjectCache
 from ._config import CacheConfig
 from ._events import EventFd
 from ._lmcache import (
@@ -36,6 +36,7 @@ from ._lmcache import (
 from ._memory import Span
 from ._names import naming
 from ._opening import LazyEngine
+from ._operations import LookupOutcome, StoreOutcome
 from ._residents import Residents
 from ._tasks import TaskTable
 
@@ -156,10 +157,11 @@ class MaruL2Adapter(L2AdapterInterface):
         with self._lock:
             task, began = self._lookups.begin(), self._residents.mark()
         layouts = group_layout_descs or {}
-        largest = max(map(_bytes_of, layouts.values()), default=0)
-        finish = partial(self._looked_up, task, began, list(keys))
         self._cache.lookup(
-            keys, finish, object_bytes=largest, describe=lambda at: _described_by(layouts.get(keys[at].object_group_id))
+            keys,
+            partial(self._looked_up, task, began, list(keys)),
+            object_bytes=lambda: max(map(_bytes_of, layouts.values()), default=0),
+            describe=lambda at: _described_by(layouts.get(keys[at].object_group_id)),
         )
         return task
 

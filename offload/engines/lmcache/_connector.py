@@ -13,12 +13,13 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
-from ._cache import LookupOutcome, ObjectCache, StoreOutcome
+from ._cache import ObjectCache
 from ._config import CacheConfig
 from ._events import EventFd
 from ._memory import Span
 from ._names import ParsedKey, naming, parse_object_key
 from ._opening import LazyEngine
+from ._operations import LookupOutcome, StoreOutcome
 
 Completion: TypeAlias = tuple[int, bool, str, list[bool] | None]
 """Of one operation: its id, whether it went as a whole, why not, and one truth for each key."""

@@ -86,9 +86,13 @@ class LayoutChecks:
         self._again_at: dict[Space, float] = {}
         self._wrong: dict[Space, WrongLayout] = {}
 
-    def due(self, keys: Sequence[ObjectKey], describe: Describe) -> list[ObjectLayout]:
-        """The layouts of these keys that are to be tried first. A look into a table for each key, mostly."""
-        firsts = {_space(key): at for at, key in zip(range(len(keys) - 1, -1, -1), reversed(keys), strict=True)}
+    def due(self, keys: Sequence[ObjectKey], rows: Sequence[range], describe: Describe) -> list[ObjectLayout]:
+        """The layouts of these keys that are to be tried first. A look into a table for each row of keys, mostly."""
+        firsts: dict[Space, int] = {}
+        for row in rows:
+            space = _space(keys[row.start])
+            if self._again_at.get(space) != math.inf:
+                firsts.setdefault(space, row.start)
         found: list[ObjectLayout] = []
         for space, at in firsts.items():
             said = describe(at) if self._is_due(space) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import attrs
 
@@ -32,6 +32,9 @@ class ObjectKey(Protocol):
     @property
     def cache_salt(self) -> str: ...
 
+
+_REMEMBERED: Final = 8192
+"""Keys whose names are remembered: LMCache looks one up, loads it and unlocks it within a request."""
 
 KeyNames: TypeAlias = Literal["hashed", "published"]
 """How an object is called in a tier: by a hash of all fields of its key, or by the text that published integrations write."""
@@ -84,14 +87,15 @@ def published_key(key: ObjectKey) -> Key:
 
 
 def naming(names: KeyNames) -> Callable[[ObjectKey], Key]:
-    """The function that names objects this way.
+    """The function that names objects this way. It remembers names, so keys have to be hashable.
 
     Raises:
         ValueError: there is no such way.
     """
     if names not in get_args(KeyNames):
         raise ValueError(f"key_names = {names!r}: must be one of {', '.join(get_args(KeyNames))}")
-    return hashed_key if names == "hashed" else published_key
+    named: Any = lru_cache(maxsize=_REMEMBERED)(hashed_key if names == "hashed" else published_key)
+    return named  # type: ignore[no-any-return]
 
 
 def rows(keys: Sequence[ObjectKey]) -> list[range]:

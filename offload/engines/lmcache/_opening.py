@@ -112,11 +112,18 @@ class LazyEngine:
             return "open"
         return "not connected" if self.failure is None else "failed"
 
+    def ready(self, object_bytes: int = 0) -> OpenEngine | None:
+        """The engine, for a task that needs no :meth:`run`: it is open, nothing waits in line, and such an object fits a page.
+
+        Without the lock: what is put in line meanwhile has come at the same time, and not before.
+        """
+        return self._suitable(self._opened, object_bytes) if self._opener is None else None
+
     def run(self, task: Task) -> None:
         """Have a task begun in the engine, or refused. Never waits."""
         with self._lock:
             waits = self._opener is not None or task.prepare is not None
-            ready = None if waits else self._suitable(self._opened, task)
+            ready = None if waits else self._suitable(self._opened, task.object_bytes)
             error = None if ready is not None else self._refusal()
             if ready is None and error is None:
                 self._waiting.append(task)
@@ -146,9 +153,9 @@ class LazyEngine:
 
     # --- below ----------------------------------------------------------------------------------------------------
 
-    def _suitable(self, opened: OpenEngine | None, task: Task) -> OpenEngine | None:
-        """This engine, unless its page is a guess that is too small for a task."""
-        if opened is not None and self._guessed and task.object_bytes > opened.page_bytes:
+    def _suitable(self, opened: OpenEngine | None, object_bytes: int) -> OpenEngine | None:
+        """This engine, unless its page is a guess that is too small for an object."""
+        if opened is not None and self._guessed and object_bytes > opened.page_bytes:
             return None
         return opened
 
@@ -164,7 +171,7 @@ class LazyEngine:
         while self._waiting:
             # The first stays in line until it is begun: the line is empty when the engine is open, and not before.
             task = self._waiting[0]
-            opened = self._suitable(self._opened, task)
+            opened = self._suitable(self._opened, task.object_bytes)
             if opened is None:
                 try:
                     opened = self._opened = self._replace(task)

@@ -44,8 +44,8 @@ class WaitingCache:
     def store(self, keys, buffers, **options):
         return self._wait(self.cache.store, keys, spans_of(buffers), **options)
 
-    def lookup(self, keys, **options):
-        return self._wait(self.cache.lookup, keys, **options)
+    def lookup(self, keys, object_bytes=0, **options):
+        return self._wait(self.cache.lookup, keys, object_bytes=lambda: object_bytes, **options)
 
     def load(self, keys, buffers, **options):
         return self._wait(self.cache.load, keys, spans_of(buffers), **options)

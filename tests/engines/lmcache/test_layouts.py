@@ -112,7 +112,7 @@ def test_a_layout_is_tried_once_and_again_later_where_no_tier_has_answered(monke
         cache.cache.layouts._clock = lambda: now + 60
         store(cache, chunks(1, kv_rank=7))
         assert failures(cache) == {"start: layout not checked": 1}
-        assert not cache.cache.layouts.due(chunks(1, kv_rank=7), looking_like())
+        assert not cache.cache.layouts.due(chunks(1, kv_rank=7), [range(1)], looking_like())
 
 
 # --- while it runs ----------------------------------------------------------------------------------------------------

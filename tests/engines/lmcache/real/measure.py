@@ -4,11 +4,15 @@
 
 A share is the time of memmove divided by that of the adapter, from submitting to the signal: 1.0 is as fast as copying. Medians
 of rounds that take turns, so that a machine that is busy for a while slows all of them alike.
+
+Beside single objects stands what no adapter can do without: the calls and the signal of LMCache's controllers (an adapter that
+does nothing), and, for the page store, an echo of as many bytes over a socket of its channel's kind.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +21,9 @@ from typing import Any
 
 from lmcache.v1.distributed.l2_adapters.mock_l2_adapter import MockL2Adapter, MockL2AdapterConfig
 
+from maru.bench._echo import PacketCaller, echo
 from offload.engines.lmcache import MaruL2Adapter
+from offload.engines.lmcache._lmcache import Bitmap
 from tests.engines.lmcache.real.memory import Driver, keys_of, layout, memory_object
 from tests.support.maru_processes import Server, temporary_pool
 
@@ -26,6 +32,48 @@ LARGE = 4 << 20
 SMALL = 4 << 10
 ROUNDS = 15
 SINGLES = 2_000
+
+
+REQUEST = bytes(128)
+"""About what a request for one page has."""
+NOTHING = "an adapter that does nothing"
+ECHO = "an echo of the channel"
+
+
+class Nothing:
+    """Answers at once, and does nothing: what is left is LMCache's own way of asking."""
+
+    def __init__(self) -> None:
+        self._fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(3)]
+        self._results: dict[int, Any] = {}
+        self.get_store_event_fd, self.get_lookup_and_lock_event_fd, self.get_load_event_fd = [
+            lambda fd=fd: fd for fd in self._fds
+        ]
+
+    def _answer(self, fd: int, result: Any) -> int:
+        self._results[fd] = result
+        os.eventfd_write(fd, 1)
+        return fd
+
+    def submit_store_task(self, keys: Any, objects: Any) -> int:
+        return self._answer(self._fds[0], True)
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        return self._results
+
+    def submit_lookup_and_lock_task(self, keys: Any, layouts: Any) -> int:
+        return self._answer(self._fds[1], Bitmap(len(keys)))
+
+    def submit_load_task(self, keys: Any, objects: Any) -> int:
+        return self._answer(self._fds[2], Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task: int) -> Any:
+        return self._results[task]
+
+    query_load_result = query_lookup_and_lock_result
+
+    def submit_unlock(self, keys: Any) -> None:
+        pass
 
 
 @contextmanager
@@ -87,17 +135,24 @@ def small(made: dict[str, Any]) -> None:
     """One object of 4 KiB at a time."""
     source, place = memory_object(SMALL), memory_object(SMALL)
     print(f"\none object of {SMALL >> 10} KiB, microseconds (median of {SINGLES}):")
-    for name, adapter in made.items():
-        driver = Driver(adapter)
-        times: dict[str, list[float]] = {"store": [], "lookup": [], "load": []}
-        for key in keys_of(SINGLES, 1 << 20):
-            times["store"].append(timed(driver.store, [key], [source]))
-            times["lookup"].append(timed(driver.lookup, [key], {0: layout(SMALL)}))
-            times["load"].append(timed(driver.load, [key], [place]))
-            adapter.submit_unlock([key])
-        print(
-            f"  {name:28} " + "   ".join(f"{what} {statistics.median(all_) * 1e6:.0f}" for what, all_ in times.items())
-        )
+    with echo() as echoing, PacketCaller(echoing.addresses["channel"]) as caller:
+        for at, (name, adapter) in enumerate({NOTHING: Nothing(), **made}.items()):
+            driver = Driver(adapter)
+            times: dict[str, list[float]] = {"store": [], "lookup": [], "load": [], ECHO: []}
+            # Keys of its own: what is there already, in the store that two of them share, is not copied again.
+            for key in keys_of(SINGLES, (1 << 20) + at * SINGLES):
+                times["store"].append(timed(driver.store, [key], [source]))
+                times["lookup"].append(timed(driver.lookup, [key], {0: layout(SMALL)}))
+                times["load"].append(timed(driver.load, [key], [place]))
+                adapter.submit_unlock([key])
+                times[ECHO].append(timed(caller.lockstep, [REQUEST]))
+            medians = {what: statistics.median(all_) * 1e6 for what, all_ in times.items()}
+            beside = medians.pop(ECHO)
+            said = "   ".join(f"{what} {median:.0f}" for what, median in medians.items())
+            if name.startswith("page store"):
+                in_echoes = " / ".join(f"{median / beside:.1f}" for median in medians.values())
+                said += f"   (in echoes of the channel, {beside:.0f} each: {in_echoes})"
+            print(f"  {name:28} {said}")
 
 
 def main() -> None:

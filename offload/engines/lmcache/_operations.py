@@ -1,0 +1,359 @@
+"""Operations: what one store, one lookup and one load of LMCache is made of, in the engine that is open.
+
+Each is begun once and ends once, by a call of what it was given: in the thread that begins it where it needs no message, else
+in the engine's thread. It has a part for each row of keys, or for each salt; the last part to end ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import attrs
+
+from backends.abc import LOADED, ExternalBlocks, Failed, Key, Missed
+
+from ..._errors import DrainUnproven
+from ..._pipeline.result import TransferResult
+from ...from_thread import Hit, LoadFuture, LookupFuture, StoreFuture
+from ...preconditions import NO_WAIT
+from ._memory import MemoryObjects, ObjectPlaces, Span
+from ._names import ObjectKey, rows
+from ._opening import OpenEngine
+
+if TYPE_CHECKING:
+    from ._cache import ObjectCache
+
+_THERE: Final = frozenset({"present", "pending"})
+"""Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
+
+
+@attrs.frozen
+class StoreOutcome:
+    """How a store ended."""
+
+    there: Sequence[bool]
+    """Of each object, whether it is in the tier."""
+    written: Sequence[bool]
+    """Of each object, whether this store has put it there."""
+
+    @property
+    def success(self) -> bool:
+        """Whether all of them are there."""
+        return all(self.there)
+
+
+@attrs.frozen
+class LookupOutcome:
+    """How a lookup ended."""
+
+    found: Sequence[bool]
+    """Of each key, whether it was found and is locked now: a prefix of each row."""
+    gone: Sequence[bool]
+    """Of each key, whether it is known not to be there: every tier was asked."""
+
+
+class Operation(ABC):
+    """One operation on some keys."""
+
+    name: ClassVar[str]
+    """What it is called in the log of faults."""
+
+    def __init__(self, cache: ObjectCache, keys: Sequence[ObjectKey]) -> None:
+        self.cache = cache
+        self.keys: Sequence[ObjectKey] = list(keys)
+        """The keys, row behind row."""
+        self.rows: Sequence[range] = rows(self.keys)
+        """Where each row is."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Tell how it has ended."""
+
+    @abstractmethod
+    def start(self, opened: OpenEngine) -> None:
+        """Begin all parts."""
+
+    def begin(self, opened: OpenEngine) -> None:
+        """Begin it, unless the layout of one of its objects is wrong."""
+        wrong = self.cache.layouts.refusal(self.keys)
+        if wrong is None:
+            self.start(opened)
+        else:
+            self.refuse(wrong)
+
+    def refuse(self, error: Exception) -> None:
+        """End it before it has begun."""
+        self.cache.faults.note(self.name, error, len(self.keys))
+        self.end()
+
+    def names(self) -> list[Key]:
+        """What the keys are called in the tiers."""
+        return self.cache.name(self.keys)
+
+    def parts(self, n: int) -> Callable[[], None]:
+        """What each of so many parts calls at its end, in any thread."""
+        return self.end if n == 1 else _Parts(n, self.end).end_one
+
+
+class _Parts:
+    """Counts the parts of an operation; the last to end ends it. Parts end in any thread."""
+
+    def __init__(self, n: int, end: Callable[[], None]) -> None:
+        self._left = n
+        self._end = end
+        self._lock = threading.Lock()
+
+    def end_one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            over = not self._left
+        if over:
+            self._end()
+
+
+class Storing(Operation):
+    """One store: a part for each salt, since a store has one tenant."""
+
+    name = "store"
+
+    def __init__(
+        self,
+        cache: ObjectCache,
+        keys: Sequence[ObjectKey],
+        spans: Sequence[Span],
+        finish: Callable[[StoreOutcome], None],
+    ) -> None:
+        super().__init__(cache, keys)
+        self._spans = list(spans)
+        self._finish = finish
+        self._there = [False] * len(keys)
+        self._written = [False] * len(keys)
+
+    def end(self) -> None:
+        """Tell which objects are there, and which were written."""
+        self._finish(StoreOutcome(self._there, self._written))
+
+    def start(self, opened: OpenEngine) -> None:
+        """Store them, salt by salt."""
+        by_salt: dict[str, dict[Key, list[int]]] = {}
+        for at, (key, name) in enumerate(zip(self.keys, self.names(), strict=True)):
+            # A key that is named twice is stored once: blocks of one store have different keys.
+            by_salt.setdefault(key.cache_salt, {}).setdefault(name, []).append(at)
+        end = self.parts(len(by_salt))
+        for salt, positions in by_salt.items():
+            self._start_part(opened, salt, positions, end)
+
+    def _start_part(
+        self, opened: OpenEngine, salt: str, positions: dict[Key, list[int]], end: Callable[[], None]
+    ) -> None:
+        source: MemoryObjects = opened.source
+        blocks: ExternalBlocks | None = None
+        try:
+            blocks = source.lend(list(positions), [self._spans[at[0]] for at in positions.values()])
+            future = opened.engine.store(blocks, NO_WAIT, tenant=salt)
+        except Exception as error:
+            if blocks is not None:
+                source.take_back(blocks)
+            self.cache.faults.note("store", error, len(positions))
+            end()
+            return
+        future.add_done_callback(partial(self._part_ended, source, blocks, positions, end))
+
+    def _part_ended(
+        self,
+        source: MemoryObjects,
+        blocks: ExternalBlocks,
+        positions: dict[Key, list[int]],
+        end: Callable[[], None],
+        future: StoreFuture,
+    ) -> None:
+        try:
+            self._note_result(future.result(0), positions)
+        except Exception as error:
+            self.cache.faults.note("store", error, len(positions))
+        source.take_back(blocks)
+        end()
+
+    def _note_result(self, result: TransferResult, positions: dict[Key, list[int]]) -> None:
+        faults = self.cache.faults
+        for name in result.completed:
+            for at in positions[name]:
+                self._there[at] = self._written[at] = True
+        for name, reason in result.filtered.items():
+            if reason in _THERE:
+                for at in positions[name]:
+                    self._there[at] = True
+            else:
+                faults.count("store", reason)
+        for error in result.failed.values():
+            faults.note("store", error)
+        if result.error is not None:
+            faults.note("store", result.error)
+
+
+class Looking(Operation):
+    """One lookup: a part for each row."""
+
+    name = "lookup"
+
+    def __init__(self, cache: ObjectCache, keys: Sequence[ObjectKey], finish: Callable[[LookupOutcome], None]) -> None:
+        super().__init__(cache, keys)
+        self._finish = finish
+        self._found = [False] * len(keys)
+        self._gone = [False] * len(keys)
+
+    def end(self) -> None:
+        """Tell which keys were found, and which are known to be gone."""
+        self._finish(LookupOutcome(self._found, self._gone))
+
+    def first_of_rows(self) -> list[Key]:
+        """The keys without which nothing is found."""
+        return self.cache.name([self.keys[row.start] for row in self.rows])
+
+    def start(self, opened: OpenEngine) -> None:
+        """Look up each row."""
+        names = self.names()
+        end = self.parts(len(self.rows))
+        for row in self.rows:
+            try:
+                future = self.cache.ask(opened, names[row.start : row.stop], self.keys[row.start].cache_salt)
+            except Exception as error:
+                self.cache.faults.note("lookup", error, len(row))
+                end()
+                continue
+            future.add_done_callback(partial(self._row_ended, row, end))
+
+    def _row_ended(self, row: range, end: Callable[[], None], future: LookupFuture) -> None:
+        try:
+            hit = future.result(0)
+        except Exception as error:
+            self.cache.faults.note("lookup", error, len(row))
+            end()
+            return
+        self.cache.note_unavailable(hit.unavailable, len(row) - len(hit))
+        found = row.start + len(hit)
+        self._found[row.start : found] = [True] * len(hit)
+        # Of the key behind the prefix it is known that no tier has it, if every tier was asked; of those behind it nothing is.
+        if found < row.stop and not hit.unavailable:
+            self._gone[found] = True
+        if len(hit):
+            self.cache.lock(hit)
+        else:
+            hit.release()
+        end()
+
+
+class Loading(Operation):
+    """One load: a part for each row, in steps from one gap to the next.
+
+    A step takes the hit of the lookup where that has locked just these keys. LMCache often wants fewer, as some are in its
+    first level already, and then they are looked up once more, in a hit that ends with the step.
+    """
+
+    name = "load"
+
+    def __init__(
+        self,
+        cache: ObjectCache,
+        keys: Sequence[ObjectKey],
+        spans: Sequence[Span],
+        finish: Callable[[Sequence[bool]], None],
+    ) -> None:
+        super().__init__(cache, keys)
+        self._spans = list(spans)
+        self._finish = finish
+        self._names: list[Key] = []
+        self._loaded = [False] * len(keys)
+
+    def end(self) -> None:
+        """Tell which objects were loaded."""
+        self._finish(self._loaded)
+
+    def start(self, opened: OpenEngine) -> None:
+        """Load each row."""
+        names = self._names = self.names()
+        end = self.parts(len(self.rows))
+        for row in self.rows:
+            hit = self.cache.locked_hit(names[row.start : row.stop])
+            if hit is None:
+                self._look(opened, row, end)
+            else:
+                self._copy(opened, row, end, hit, None)
+
+    def _look(self, opened: OpenEngine, rest: range, end: Callable[[], None]) -> None:
+        """Look for what is left of a row; its first key may be missing, and then for what is behind that."""
+        if not rest:
+            end()
+            return
+        try:
+            salt = self.keys[rest.start].cache_salt
+            future = self.cache.ask(opened, self._names[rest.start : rest.stop], salt)
+        except Exception as error:
+            self._give_up(rest, end, error)
+            return
+        future.add_done_callback(partial(self._looked, opened, rest, end))
+
+    def _looked(self, opened: OpenEngine, rest: range, end: Callable[[], None], future: LookupFuture) -> None:
+        try:
+            hit = future.result(0)
+        except Exception as error:
+            self._give_up(rest, end, error)
+            return
+        if not len(hit):
+            self.cache.note_unavailable(hit.unavailable, len(rest))
+            hit.release()
+            # Without its tiers every further question would be answered as this one, and each may take a timeout.
+            self._look(opened, rest[len(rest) :] if hit.unavailable else rest[1:], end)
+            return
+        self._copy(opened, rest, end, hit, hit)
+
+    def _copy(self, opened: OpenEngine, rest: range, end: Callable[[], None], hit: Hit, own: Hit | None) -> None:
+        """Load the blocks of a hit into the first places of what is left."""
+        here = rest[: len(hit)]
+        try:
+            places = ObjectPlaces(self._spans[here.start : here.stop], opened.page_bytes)
+            future = opened.engine.begin_load(hit, places)
+        except Exception as error:
+            if own is not None:
+                own.release()
+            self._give_up(rest, end, error)
+            return
+        future.add_done_callback(partial(self._copied, opened, rest, here, end, own))
+
+    def _copied(
+        self,
+        opened: OpenEngine,
+        rest: range,
+        here: range,
+        end: Callable[[], None],
+        own: Hit | None,
+        future: LoadFuture,
+    ) -> None:
+        if own is not None:
+            own.release()
+        try:
+            outcomes = future.result(0).outcomes
+        except DrainUnproven as error:
+            # No end of this part, and so none of the task (rule 4 of the package): LMCache gives the memory of a load that has
+            # ended to another request, and this copy may still write into it.
+            self.cache.faults.note("load", error, len(here))
+            return
+        except Exception as error:
+            self._give_up(rest, end, error)
+            return
+        for at, outcome in zip(here, outcomes, strict=True):
+            if outcome == LOADED:
+                self._loaded[at] = True
+            elif isinstance(outcome, Failed):
+                self.cache.faults.note("load", outcome.error)
+            elif isinstance(outcome, Missed):
+                self.cache.faults.count("load", outcome.reason)
+        self._look(opened, rest[len(here) + 1 :], end)  # behind the hit is a key that no tier has
+
+    def _give_up(self, rest: range, end: Callable[[], None], error: Exception) -> None:
+        self.cache.faults.note("load", error, len(rest))
+        end()
