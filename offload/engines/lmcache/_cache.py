@@ -104,8 +104,8 @@ class ObjectCache:
         Args:
             keys: row behind row.
             finish: called once.
-            object_bytes: says how large the largest object is that is looked for; 0 where that is not known. Asked where this is
-                what connects, for the size of a page.
+            object_bytes: says how large the largest object is that is looked for; 0: that is not known. Asked only where this
+                connects, for the size of a page.
             describe: what the objects look like, as far as it is known.
         """
         looking = Looking(self, keys, finish)

@@ -36,7 +36,9 @@ class NoChunks:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes: int = block_bytes
-        """Size of a chunk."""
+        """Size of a page: a chunk of all layers, or of one."""
+        self.pages_per_chunk: int = 1
+        """Pages that a chunk has."""
 
     def __repr__(self) -> str:
         return f"<NoChunks of {self.block_bytes} bytes>"
@@ -47,6 +49,10 @@ class NoChunks:
 
     def release(self, refs: Sequence[int]) -> None:
         """There is none to release."""
+
+    def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
+        """What is to be stored once ``stored`` has ended, and these keys are there: nothing."""
+        return None
 
     def views(self, refs: Sequence[int]) -> None:
         """No block lies in host memory."""

@@ -8,6 +8,7 @@ that its bytes depend on: model, dtype, layout, rank, and how many blocks a chun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 
@@ -45,7 +46,15 @@ class ChunkNaming:
         return [block_key(bytes(one), salt=salt) for one in hashes]
 
 
-def keys_of_all_ranks(ranks: Sequence[ChunkNaming], hashes: Sequence[bytes], generation: str = "") -> list[Key]:
+class Naming(Protocol):
+    """Names chunks, or parts of them."""
+
+    def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
+        """The keys of each chunk, in order."""
+        ...
+
+
+def keys_of_all_ranks(ranks: Sequence[Naming], hashes: Sequence[bytes], generation: str = "") -> list[Key]:
     """The keys that a prefix needs, chunk by chunk: one for each rank. So many leading ones found are whole chunks."""
     columns = [naming.keys(hashes, generation) for naming in ranks]
     return [key for row in zip(*columns, strict=True) for key in row]

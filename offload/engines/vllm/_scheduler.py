@@ -17,7 +17,7 @@ import attrs
 from ... import from_thread
 from ..._errors import OffloadError
 from .._faults import FaultLog
-from ._naming import ChunkNaming, keys_of_all_ranks
+from ._naming import Naming, keys_of_all_ranks
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._requests import Blocks, Question, RequestRecord, RequestTable, State
 
@@ -48,7 +48,7 @@ class SchedulerHalf:
     Args:
         engine: what to look up in: the worker's own, or, where workers are other processes, one of this process that only
         reads.
-        ranks: how each worker names its chunks.
+        ranks: how each worker names its chunks; where a chunk has a page for each layer, how each layer is named.
         table: the requests.
         lookup_timeout: seconds that a lookup may take.
         stores: whether anything is to be stored (vLLM's role is producer, or both).
@@ -59,7 +59,7 @@ class SchedulerHalf:
     def __init__(
         self,
         engine: from_thread.Engine,
-        ranks: Sequence[ChunkNaming],
+        ranks: Sequence[Naming],
         table: RequestTable,
         *,
         lookup_timeout: float,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import attrs
 
@@ -19,6 +19,7 @@ from ..._engine import EngineConfig
 from ..._engine.config import DAEMON_TIER
 from ..._errors import ConfigError
 from .._tables import DAEMON_URL, as_cache, located
+from ._published import PublishedNames
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _log = logging.getLogger("vllm.offload")
@@ -30,6 +31,8 @@ _SHARED: Final[Mapping[str, Mapping[str, Any]]] = {"maru": {"pool_size": 0}, DAE
 """Types of tiers that several processes share, and how one of them is opened that only looks up: it takes no region."""
 _KINDS: Final[Mapping[str, str]] = {"memory": "host", "maru": "host", "file": "disk"}
 """What vLLM's metrics call the place of a tier, by its type."""
+KeyNames: TypeAlias = Literal["hashed", "published-blake2b", "published-md5"]
+"""How pages are named and what is in them: a chunk of all layers, or as :mod:`._published` has it."""
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 _CHUNK_TOKENS: Final = (
     256,
@@ -79,13 +82,14 @@ class Settings:
     )
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int) -> Settings:
+    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int, layers: int = 1) -> Settings:
         """Read the table of ``OffloadConnector``.
 
         Args:
             extra: the table.
             block_size: tokens in a block of vLLM.
             block_bytes: bytes of a block in all layers of a worker.
+            layers: how many that are.
 
         Raises:
             ConfigError: an unknown name, a value that cannot be, or no tiers.
@@ -96,6 +100,11 @@ class Settings:
             engine=located(settings.engine, settings.daemon_url, SECTION),
             chunk_tokens=_aligned(settings.chunk_tokens, block_size, "chunk_tokens"),
         )
+
+    @property
+    def published_names(self) -> PublishedNames | None:
+        """How pages are named where they are to be those of published connectors."""
+        return None
 
     @property
     def tiers(self) -> Mapping[str, Any]:
@@ -128,6 +137,13 @@ class Settings:
 
 
 @attrs.frozen
+class PublishedSettings(Settings):
+    """The same, with the pages of published connectors."""
+
+    published_names: PublishedNames = attrs.field(default="published-blake2b", kw_only=True)
+
+
+@attrs.frozen
 class MaruSettings:
     """The published parameters of ``MaruKVConnector``, and what they stand for."""
 
@@ -141,6 +157,12 @@ class MaruSettings:
     maru_instance_id: str = _knob.text("", "a text", r"(?s).*", "Who owns the pages. Empty: a random name.")
     maru_eager_map: bool = _knob.flag(True, "Map the regions of other instances when connecting.")
     maru_kv_chunk_tokens: int = _knob.integer(*_CHUNK_TOKENS)
+    maru_key_names: KeyNames = _knob.choice(  # noqa: RUF009 - a knob, as all others
+        "hashed",
+        KeyNames,
+        "What pages are called: a hash of all that their bytes depend on, or kv_{hash}_L{n} of published connectors, with a "
+        "page for each layer, by the hash that their release has.",
+    )
     checksums: bool = _knob.flag(True, "Sum each page when it is stored, and verify it when it is loaded.")
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
@@ -149,18 +171,25 @@ class MaruSettings:
     )
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int) -> Settings:
+    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int, layers: int = 1) -> Settings:
         """Read the table, as that of an engine with one tier, the page store; see :meth:`Settings.read`.
 
         Raises:
             ConfigError: an unknown name, a value that cannot be, or not one page fits the pool.
         """
         said = _knob.from_mapping(extra, cls, section=SECTION)
+        names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
+        if names is not None and said.tenant:
+            raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages are everybody's")
         chunk_tokens = _aligned(said.maru_kv_chunk_tokens, block_size, "maru_kv_chunk_tokens")
+        page_blocks = chunk_tokens // block_size
         tier: dict[str, Any] = {
             "type": "maru",
             "pool_size": said.maru_pool_size,
-            "chunk_size_bytes": said._page_bytes(chunk_tokens // block_size * block_bytes),
+            "chunk_size_bytes": said._page_bytes(
+                page_blocks * (block_bytes if names is None else block_bytes // layers),
+                "of all layers" if names is None else "of one layer",
+            ),
             "eager_map": said.maru_eager_map,
             "checksums": said.checksums,
         }
@@ -168,16 +197,23 @@ class MaruSettings:
             tier["server_url"] = said.maru_server_url
         if said.maru_instance_id:
             tier["instance_id"] = said.maru_instance_id
-        return Settings(
-            {"tiers": {"maru": tier}}, "", chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant
-        )
+        read: dict[str, Any] = {
+            "chunk_tokens": chunk_tokens,
+            "lookup_timeout": said.lookup_timeout,
+            "load_timeout": said.load_timeout,
+        }
+        if names is not None:
+            tier["key_names"] = "text"
+            return PublishedSettings({"tiers": {"maru": tier}}, published_names=names, **read)
+        return Settings({"tiers": {"maru": tier}}, tenant=said.tenant, **read)
 
-    def _page_bytes(self, chunk_bytes: int) -> int:
-        """A page holds one chunk of KV, of all layers."""
+    def _page_bytes(self, chunk_bytes: int, whose: str) -> int:
+        """A page holds one chunk of KV, of all layers or of one."""
         if 0 < self.maru_chunk_size < chunk_bytes:
             _log.warning(
-                "maru_chunk_size %d is smaller than a chunk of KV of all layers, %d bytes: pages of that size are used",
+                "maru_chunk_size %d is smaller than a chunk of KV %s, %d bytes: pages of that size are used",
                 self.maru_chunk_size,
+                whose,
                 chunk_bytes,
             )
         page = max(self.maru_chunk_size, chunk_bytes)
@@ -185,7 +221,7 @@ class MaruSettings:
             raise ConfigError(
                 f"{SECTION}.maru_pool_size",
                 self.maru_pool_size,
-                f"must hold a page of {page} bytes, a chunk of KV of all layers; fewer maru_kv_chunk_tokens make it smaller",
+                f"must hold a page of {page} bytes, a chunk of KV {whose}; fewer maru_kv_chunk_tokens make it smaller",
             )
         return page
 

@@ -28,7 +28,8 @@ from ...preconditions import NO_WAIT
 from .._faults import FaultLog, name_of
 from ._chunks import ChunkSource
 from ._key_events import KeyEvents
-from ._naming import ChunkNaming
+from ._layers import LayerChunks
+from ._naming import Naming
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._scheduler import IDLE_WAIT
 
@@ -77,8 +78,8 @@ class WorkerHalf:
     def __init__(
         self,
         engine: from_thread.Engine,
-        source: ChunkSource,
-        naming: ChunkNaming,
+        source: ChunkSource | LayerChunks,
+        naming: Naming,
         *,
         lookup_timeout: float,
         load_timeout: float,
@@ -190,8 +191,8 @@ class WorkerHalf:
         loaded, error, why = 0, None, ""
         try:
             result = future.result(0)
-            loaded = result.loaded
-            if loaded < len(result.outcomes) and result.outcomes[loaded] == GIVEN_UP:
+            loaded = result.loaded // self._source.pages_per_chunk
+            if result.loaded < len(result.outcomes) and result.outcomes[result.loaded] == GIVEN_UP:
                 why = "given up, since that is sooner"
         except DrainUnproven as unproven:
             # Told that it is over, vLLM would give the blocks to somebody, and a copy may still write to them.
@@ -265,7 +266,7 @@ class WorkerHalf:
             self._forget(chunks)
             self._not_stored(error, len(chunks))
             return
-        self.counts.add("chunks offered", len(chunks))
+        self.counts.add("chunks offered", len(plan.hashes))
         self._stores[future] = _Store(
             future, frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
         )
@@ -273,15 +274,22 @@ class WorkerHalf:
 
     def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:
         """In the engine's thread, or where it was over at once: a store has ended."""
-        result = future.result(0)
+        result, pages = future.result(0), self._source.pages_per_chunk
         self._forget(chunks)
         self._stores.pop(future, None)
-        self.counts.add("chunks stored", len(result.completed))
+        self.counts.add("chunks stored", len(result.completed) // pages)
         if future.dropped:
-            self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", len(chunks))
+            self.counts.trouble(
+                "chunks dropped, since too many are on their way", "see budget_blocks", len(chunks) // pages
+            )
         elif result.status is Status.FAILED:
             why = result.error or next(iter(result.failed.values()), None)
-            self._not_stored(why, len(chunks) - len(result.completed))
+            self._not_stored(why, (len(chunks) - len(result.completed)) // pages)
+        there = [key for key, reason in result.filtered.items() if reason == "present"]
+        behind = self._source.behind(chunks, frozenset([*result.completed, *there]))
+        if behind is not None:
+            with contextlib.suppress(OffloadError):  # it is not found then, as if it were not there
+                self.engine.store(behind, NO_WAIT, tenant=self._tenant)
 
     def _not_stored(self, why: BaseException | None, chunks: int) -> None:
         """Count it, and say what to do where there was no room."""

@@ -1,0 +1,193 @@
+"""The bytes of published connectors' pages: one layer of a chunk, token by token; see :mod:`._published` for their names.
+
+A page has what a layer's cache holds of the chunk's tokens, in order, and each token's numbers as they lie in the cache::
+
+    (blocks, tokens of a block, ...)         -> (tokens, ...)         latent caches
+    (blocks, heads or K and V, tokens, ...)  -> (tokens, heads or K and V, ...)
+    (K and V, blocks, tokens, ...)           -> (K and V, tokens, ...)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.pages import Pages
+
+from ._chunks import NoChunks
+from ._published import LayerNaming, done_key
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBER: Final = re.compile(r"layers\.(\d+)")
+_NO_BYTES: Final = EVICTED - 1
+"""The ref of a marker, whose page says nothing but that it is there."""
+
+
+class LayerChunks(NoChunks):
+    """Layers of chunks of a KV cache, as a source to store from and places to load into. A page is named by chunk and layer.
+
+    Args:
+        caches: the tensors that vLLM has registered, by layer.
+        n_blocks: how many blocks vLLM counts.
+        block_size: tokens in a block.
+        blocks_per_chunk: blocks in a chunk.
+
+    Raises:
+        ValueError: a layer without a number, or of another size than the others; or a tensor in no order of the above.
+    """
+
+    def __init__(
+        self, caches: Mapping[str, torch.Tensor], n_blocks: int, block_size: int, blocks_per_chunk: int
+    ) -> None:
+        self._layers = [_by_tokens(name, cache, n_blocks, block_size) for name, cache in caches.items()]
+        sizes = {layer.block_bytes for layer in self._layers}
+        if len(sizes) != 1:
+            raise ValueError(f"published pages have one size, and blocks of these layers have {sorted(sizes)} bytes")
+        super().__init__(sizes.pop() * blocks_per_chunk)
+        self.naming: LayerNaming = LayerNaming(tuple(map(_number, caches)))
+        """What pages are called."""
+        self.pages_per_chunk: int = len(self._layers)
+        self._numbers = itertools.count()
+        self._chunks: dict[int, Sequence[int | None]] = {}  # by number, while it is being stored
+
+    def __repr__(self) -> str:
+        return f"<LayerChunks of {self.pages_per_chunk} layers, {self.block_bytes} bytes each>"
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int | None]], first: int) -> ExternalBlocks:
+        """Chunks to store, all layers of one behind the other; see :meth:`ChunkSource.chunks`."""
+        n = self.pages_per_chunk
+        numbers = list(itertools.islice(self._numbers, len(blocks)))
+        self._chunks.update(zip(numbers, blocks, strict=True))
+        refs = [number * n + layer for number in numbers for layer in range(n)]
+        return ExternalBlocks(self, keys, refs, [first + at // n for at in range(len(keys))])
+
+    def forget(self, refs: Sequence[int]) -> None:
+        """The store of these has ended."""
+        for ref in refs:
+            self._chunks.pop(ref // self.pages_per_chunk, None)
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each layer of a chunk into the page at the same position."""
+        for ref, address in zip(refs, pages.addresses, strict=True):
+            chunk = [] if ref == _NO_BYTES else self._chunks[ref // self.pages_per_chunk]
+            if not chunk or None in chunk:  # what a page held before is another request's
+                ctypes.memset(address, 0, self.block_bytes)
+            if chunk:
+                self._layers[ref % self.pages_per_chunk].copy_out(chunk, address)
+
+    def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
+        """What is to be stored once these are: a marker for each chunk of which all layers are there."""
+        keys, n = stored.keys, self.pages_per_chunk
+        done = [done_key(keys[at]) for at in range(0, len(keys), n) if there.issuperset(keys[at : at + n])]
+        return ExternalBlocks(self, done, [_NO_BYTES] * len(done)) if done else None
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def into(self, blocks: Sequence[Sequence[int | None]]) -> LayerPlaces:
+        """All layers of these chunks to load into."""
+        return LayerPlaces(self, blocks)
+
+    def copy_in(self, places: LayerPlaces, start: int, pages: Pages) -> None:
+        """Copy each page into the place from ``start`` on."""
+        for at, address in enumerate(pages.addresses, start):
+            chunk, layer = divmod(at, self.pages_per_chunk)
+            self._layers[layer].copy_in(places.blocks[chunk], address)
+        if self._layers[0].cache.is_cuda:
+            import torch
+
+            # Until here it was only begun, and the pages are let go of next.
+            torch.cuda.current_stream(self._layers[0].cache.device).synchronize()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@attrs.define(eq=False)
+class LayerPlaces:
+    """A column of layers of chunks to load into."""
+
+    _source: LayerChunks
+    blocks: Sequence[Sequence[int | None]]
+    """The block numbers of each chunk; ``None`` for one that is there already."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a page, in bytes."""
+        return self._source.block_bytes
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self._source.pages_per_chunk
+
+    def views(self) -> None:
+        """A layer of a chunk is no run of memory."""
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into the places from ``start`` on."""
+        self._source.copy_in(self, start, pages)
+
+
+@attrs.frozen(eq=False)
+class _TokenMajor:
+    """One layer's cache, its axes in the order of a page."""
+
+    cache: torch.Tensor
+    """(blocks, tokens, ...), or (K and V, blocks, tokens, ...)."""
+    block_axis: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.cache.numel() // self.cache.shape[self.block_axis] * self.cache.element_size()
+
+    def copy_out(self, blocks: Sequence[int | None], address: int) -> None:
+        wanted, page = self._wanted(blocks, address)
+        page.index_copy_(self.block_axis, wanted, self._rows([block for block in blocks if block is not None]).cpu())
+
+    def copy_in(self, blocks: Sequence[int | None], address: int) -> None:
+        wanted, page = self._wanted(blocks, address)
+        ids = self._ids([block for block in blocks if block is not None])
+        self.cache.index_copy_(self.block_axis, ids, page.index_select(self.block_axis, wanted).to(self.cache.device))
+
+    def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
+        return self.cache.index_select(self.block_axis, self._ids(blocks))
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        return torch.tensor(blocks, device=self.cache.device)
+
+    def _wanted(self, blocks: Sequence[int | None], address: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which blocks of the page are copied, and the page in the cache's order of axes."""
+        import torch
+
+        shape = list(self.cache.shape)
+        shape[self.block_axis] = len(blocks)
+        memory = (ctypes.c_char * (self.block_bytes * len(blocks))).from_address(address)
+        page = torch.frombuffer(memory, dtype=self.cache.dtype).view(shape)  # type: ignore[no-untyped-call, unused-ignore]
+        return torch.tensor([at for at, block in enumerate(blocks) if block is not None]), page
+
+
+def _by_tokens(name: str, cache: torch.Tensor, n_blocks: int, block_size: int) -> _TokenMajor:
+    shape = tuple(cache.shape)
+    if len(shape) >= 3 and shape[0] == n_blocks:
+        tokens = 1 if len(shape) == 3 else 2
+        if shape[tokens] == block_size:
+            return _TokenMajor(cache.movedim(tokens, 1), 0)
+    elif len(shape) >= 4 and shape[:3] == (2, n_blocks, block_size):
+        return _TokenMajor(cache, 1)
+    raise ValueError(
+        f"the cache of {name} has the shape {shape}, which no published page has for {n_blocks} blocks of {block_size} tokens"
+    )
+
+
+def _number(name: str) -> int:
+    found = _NUMBER.search(name)
+    if found is None:
+        raise ValueError(f"{name} has no number, by which published pages name a layer")
+    return int(found.group(1))
