@@ -26,7 +26,9 @@ from ._errors import DaemonUnavailable
 from ._shared import SharedMemory, memory_of
 
 STAGING_BYTES: Final = 32 << 20
-"""Of the staging area: more than a batch. It holds at least one block."""
+"""Of the staging area: more than a batch."""
+_FEWEST: Final = 2
+"""Blocks that it holds at least: one is filled while the daemon stores the other."""
 SPARE_BYTES: Final = 256 << 20
 """Of the area of a large load that is kept for the next one: memory that is mapped and was touched, which takes long to get."""
 MAX_PLACES: Final = 32
@@ -195,7 +197,7 @@ class Staging:
 
     def __init__(self, block_bytes: int, slots: int = 0) -> None:
         self.block_bytes = block_bytes
-        self.slots: int = slots or max(1, STAGING_BYTES // max(1, block_bytes))
+        self.slots: int = slots or max(_FEWEST, STAGING_BYTES // max(1, block_bytes))
         """Blocks that pass through at once; further ones wait."""
         self._memory: SharedMemory | None = None
         self._free = list(range(self.slots))

@@ -8,9 +8,9 @@ Rule 2. A task ends once. Its result is there before its descriptor is signalled
 Rule 3. What a lookup found stays pinned until each of its keys is unlocked, also when it is deleted meanwhile.
 Rule 4. A load that may still write into the caller's memory has no result: that memory must not be used again.
 
-``_adapter`` is what LMCache calls, ``_connector`` its face with six methods; both call ``_cache``, which joins the parts that
-decide without LMCache: names of objects, tasks, locks, resident objects. ``_l1`` is the first level. Only ``_lmcache``
-and ``_lmcache_l1`` import ``lmcache``.
+``_adapter`` is what LMCache calls, ``_connector`` its face with six methods; both call ``_cache``, which begins ``_operations``
+and joins the parts that decide without LMCache: names of objects, tasks, locks, resident objects. ``_l1`` is the first level,
+``_allocator`` its face without keys. Only ``_lmcache`` and ``_lmcache_l1`` import ``lmcache``.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._adapter import MaruL2AdapterConfig as MaruL2AdapterConfig
     from ._adapter import register as register
     from ._l1 import MaruL1Manager as MaruL1Manager
-    from ._l1 import MaruMemoryAllocator as MaruMemoryAllocator
+    from ._allocator import MaruMemoryAllocator as MaruMemoryAllocator
     from ._connector import MaruConnector as MaruConnector
     from ._names import object_key_to_string as object_key_to_string
 
@@ -31,7 +31,7 @@ _HOMES = {
     "MaruL2AdapterConfig": "._adapter",
     "register": "._adapter",
     "MaruL1Manager": "._l1",
-    "MaruMemoryAllocator": "._l1",
+    "MaruMemoryAllocator": "._allocator",
     "MaruConnector": "._connector",
     "object_key_to_string": "._names",
 }

@@ -29,18 +29,19 @@ from ._lmcache_l1 import (
     L1BackendType,
     L1Error,
     L1ReconfigureError,
-    MemoryAllocatorInterface,
     MemoryFormat,
     MemoryLayoutDesc,
     MemoryObjMetadata,
     TensorMemoryObj,
     next_l1_manager_id,
 )
-from ._names import ObjectKey, hashed_key, rows
+from ._names import ObjectKey, naming, rows
 
 T = TypeVar("T")
 
 _log = logging.getLogger("offload.engines.lmcache")
+
+_name_of = naming("hashed")
 
 Answer: TypeAlias = "tuple[L1Error, TensorMemoryObj | None]"
 """What became of a key, and its object."""
@@ -132,7 +133,7 @@ class MaruL1Manager:
                 answers[key] = (L1Error.KEY_NOT_WRITABLE if taken else L1Error.OUT_OF_MEMORY, None)
             free = [key for key, (error, _) in answers.items() if error is L1Error.OUT_OF_MEMORY]
             if free and self.register_kv_layout(layout_desc):
-                for key, staged in zip(free, self._reserve(list(map(hashed_key, free))), strict=False):
+                for key, staged in zip(free, self._reserve(list(map(_name_of, free))), strict=False):
                     self._staged[key, tag] = staged
                     answers[key] = (L1Error.SUCCESS, staged.item)
             self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
@@ -216,7 +217,7 @@ class MaruL1Manager:
             written = {key for key, _ in self._staged}
             answers = dict.fromkeys(keys, L1Error.KEY_IS_LOCKED)
             asked = [key for key in answers if key not in written and key not in self._reading]
-            told = self._try("delete", len(asked), lambda: self._l1.delete(list(map(hashed_key, asked)))) or ()
+            told = self._try("delete", len(asked), lambda: self._l1.delete(list(map(_name_of, asked)))) or ()
             answers.update(zip(asked, map(_DELETED.__getitem__, told), strict=False))
             self._tell("on_l1_keys_deleted_by_manager", _successful(answers))
             return answers
@@ -392,7 +393,7 @@ class MaruL1Manager:
                 self._reading[key].locks += read_locks
         if not rest or self._layout is None:
             return
-        names = list(map(hashed_key, rest))
+        names = list(map(_name_of, rest))
         lease = self._try("read", len(rest), lambda: self._l1.reserve_read(names))
         if lease is None or not lease.keys:
             return
@@ -454,51 +455,6 @@ class MaruL1Manager:
         except Exception as error:
             self.faults.note(operation, error, n)
             return None
-
-
-class MaruMemoryAllocator(MemoryAllocatorInterface):
-    """Pages of the pool as memory objects without a key, for code that uses an allocator.
-
-    Args:
-        manager: whose pages they are.
-    """
-
-    def __init__(self, manager: MaruL1Manager) -> None:
-        self._manager = manager
-
-    def allocate(
-        self, shapes: Any, dtypes: Any, fmt: MemoryFormat = MemoryFormat.UNDEFINED, allocator_type: str | None = None
-    ) -> TensorMemoryObj | None:
-        """Take one page; ``None`` if none is free."""
-        items = self.batched_allocate(shapes, dtypes, 1, fmt, allocator_type)
-        return None if items is None else items[0]
-
-    def batched_allocate(
-        self,
-        shapes: Any,
-        dtypes: Any,
-        batch_size: int,
-        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
-        allocator_type: str | None = None,
-    ) -> list[TensorMemoryObj] | None:
-        """Take several pages; ``None`` if not all are free."""
-        layout = MemoryLayoutDesc(*self._adapt_shapes_and_dtypes(shapes, dtypes))
-        error, items = self._manager.allocate(layout, batch_size)
-        return items if error is L1Error.SUCCESS else None
-
-    def get_by_location(self, region_id: int, page_index: int) -> TensorMemoryObj | None:
-        """The object in a page of a region, of this process or another; ``None`` unless it is pinned for reading here."""
-        return self._manager.read_at(region_id, page_index)
-
-    def free(self, memory_obj: TensorMemoryObj, allocator_type: str | None = None) -> None:
-        """Give a page back."""
-        self._manager.free([memory_obj])
-
-    def batched_free(
-        self, memory_objs: list[TensorMemoryObj], allocator_type: str | None = None, update_stats: bool = True
-    ) -> None:
-        """Give pages back."""
-        self._manager.free(memory_objs)
 
 
 _DELETED = {

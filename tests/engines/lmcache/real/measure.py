@@ -6,7 +6,8 @@ A share is the time of memmove divided by that of the adapter, from submitting t
 of rounds that take turns, so that a machine that is busy for a while slows all of them alike.
 
 Beside single objects stands what no adapter can do without: the calls and the signal of LMCache's controllers (an adapter that
-does nothing), and, for the page store, an echo of as many bytes over a socket of its channel's kind.
+does nothing), the same with a message to an engine's thread between, which every store is, and, for the page store, an echo
+of as many bytes over a socket of its channel's kind.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ SINGLES = 2_000
 REQUEST = bytes(128)
 """About what a request for one page has."""
 NOTHING = "an adapter that does nothing"
+MESSAGE = "the same, by a message"
 ECHO = "an echo of the channel"
 
 
 class Nothing:
     """Answers at once, and does nothing: what is left is LMCache's own way of asking."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[Callable[[], None]], None] = lambda function: function()) -> None:
+        self._call = call
         self._fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(3)]
         self._results: dict[int, Any] = {}
         self.get_store_event_fd, self.get_lookup_and_lock_event_fd, self.get_load_event_fd = [
@@ -52,7 +55,7 @@ class Nothing:
 
     def _answer(self, fd: int, result: Any) -> int:
         self._results[fd] = result
-        os.eventfd_write(fd, 1)
+        self._call(lambda: os.eventfd_write(fd, 1))
         return fd
 
     def submit_store_task(self, keys: Any, objects: Any) -> int:
@@ -136,7 +139,10 @@ def small(made: dict[str, Any]) -> None:
     source, place = memory_object(SMALL), memory_object(SMALL)
     print(f"\none object of {SMALL >> 10} KiB, microseconds (median of {SINGLES}):")
     with echo() as echoing, PacketCaller(echoing.addresses["channel"]) as caller:
-        for at, (name, adapter) in enumerate({NOTHING: Nothing(), **made}.items()):
+        memory = made["memory tier, checksums off"]
+        Driver(memory).store(keys_of(1), [source])  # which opens its engine
+        message = Nothing(memory._cache._lazy.opened.engine._worker.mailbox.call)
+        for at, (name, adapter) in enumerate({NOTHING: Nothing(), MESSAGE: message, **made}.items()):
             driver = Driver(adapter)
             times: dict[str, list[float]] = {"store": [], "lookup": [], "load": [], ECHO: []}
             # Keys of its own: what is there already, in the store that two of them share, is not copied again.
