@@ -317,6 +317,7 @@ class WorkerHalf:
         try:
             if drain:
                 self.engine.drain(drain)
+                self.engine.drain(drain)  # what was stored behind the last of it
         except OffloadError as error:
             self.counts.trouble("stores that the end of the worker cut off", error)
         try:
