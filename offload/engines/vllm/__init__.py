@@ -18,9 +18,9 @@ Rule 5. A block counts as found only if every rank of tensor parallelism has its
 
 ``_plans`` is what the scheduler's half tells the workers, ``_requests`` what it knows of each request, ``_naming`` what
 blocks are called, ``_settings`` what can be set; all of these are pure. ``_chunks`` are the bytes; ``_published`` and
-``_layers`` are the names and the bytes of published connectors. ``_scheduler`` and ``_worker`` are the halves, ``_connector`` what vLLM
-sees of them. Of ``OffloadSpec``, ``_rows`` (pure) knows which chunk lies where in host memory, ``_arena`` is that memory,
-``_manager`` is beside the scheduler and ``_copies`` in a worker, ``_spec`` what vLLM sees of them.
+``_layers`` are the names and the bytes of published connectors. ``_scheduler`` and ``_worker`` are the halves,
+``_connector`` what vLLM sees of them. Of ``OffloadSpec``, ``_rows`` (pure) knows which chunk lies where in host memory,
+``_arena`` is that memory, ``_manager`` is beside the scheduler and ``_copies`` in a worker, ``_spec`` what vLLM sees of them.
 """
 
 from maru._lazy import lazily

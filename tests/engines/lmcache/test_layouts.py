@@ -7,7 +7,6 @@ import zlib
 import pytest
 import torch
 
-from offload.engines.lmcache import _layouts
 from offload.engines.lmcache._memory import Span
 from tests.engines.lmcache.caches import objects, open_cache
 from tests.engines.lmcache.keys import chunks
@@ -103,8 +102,8 @@ def test_a_layout_is_tried_once_and_again_later_where_no_tier_has_answered(monke
         store(cache, chunks(4))
         assert [[layout.shapes for layout in due] for due in checks] == [[(SHAPE,)]]
         now = time.monotonic()
-        monkeypatch.setattr(_layouts, "ObjectCanary", None)  # what cannot even be made is not tried
-        store(cache, chunks(1, kv_rank=7))
+        larger = (*SHAPE[:-1], 2 * SHAPE[-1])  # than its page: what cannot even be made is not tried
+        store(cache, chunks(1, kv_rank=7), shape=larger)
         assert failures(cache) == {"start: layout not checked": 1}
         store(cache, chunks(1, kv_rank=7))
         assert len(checks) == 2

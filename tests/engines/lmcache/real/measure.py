@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.l2_adapters.mock_l2_adapter import MockL2Adapter, MockL2AdapterConfig
 
-from maru.bench._echo import PacketCaller, echo
 from offload.engines.lmcache import MaruL2Adapter
-from offload.engines.lmcache._lmcache import Bitmap
 from tests.engines.lmcache.real.memory import Driver, keys_of, layout, memory_object
 from tests.support.maru_processes import Server, temporary_pool
 
@@ -77,6 +79,16 @@ class Nothing:
 
     def submit_unlock(self, keys: Any) -> None:
         pass
+
+
+@contextmanager
+def echo() -> Iterator[Callable[[], object]]:
+    """A process that sends packets back, and how to send it one and wait for it."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = "import socket; s = socket.socket(fileno=0)\nwhile p := s.recv(4096): s.send(p)"
+    with here, there, subprocess.Popen([sys.executable, "-c", code], stdin=there.fileno()):
+        yield lambda: here.send(REQUEST) and here.recv(4096)
+        here.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
@@ -138,7 +150,7 @@ def small(made: dict[str, Any]) -> None:
     """One object of 4 KiB at a time."""
     source, place = memory_object(SMALL), memory_object(SMALL)
     print(f"\none object of {SMALL >> 10} KiB, microseconds (median of {SINGLES}):")
-    with echo() as echoing, PacketCaller(echoing.addresses["channel"]) as caller:
+    with echo() as send_and_receive:
         memory = made["memory tier, checksums off"]
         Driver(memory).store(keys_of(1), [source])  # which opens its engine
         message = Nothing(memory._cache._lazy.opened.engine._worker.mailbox.call)
@@ -151,7 +163,7 @@ def small(made: dict[str, Any]) -> None:
                 times["lookup"].append(timed(driver.lookup, [key], {0: layout(SMALL)}))
                 times["load"].append(timed(driver.load, [key], [place]))
                 adapter.submit_unlock([key])
-                times[ECHO].append(timed(caller.lockstep, [REQUEST]))
+                times[ECHO].append(timed(send_and_receive))
             medians = {what: statistics.median(all_) * 1e6 for what, all_ in times.items()}
             beside = medians.pop(ECHO)
             said = "   ".join(f"{what} {median:.0f}" for what, median in medians.items())
