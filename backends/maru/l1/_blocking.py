@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar, TypeVarTuple
 
-import trio
-
 from maru import HandlerClosed, MaruConfig
 
 from ...abc import Deletion, Key, Outcome
+from ...trio_thread import TrioThread
 from ._layout import KVLayout
 from ._maru_l1 import MaruL1
 from ._reading import ViewLease
@@ -40,11 +38,7 @@ class BlockingMaruL1:
 
     def __init__(self, config: MaruConfig | None = None, *, timeout: float = 30.0, **knobs: Any) -> None:
         self._l1 = MaruL1(config, **knobs)
-        self._timeout = timeout
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._leave = trio.Event()
-        self._entered = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._home = TrioThread(lambda: self._l1, "maru l1", timeout=timeout, close_timeout=CLOSE_TIMEOUT)
 
     def __repr__(self) -> str:
         return f"<BlockingMaruL1 of {self._l1!r}>"
@@ -53,18 +47,12 @@ class BlockingMaruL1:
 
     def start(self) -> BlockingMaruL1:
         """Start its thread. Nothing is connected before the layout is registered."""
-        self._thread = threading.Thread(target=trio.run, args=(self._main,), name="maru l1", daemon=True)
-        self._thread.start()
-        self._entered.wait()
+        self._home.start()
         return self
 
     def close(self) -> None:
         """Abort what is not committed, let go of what is read, end the session, join the thread. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None and self._token is not None:
-            token, self._token = self._token, None
-            token.run_sync_soon(self._leave.set)
-            thread.join(CLOSE_TIMEOUT)
+        self._home.close()
 
     def __enter__(self) -> BlockingMaruL1:
         return self.start()
@@ -73,12 +61,6 @@ class BlockingMaruL1:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    async def _main(self) -> None:
-        async with self._l1:
-            self._token = trio.lowlevel.current_trio_token()
-            self._entered.set()
-            await self._leave.wait()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +104,7 @@ class BlockingMaruL1:
 
     def get_memory_usage(self) -> tuple[int, int]:
         """Used and total bytes of this instance's regions; ``(0, 0)`` after the end. See :meth:`MaruL1.get_memory_usage`."""
-        return (0, 0) if self._token is None else self._do(self._l1.get_memory_usage)
+        return (0, 0) if self._home.token is None else self._do(self._l1.get_memory_usage)
 
     def report_status(self) -> L1Status:
         """An immutable snapshot; see :meth:`MaruL1.report_status`."""
@@ -141,16 +123,12 @@ class BlockingMaruL1:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _wait(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
-        async def bounded() -> T:
-            with trio.fail_after(self._timeout):
-                return await function(*args)
-
-        return trio.from_thread.run(bounded, trio_token=self._open())
+        return self._open().wait(function, *args)
 
     def _do(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        return trio.from_thread.run_sync(function, *args, trio_token=self._open())
+        return self._open().call(function, *args)
 
-    def _open(self) -> trio.lowlevel.TrioToken:
-        if self._token is None:
+    def _open(self) -> TrioThread[MaruL1]:
+        if self._home.token is None:
             raise HandlerClosed(f"{self!r} is not open")
-        return self._token
+        return self._home

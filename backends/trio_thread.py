@@ -1,0 +1,94 @@
+"""An async context manager that lives in a trio thread of its own, for callers that know no trio.
+
+The blocking faces stand on it: each of their calls is one call here, which waits for its answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Generic, TypeVar, TypeVarTuple
+
+import trio
+
+M = TypeVar("M")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class TrioThread(Generic[M]):
+    """Has a context manager entered in a thread, from :meth:`start` to :meth:`close`.
+
+    Args:
+        make: makes what is entered.
+        name: of the thread.
+        timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then.
+        close_timeout: seconds that closing waits for the end.
+
+    Attributes:
+        token: of the trio run; ``None`` while nothing is entered.
+    """
+
+    def __init__(
+        self, make: Callable[[], AbstractAsyncContextManager[M]], name: str, *, timeout: float, close_timeout: float
+    ) -> None:
+        self.token: trio.lowlevel.TrioToken | None = None
+        self._make, self._name = make, name
+        self._timeout, self._close_timeout = timeout, close_timeout
+        self._thread: threading.Thread | None = None
+        self._leave: trio.Event
+        self._entered: M
+        self._error: BaseException | None = None
+
+    def start(self) -> M:
+        """Enter it. What that raises is raised here."""
+        settled = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
+        self._thread.start()
+        settled.wait()
+        if self.token is None and self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self._entered
+
+    def close(self) -> None:
+        """Leave it, and join the thread. Idempotent. What leaving raises is raised here."""
+        thread, self._thread = self._thread, None
+        token, self.token = self.token, None
+        if thread is None:
+            return
+        if token is not None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._leave.set)
+        thread.join(self._close_timeout)
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+        """Call an async function in the thread, and wait for its result."""
+
+        async def bounded() -> T:
+            with trio.fail_after(self._timeout):
+                return await function(*args)
+
+        return trio.from_thread.run(bounded, trio_token=self.token)
+
+    def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Call a function in the thread."""
+        return trio.from_thread.run_sync(function, *args, trio_token=self.token)
+
+    def _run(self, settled: threading.Event) -> None:
+        try:
+            trio.run(self._main, settled)
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            settled.set()
+
+    async def _main(self, settled: threading.Event) -> None:
+        self._leave = trio.Event()
+        async with self._make() as self._entered:
+            self.token = trio.lowlevel.current_trio_token()
+            settled.set()
+            await self._leave.wait()

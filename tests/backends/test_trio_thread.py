@@ -1,0 +1,78 @@
+"""A context manager in a trio thread of its own."""
+
+import contextlib
+
+import pytest
+import trio
+import trio.lowlevel
+
+from backends.trio_thread import TrioThread
+
+
+def thread(make, timeout=10.0):
+    return TrioThread(make, "a test", timeout=timeout, close_timeout=10.0)
+
+
+@contextlib.asynccontextmanager
+async def nothing(log):
+    log.append("in")
+    try:
+        yield "it"
+    finally:
+        log.append("out")
+
+
+def test_it_is_entered_once_used_and_left():
+    log = []
+    home = thread(lambda: nothing(log))
+    assert home.start() == "it" and log == ["in"]
+
+    async def double(n):
+        await trio.lowlevel.checkpoint()
+        return 2 * n
+
+    assert home.wait(double, 2) == 4 and home.call(len, "abc") == 3
+    home.close()
+    home.close()
+    assert log == ["in", "out"]
+
+
+def test_what_entering_raises_is_raised_by_start():
+    @contextlib.asynccontextmanager
+    async def broken():
+        raise ValueError("no")
+        yield
+
+    home = thread(broken)
+    with pytest.raises(ValueError, match="no"):
+        home.start()
+    assert home.token is None
+
+
+def test_what_leaving_raises_is_raised_by_close():
+    @contextlib.asynccontextmanager
+    async def broken():
+        yield
+        raise ValueError("no")
+
+    home = thread(broken)
+    home.start()
+    with pytest.raises(ValueError, match="no"):
+        home.close()
+
+
+def test_a_call_that_takes_too_long_is_cancelled():
+    log = []
+
+    async def forever():
+        try:
+            await trio.sleep_forever()
+        finally:
+            log.append("cancelled")
+
+    home = thread(lambda: nothing(log), timeout=0.01)
+    home.start()
+    with pytest.raises(trio.TooSlowError):
+        home.wait(forever)
+    home.close()
+    assert log == ["in", "cancelled", "out"]
