@@ -18,7 +18,10 @@ from itertools import takewhile
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import trio
+
 from ...abc import Duplicate, Key, Outcome, Stored
+from ...pages import Pages, copy_and_sum, copy_pages
 from ._errors import ReservationOver
 from ._tensors import tensors_over
 
@@ -48,7 +51,7 @@ class WriteReservation:
     Made by :meth:`MaruL1.reserve_write`. Used on the trio thread; its pages may be filled anywhere.
     """
 
-    __slots__ = ("__weakref__", "_handles", "_l1", "_state", "_views", "keys", "outcomes", "refused")
+    __slots__ = ("__weakref__", "_handles", "_l1", "_state", "_sums", "_views", "keys", "outcomes", "refused")
 
     def __init__(
         self, l1: MaruL1, keys: Sequence[Key], handles: Sequence[AllocHandle], refused: Sequence[Key] = ()
@@ -58,6 +61,7 @@ class WriteReservation:
         self._state = _State.OPEN
         self._handles = list(handles)
         self._views = [handle.buf for handle in handles]
+        self._sums: list[int] | None = None
         self.keys: Sequence[Key] = tuple(keys)
         """What there is a page for: the first of those that were asked for."""
         self.refused: Sequence[Key] = tuple(refused)
@@ -93,6 +97,24 @@ class WriteReservation:
         self._check()
         return tensors_over(self._views, self._l1._known_layout())
 
+    def fill(self, blocks: Pages) -> None:
+        """Copy blocks into the pages, one for each, and sum them on the way: :meth:`commit` need not read them again.
+
+        In any thread. The pages may not be written any more, since the sums would not be theirs.
+
+        Raises:
+            ReservationOver: it was committed or aborted.
+            ValueError: not one block for each page, or blocks of another size.
+        """
+        self._check()
+        there = Pages([handle.address for handle in self._handles], self._l1._known_layout().block_bytes, self._handles)
+        if (len(blocks), blocks.page_bytes) != (len(there), there.page_bytes):
+            raise ValueError(f"{blocks!r} cannot be copied to {there!r}")
+        if self._l1.config.checksums:
+            self._sums = copy_and_sum(there, blocks)
+        else:
+            copy_pages(there, blocks)
+
     def take(self, keys: Collection[Key]) -> WriteReservation:
         """Split off a reservation for some of the keys, which this one then lacks. Itself, if it is all of them.
 
@@ -106,6 +128,7 @@ class WriteReservation:
             raise ValueError(f"{self!r} has no page for {len(wanted.difference(self.keys))} of these keys")
         if len(wanted) == len(self.keys):
             return self
+        self._sums = None
         columns = list(zip(self.keys, self._handles, self._views, strict=True))
         part = WriteReservation(self._l1, [key for key in self.keys if key in wanted], ())
         part._handles, part._views = [], []
@@ -140,7 +163,11 @@ class WriteReservation:
         self._check()
         self._state = _State.COMMITTING
         try:
-            sums = await self._l1._sums([handle.address for handle in self._handles], self._handles)
+            sums = self._sums
+            if sums is None:
+                sums = await self._l1._sums([handle.address for handle in self._handles], self._handles)
+            else:
+                await trio.lowlevel.checkpoint()
         except BaseException:
             self._state = _State.OPEN
             raise
