@@ -136,7 +136,7 @@ class DaemonTier(TierBase[DaemonLease]):
 
     Args:
         url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
-        block_bytes: size of every block; 0: that of the first that is stored or loaded.
+        block_bytes: size of every block; 0: that of the daemon's blocks, or of the first that is stored or loaded.
         name: of this engine, for the daemon's log.
         credential: what shows which tenant this is, where the daemon has tenants.
         connect_timeout: seconds to wait for the daemon when the tier is entered.
@@ -181,7 +181,9 @@ class DaemonTier(TierBase[DaemonLease]):
             open_connection(url, name=name, credential=credential, wait=wait)
         )
         try:
-            self._check_size(await connection.wait_session())
+            session = await connection.wait_session()
+            self._check_size(session)
+            self.block_bytes = self.block_bytes or session.block_bytes
         except BaseException:
             await self._exit.aclose()
             raise

@@ -397,7 +397,8 @@ async def open_daemon(
         async with trio.open_nursery() as nursery:
             await nursery.start(daemon._run)
             yield daemon
-            nursery.cancel_scope.cancel()
+            # Not all of it: the tier that is a client of the page store says good-bye, and waits a second for an answer.
+            daemon._nursery.cancel_scope.cancel()
 
 
 @contextmanager

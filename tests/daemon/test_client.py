@@ -178,3 +178,8 @@ async def test_a_release_reaches_the_daemon_and_is_not_waited_for(path, monkeypa
                     scope.cancel()
                 await lease.release()
             await until(lambda: held(server) == {"caches": 1})
+
+
+async def test_a_tier_without_a_size_of_blocks_has_that_of_its_daemon(path):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as tier:
+        assert tier.block_bytes == SIZE  # else its first load makes a staging area of single bytes
