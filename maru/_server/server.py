@@ -38,7 +38,7 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._relay.lookup import find_user, tells_users
-from ..kv_events import BlockHash, EventPublisher, PublisherStatistics, publish_events
+from ..kv_events import BlockHash, EventPublisher, KeyBook, PublisherStatistics, publish_events
 from ..transport import (
     ChannelServer,
     ChannelStatistics,
@@ -183,6 +183,11 @@ class MaruServer:
     def channel_path(self) -> str:
         """The Unix socket for clients of ours on this host; empty without one."""
         return "" if self._channel is None else self._channel.path
+
+    @property
+    def keys(self) -> KeyBook[str]:
+        """What it holds, and what comes and goes, for those in this process."""
+        return self._storage.directory
 
     @property
     def kv_events(self) -> tuple[str, str] | None:

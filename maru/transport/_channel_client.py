@@ -154,6 +154,11 @@ class ChannelClient:
                 raise
         return len(batch)
 
+    def look(self) -> None:
+        """Hand on what has come, and notice a lost connection, without waiting: where no task waits, nothing else does."""
+        if not self._watch.closed:
+            self._drain()
+
     # --- the connection -------------------------------------------------------------------------------------------
 
     def _connect(self) -> bool:

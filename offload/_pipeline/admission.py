@@ -183,6 +183,42 @@ class Admission:
             elif self._admit(container, answer):
                 self.outbound.send([container])
 
+    def ask_nowait(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None] | None:
+        """Like :meth:`ask`; ``None`` where the policies cannot tell without waiting."""
+        answer: Reasons | Leased | None = _NOTHING
+        try:
+            if self._policy is not None:
+                answer = self._policy(keys)
+            elif self._async_policy is not None:
+                answer = self._async_policy.evaluate_nowait(keys)
+            return None if answer is None else read_answer(answer)
+        except Exception as error:
+            return self._all_rejected(keys, error)
+
+    async def ask(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None]:
+        """What the policies say of blocks that come to a tier another way than through this pipeline; see `Pipeline`.
+
+        A policy that fails, or overruns its time, is counted, and has rejected all of them, whatever ``on_policy_error`` says:
+        no container is there to fail. Cancelled, no lock is held.
+        """
+        told = self.ask_nowait(keys)
+        if told is not None:
+            return told
+        assert self._async_policy is not None
+        try:
+            with trio.fail_after(self.config.policy_timeout):
+                answer = await self._async_policy.evaluate(keys)
+            return read_answer(answer)
+        except Exception as error:
+            return self._all_rejected(keys, error)
+
+    def _all_rejected(self, keys: Sequence[Key], error: Exception) -> tuple[Reasons, None]:
+        late = isinstance(error, trio.TooSlowError)
+        self.timeouts += late
+        self.errors += not late
+        _log.warning("a policy could not be asked for %d blocks: %r", len(keys), error)
+        return dict.fromkeys(keys, "timeout" if late else "error"), None
+
     # -- the decision ----------------------------------------------------------------------------------------------
 
     def _admit(self, container: OffloadContainer, answer: Reasons | Leased) -> bool:

@@ -14,19 +14,19 @@ apart, and the caller's own body is never shielded. Leaving the block refuses ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
 import trio
 
-from backends.abc import Blocks, Source, TransferExecutor, WeakBlocks
+from backends.abc import Blocks, Key, Source, TransferExecutor, WeakBlocks
 from backends.threads import keep_threads
 
 from .._config import PipelineConfig
 from .._errors import PipelineClosed, PipelineFull
 from .._instruments import Hooks
-from ..abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike
+from ..abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike, Reasons
 from ..preconditions import NO_WAIT, as_precondition
 from .admission import Admission
 from .awaiting import Awaiting
@@ -272,6 +272,18 @@ class Pipeline:
         self._budget.used += len(blocks.keys)  # given back at once, by the one way out
         self._settlement.settle(container)
         return TransferHandle(container, self._settlement)
+
+    async def ask_policies(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None]:
+        """Ask the policies about blocks that are stored another way: an engine of a daemon writes them into pages itself.
+
+        Returns the rejected keys with their reasons, and what releases a lock that came with the answer, to be called once.
+        Cancelled, no lock is held.
+        """
+        return await self._admission.ask(keys)
+
+    def ask_policies_nowait(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None] | None:
+        """Like :meth:`ask_policies`; ``None`` where they cannot tell without waiting."""
+        return self._admission.ask_nowait(keys)
 
     # -- watching ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@
 threads and
 asyncio: one line is another one than with tiers of its own. :func:`open_client` says it shorter. For the daemon to copy in
 place, the tensors of the cache lie in :class:`SharedMemory`, or on a CUDA device.
+
+:func:`open_pages`, and :class:`BlockingPages` for threads, write and read pages of the daemon's page store in this process.
 """
 
 from typing import TYPE_CHECKING
@@ -19,9 +21,15 @@ if TYPE_CHECKING:
     from ._places import CacheDescription as CacheDescription
     from ._connection import open_connection as open_connection
     from ._connection import DaemonConnection as DaemonConnection
+    from ._pages import open_pages as open_pages
+    from ._pages import Pages as Pages
+    from ._pages import PageReservation as PageReservation
+    from ._pages import PageLease as PageLease
+    from ._blocking_pages import BlockingPages as BlockingPages
     from ._errors import DaemonUnavailable as DaemonUnavailable
     from ._errors import DaemonRefused as DaemonRefused
     from ._errors import DaemonBusy as DaemonBusy
+    from ._errors import NoPageStore as NoPageStore
     from ..daemon._handover import CannotHandOver as CannotHandOver
 
 _HOMES = {
@@ -33,9 +41,15 @@ _HOMES = {
     "CacheDescription": "._places",
     "open_connection": "._connection",
     "DaemonConnection": "._connection",
+    "open_pages": "._pages",
+    "Pages": "._pages",
+    "PageReservation": "._pages",
+    "PageLease": "._pages",
+    "BlockingPages": "._blocking_pages",
     "DaemonUnavailable": "._errors",
     "DaemonRefused": "._errors",
     "DaemonBusy": "._errors",
+    "NoPageStore": "._errors",
     "CannotHandOver": "..daemon._handover",
 }
 

@@ -28,22 +28,26 @@ from maru.transport import ChannelClient, Expected, open_channel
 from ..daemon._config import default_url
 from ..daemon._handover import hand_over
 from ..daemon._messages import (
+    NAME_OF,
     OLDEST,
+    SINCE,
     VERSION,
     Answer,
     BadFrame,
     Cancel,
+    Commit,
     Found,
     Hello,
     Refused,
     Release,
     Request,
+    Reserved,
     Status,
     Welcome,
     decode_answer,
     encode,
 )
-from ._errors import DaemonBusy, DaemonRefused, DaemonUnavailable
+from ._errors import DaemonBusy, DaemonRefused, DaemonUnavailable, NoPageStore
 
 _HEARTBEATS: Final = 3
 """In the time of a lease: one may be late, and one be lost."""
@@ -68,6 +72,10 @@ class Session:
     block_bytes: int
     """Size of the daemon's blocks; 0: as far as this session knows, no cache has decided it."""
     handover_path: str
+    version: int
+    """Of the protocol that is spoken."""
+    expires: float
+    """When the daemon may have counted this process as dead, on the clock of trio: put off by each answered heartbeat."""
     process: int = attrs.field(repr=False)
     """A descriptor of the daemon's process; -1 where there is none to be had."""
 
@@ -115,6 +123,8 @@ class DaemonConnection:
         self.session: Session | None = None
         self.sessions: int = 0
         self._name, self._credential = name, credential
+        self.read_blocks: int = 0
+        """Blocks that were read in the page store, and of which the daemon was not told yet."""
         self._channel: ChannelClient
         self._nursery: trio.Nursery
         self._calls: dict[int, _Call] = {}
@@ -210,7 +220,13 @@ class DaemonConnection:
             await trio.lowlevel.checkpoint()
             raise self._unavailable("the session that this belongs to is over" if session is not None else "")
         self._last = seq = self._last % _SEQ + 1
-        frame = encode(make(seq))
+        request = make(seq)
+        if SINCE[type(request)] > current.version:
+            raise DaemonRefused(
+                f"{NAME_OF[type(request)]} is of version {SINCE[type(request)]} of the protocol: the daemon at {self.url} "
+                f"speaks {current.version} with this client, which speaks {OLDEST} to {VERSION}"
+            )
+        frame = encode(request)
         call = self._calls[seq] = _Call(self._channel.expect(), touches_memory, ended=ended)
         try:
             await self._send(frame)
@@ -247,6 +263,8 @@ class DaemonConnection:
         if isinstance(got, Refused):
             if got.kind == "full":
                 raise DaemonBusy(got.text)
+            if got.kind == "pages":
+                raise NoPageStore(got.text)
             if got.kind in ("session", "draining", "unavailable"):
                 raise DaemonUnavailable(self.url, got.text)
             raise DaemonRefused(got.text)
@@ -306,6 +324,8 @@ class DaemonConnection:
         """Release what an answer holds that nothing waits for any more."""
         if isinstance(answer, Found):
             self.tell(lambda seq: Release(seq, [answer.hold]))
+        elif isinstance(answer, Reserved):
+            self.tell(lambda seq: Commit(seq, answer.reservation))
 
     def _on_lost(self, unsent: object) -> None:
         session, self.session = self.session, None
@@ -369,6 +389,7 @@ class DaemonConnection:
     async def _greet(self) -> None:
         self._last = seq = self._last % _SEQ + 1
         call = self._calls[seq] = _Call(self._channel.expect(), touches_memory=False)
+        began = trio.current_time()
         await self._send(encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous)))
         welcome = self._checked(await call.expected.wait(), Welcome)
         self._previous = b""
@@ -380,6 +401,8 @@ class DaemonConnection:
             welcome.lease,
             welcome.block_bytes,
             welcome.handover,
+            welcome.version,
+            began + welcome.lease,
             _process(self._channel.peer_pid),
         )
         self.sessions += 1
@@ -392,10 +415,25 @@ class DaemonConnection:
             with trio.move_on_after(session.lease / _HEARTBEATS):
                 await changed.wait()
             if self.session is session:
+                began = trio.current_time()
                 try:
-                    await self.ask(Status, Answer, session=session)
+                    await self.ask(self._status, Answer, session=session)
                 except DaemonUnavailable:
                     return
+                session.expires = began + session.lease
+
+    def look(self) -> None:
+        """Take what has come, and notice a lost connection, without waiting: else the next request, or heartbeat, does."""
+        self._channel.look()
+
+    def tell_status(self) -> None:
+        """Tell the daemon what was read since the last heartbeat. Never waits."""
+        if self.session is not None and self.read_blocks:
+            self.tell(self._status)
+
+    def _status(self, seq: int) -> Status:
+        read, self.read_blocks = self.read_blocks, 0
+        return Status(seq, read)
 
 
 def _process(pid: int) -> int:

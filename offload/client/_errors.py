@@ -18,5 +18,9 @@ class DaemonRefused(OffloadError, ValueError):
     """The daemon refuses what this client asks for: another version, a credential, a layout. The caller must change it."""
 
 
+class NoPageStore(DaemonRefused):
+    """The daemon has no page store whose pages engines may write. Its operator changes the setting that the text names."""
+
+
 class DaemonBusy(OffloadError):
     """The daemon has as much of this session under way as may be. The caller releases something, or tries again."""

@@ -62,6 +62,8 @@ class SessionFacts(msgspec.Struct, frozen=True):
     requests: int
     holds: int
     caches: int
+    announced: int = 0
+    """Reservations of pages that it writes itself."""
 
 
 class TierFacts(msgspec.Struct, frozen=True):

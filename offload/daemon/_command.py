@@ -167,12 +167,14 @@ def _maru_config(settings: Settings) -> Any:
         return None
     from maru import ServerConfig
 
-    pool_bytes = int(settings.daemon.maru_pool_size_gb * (1 << 30))
+    pool_bytes, of_engines = (
+        int(gib * (1 << 30)) for gib in (settings.daemon.maru_pool_size_gb, settings.daemon.engine_pool_size_gb)
+    )
     return ServerConfig(
         rm_address="",
         pool_path=settings.maru_directory,
-        capacity_bytes=2 * pool_bytes
-        + (64 << 20),  # beside this daemon's region that of the one before, which is still read
+        # Beside this daemon's region that of the one before, which is still read.
+        capacity_bytes=2 * pool_bytes + of_engines + (64 << 20),
         log_level=settings.daemon.log_level,
     )
 

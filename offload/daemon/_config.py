@@ -97,6 +97,14 @@ class DaemonConfig:
     maru_instance_id: str = _knob.text(
         "", "a text", r"[^\x00]*", "The name by which the Maru server knows this daemon. Empty: host name and process."
     )
+    engine_pool_size_gb: float = _knob.field(
+        1.0,
+        "GiB from 0 to 65536",
+        "Bytes of the embedded Maru server's pool for pages that engines write themselves, all together, beside those of this "
+        "daemon. Taken region by region. 0: no engine may, in whatever page store.",
+        _check_gib,
+        _as_number,
+    )
     max_sessions: int = _knob.integer(
         64, 1, 4_096, "Engines at once, and those whose memory is being given back. Further ones are turned away."
     )

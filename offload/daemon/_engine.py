@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import trio
@@ -16,6 +16,7 @@ import trio
 from backends.abc import Key, Tier
 from backends.memory import MemoryTier
 from backends.threads import run_in_thread
+from maru.kv_events import KeyBook
 
 from .._engine import Engine, EngineConfig, TierLike, open_engine
 from .._engine.config import TierTable
@@ -23,6 +24,10 @@ from .._pipeline.container import OffloadContainer
 from ._layout import BadLayout
 from ._memory import Caches
 from ._messages import Refusal
+from ._page_keys import PageKeys
+
+if TYPE_CHECKING:
+    from maru import MaruServer
 
 _log = logging.getLogger("offload.daemon")
 
@@ -49,6 +54,7 @@ class DaemonEngine:
 
     Attributes:
         caches: what engines have registered.
+        page_store: the page store that the daemon runs itself, if it does.
         engine: ``None`` until the tiers are open.
         opened: set when they are.
         on_opened: called when they are, before anything is stored. Must not raise.
@@ -58,6 +64,7 @@ class DaemonEngine:
     def __init__(self, config: EngineConfig, block_bytes: int, instruments: Sequence[object] = ()) -> None:
         self._instruments = instruments
         self.caches: Caches = Caches(block_bytes)
+        self.page_store: MaruServer | None = None
         self.engine: Engine | None = None
         self.opened: trio.Event = trio.Event()
         self.on_opened: Callable[[Engine], None] = lambda engine: None
@@ -155,6 +162,16 @@ class DaemonEngine:
         if attempt.error is not None:
             raise BadLayout(f"the tiers cannot hold blocks of {block_bytes} bytes: {attempt.error}")
 
+    def books(self) -> dict[str, KeyBook[Key]]:
+        """The tiers that tell which keys they hold. A page store that the daemon runs itself does, for all that is there."""
+        books: dict[str, KeyBook[Key]] = {}
+        for name, tier in self.require().tiers.items():
+            if isinstance(tier, KeyBook):
+                books[name] = tier
+            elif self.page_store is not None and _url_of(tier) in self.page_store.endpoints:
+                books[name] = PageKeys(self.page_store.keys)
+        return books
+
     async def contains(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these keys a tier has. A tier that does not answer is left out."""
         there: set[Key] = set()
@@ -164,6 +181,12 @@ class DaemonEngine:
             except Exception as exc:
                 _log.info("%s could not be asked for %d blocks: %r", name, len(keys), exc)
         return [key in there for key in keys]
+
+
+def _url_of(tier: object) -> str:
+    """The server of a tier that is a client of a page store; empty for any other."""
+    handler = getattr(tier, "handler", None)
+    return "" if handler is None else str(handler.config.server_url)
 
 
 class _SettlementWatch:

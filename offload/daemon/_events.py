@@ -92,10 +92,8 @@ class DaemonEvents:
                     await self._publisher.publish(self._books(), EventNames(self._tenants).of)
 
     def _books(self) -> dict[str, KeyBook[Any]]:
-        """The tiers that know what they hold. A page store publishes by itself: others store and evict there as well."""
-        engine = self._engine.engine
-        assert engine is not None
-        return {name: tier for name, tier in engine.tiers.items() if isinstance(tier, KeyBook)}
+        """The tiers that know what they hold. A page store that others run publishes by itself."""
+        return dict(self._engine.books())
 
     async def _relay(self, nursery: trio.Nursery) -> None:
         """Have processes of their own take the connections over TCP: a bad handshake ends that of a ZeroMQ socket."""

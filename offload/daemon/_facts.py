@@ -39,7 +39,7 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
             "open_descriptors": len(os.listdir("/proc/self/fd")),
             "memlock_bytes": _or_none(memlock_limit()),
         },
-        "page store": {"pool_path": daemon.pool_path},
+        "page store": {"pool_path": daemon.pool_path, "pages_of_engines": daemon.pages_of_engines},
         "tenants": {
             name: f"quota {daemon.tenants.quotas[name]} bytes" if name in daemon.tenants.quotas else "no quota"
             for name in daemon.tenants.credentials
@@ -81,6 +81,7 @@ def _sessions(daemon: Daemon) -> list[SessionFacts]:
             len(session.requests),
             len(session.holds),
             len(session.caches),
+            len(session.announced),
         )
         for session in daemon.sessions
     ]

@@ -4,7 +4,8 @@ A frame is one MessagePack array: the code of its message, a number, and the fie
 request and the *epoch*: one start of a daemon. Whatever an engine holds there, it holds in one epoch.
 
 Rule 1. ``hello`` comes first. It says which versions its sender speaks; the daemon takes the newest that both speak, or refuses
-        with the numbers of both. Within a version, fields are only added at the end, with a default.
+        with the numbers of both. Within a version, fields are only added at the end, with a default. A message that is newer
+        than the version of its session is not sent, and is refused.
 Rule 2. Every request has one answer: its own, or :class:`Refused`. A request that was refused has changed nothing.
 Rule 3. No bytes of a block are in a frame. Blocks are numbers of a registered cache, which both sides have mapped.
 Rule 4. Everything is bounded, by the types below: what decodes is within the bounds.
@@ -12,6 +13,7 @@ Rule 4. Everything is bounded, by the types below: what decodes is within the bo
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union
 
 import attrs
@@ -24,8 +26,8 @@ from maru._typed_frames import packed as packed
 from maru._typed_frames import unpacked as unpacked
 
 OLDEST: Final = 1
-VERSION: Final = 1
-"""The oldest and the newest version that this code speaks."""
+VERSION: Final = 2
+"""The oldest and the newest version that this code speaks. 2: engines write and read pages themselves."""
 MAX_FRAME_BYTES: Final = 8 << 20
 """More than the largest request, of ``MAX_KEYS`` of the longest keys."""
 MAX_KEYS: Final = 16_384
@@ -39,10 +41,10 @@ TOKEN_BYTES: Final = 16
 MAX_CREDENTIAL_BYTES: Final = 256
 
 RefusedKind: TypeAlias = Literal[
-    "version", "session", "credential", "invalid", "full", "draining", "unknown", "unavailable"
+    "version", "session", "credential", "invalid", "full", "draining", "unknown", "unavailable", "pages"
 ]
 """Why a request was refused: ``invalid`` and ``unknown`` are mistakes of its sender; ``full`` may be tried again,
-``draining`` at another daemon; ``session`` wants a new ``hello``."""
+``draining`` at another daemon; ``session`` wants a new ``hello``; ``pages``: no tier has pages that engines may write."""
 
 StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
 
@@ -116,6 +118,9 @@ class Welcome(_Answer, tag=129, frozen=True):
 
 class Status(_Message, tag=2, frozen=True):
     """Say that the engine lives, and ask how the daemon is."""
+
+    read_blocks: _U63 = 0
+    """Blocks that this engine has reserved to read in the page store since it said so last: that sends no message."""
 
 
 class State(_Answer, tag=130, frozen=True):
@@ -315,6 +320,62 @@ class Deleted(_Answer, tag=140, frozen=True):
     """A byte for each: the position of its answer in :class:`backends.abc.Deletion`."""
 
 
+# --- pages of the page store, which engines write and read themselves -----------------------------------------------
+
+
+class PageStore(_Message, tag=13, frozen=True):
+    """Ask where the page store is in which an engine writes and reads pages itself."""
+
+    block_bytes: _U63
+    """Of the engine's blocks. Opens the tiers, as the first cache does."""
+
+
+class PageStoreAt(_Answer, tag=141, frozen=True):
+    """What a client of the page store needs, so that each finds what the other has stored."""
+
+    tier: _Name
+    """The tier of the daemon that is a client of it."""
+    server_url: _Text
+    namespace: _Text
+    """What salts the keys there, as ``store_tenant`` does. The keys of a tenant of the daemon begin with its prefix."""
+    store_tenant: _Text
+    dax_path: _Text
+    checksums: bool
+    """Whether blocks are summed when they are committed, and verified when they are read."""
+
+
+class ReserveWrite(_Message, tag=14, frozen=True):
+    """Announce blocks that an engine writes into pages of its own; those that are not wanted are named."""
+
+    keys: _Keys
+
+
+class Reserved(_Answer, tag=142, frozen=True):
+    """The blocks that were not filtered count as coming until they are committed, or the session is over."""
+
+    reservation: _U63
+    filtered: _Exceptions
+
+
+class Commit(_Message, tag=15, frozen=True):
+    """Say what became of reserved blocks: the page store has them, or they were given up."""
+
+    reservation: _U63
+    fates: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)] = b""
+    """A byte for each block that was not filtered: a :class:`Fate`. Empty: all were given up."""
+
+
+class Fate(enum.IntEnum):
+    """What became of a block that was reserved to be written."""
+
+    GIVEN_UP = 0
+    STORED = 1
+    DUPLICATE = 2
+    """It was there before."""
+    UNKNOWN = 3
+    """The page store has not answered: it may be there."""
+
+
 # --- looking ------------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +422,8 @@ class MessageKind:
     """The name of the handler that serves it."""
     request: type[Any]
     answer: type[Any]
+    since: int = 1
+    """The version in which it came."""
 
     @property
     def code(self) -> int:
@@ -386,12 +449,16 @@ MESSAGES: Final = (
     MessageKind("load", Load, Loaded),
     MessageKind("release", Release, Done),
     MessageKind("delete", Delete, Deleted),
+    MessageKind("page_store", PageStore, PageStoreAt, since=2),
+    MessageKind("reserve_write", ReserveWrite, Reserved, since=2),
+    MessageKind("commit", Commit, Done, since=2),
     MessageKind("explain", Explain, Explained),
     MessageKind("stats", Stats, Counters),
 )
 """All messages. Both sides dispatch by it, and the documentation is drawn from it."""
 
 NAME_OF: Final[dict[type[Any], str]] = {kind.request: kind.name for kind in MESSAGES}
+SINCE: Final[dict[type[Any], int]] = {kind.request: kind.since for kind in MESSAGES}
 ANSWER_TO: Final[dict[type[Any], type[Any]]] = {kind.request: kind.answer for kind in MESSAGES}
 
 Request: TypeAlias = _Message

@@ -94,7 +94,10 @@ def describe(options: DaemonOptions) -> None:
         table.add_row("" if at else "tiers", tier.name, f"{tier.kind}: {used}; breaker {tier.breaker}")
     for at, session in enumerate(told.sessions):
         tenant = f"tenant {session.tenant}, " if session.tenant else ""
-        held = f"{session.requests} requests, {session.holds} holds, {session.caches} caches"
+        held = (
+            f"{session.requests} requests, {session.holds} holds, {session.caches} caches, "
+            f"{session.announced} reservations of pages"
+        )
         text = f"{session.name}: {tenant}heard {duration(session.silent)} ago, {held}"
         table.add_row("" if at else "sessions", str(session.number), text)
     show(table)

@@ -156,12 +156,17 @@ class Quotas:
             self._accounts[prefix] = account
         self._watch()
 
-    def open(self, block_bytes: int, tiers: Iterable[object]) -> None:
-        """The tiers are open: charge what they have, and follow what comes and goes."""
-        tiers = list(tiers)
+    def open(self, block_bytes: int, books: Iterable[KeyBook[Key]], *, all_told: bool) -> None:
+        """The tiers are open: charge what they have, and follow what comes and goes.
+
+        Args:
+            block_bytes: size of every block.
+            books: what tells of its keys.
+            all_told: whether every tier does.
+        """
         self.block_bytes = block_bytes
-        self._books = [tier for tier in tiers if isinstance(tier, KeyBook)]
-        self.all_told = len(self._books) == len(tiers)
+        self._books = list(books)
+        self.all_told = all_told
         for prefix, account in self._accounts.items():
             self._charge(prefix, account)
         self._watch()

@@ -45,7 +45,7 @@ from ._admin import Admin, open_admin, read_token
 from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
-from ._messages import MAX_FRAME_BYTES
+from ._messages import MAX_FRAME_BYTES, Refusal
 from ._service import Service
 from ._sessions import Sessions
 from ._statistics import counters
@@ -172,6 +172,14 @@ class Daemon:
         """Where the embedded page store has its pool; empty without one."""
         return "" if self._maru is None else self._maru.pool_path
 
+    @property
+    def pages_of_engines(self) -> str:
+        """The tier in which engines write pages themselves; or why they cannot."""
+        try:
+            return self._service.pages.tier_name
+        except Refusal as refusal:
+            return f"none: {refusal}"
+
     def statistics(self) -> dict[str, float]:
         """The counters, as engines are told."""
         channel = self._channel.statistics()
@@ -283,6 +291,7 @@ class Daemon:
                     trio.open_nursery() as self._nursery,
                 ):
                     nursery = self._nursery
+                    self._engine.page_store = page_store
                     self._service = Service(
                         self._engine,
                         epoch=self.epoch,
@@ -291,6 +300,7 @@ class Daemon:
                         send=channel.send,
                         hang_up=channel.hang_up,
                         nursery=nursery,
+                        engine_pages=bool(config.engine_pool_size_gb),
                     )
                     self._service.handover_path = handover.path
                     self._service.hosted = self._hosted

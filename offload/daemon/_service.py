@@ -26,6 +26,7 @@ from backends.abc import LOADED, Deletion, Unproven
 from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
+from .._engine import Engine
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
 from ._layout import check_layout
@@ -33,11 +34,13 @@ from ._memory import CacheBlocks, EngineMemory
 from ._messages import (
     NAME_OF,
     OLDEST,
+    SINCE,
     VERSION,
     Answer,
     BadFrame,
     Cancel,
     Cancelled,
+    Commit,
     Counters,
     Delete,
     Deleted,
@@ -51,12 +54,14 @@ from ._messages import (
     Load,
     Loaded,
     Lookup,
+    PageStore,
     Refusal,
     Refused,
     Registered,
     RegisterKVCache,
     Release,
     Request,
+    ReserveWrite,
     Signal,
     State,
     Stats,
@@ -70,6 +75,7 @@ from ._messages import (
     negotiate,
     unpacked,
 )
+from ._pages import Pages
 from ._quotas import Quotas
 from ._requests import UnderWay, loaded
 from ._sessions import Limits, Session, Sessions, Stage
@@ -80,7 +86,7 @@ from ._tenants import Tenants, stored_keys
 _log = logging.getLogger("offload.daemon")
 
 _DELETIONS: Final = list(Deletion)
-_BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, Delete})
+_BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, Delete, PageStore, ReserveWrite})
 """Requests that a daemon refuses while it drains."""
 
 
@@ -95,6 +101,7 @@ class Service:
         send: sends a frame to a connection, without waiting; whether it is there.
         hang_up: ends a connection.
         nursery: of the tasks.
+        engine_pages: whether engines may write pages of the page store.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Service:
         send: Callable[[bytes, bytes], bool],
         hang_up: Callable[[bytes], None],
         nursery: trio.Nursery,
+        engine_pages: bool = True,
     ) -> None:
         self.sessions: Sessions = Sessions(limits)
         self.tenants: Tenants = tenants
@@ -127,7 +135,12 @@ class Service:
         }
         self._last_hold = self._last_memory = 0
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
-        engine.on_opened = lambda opened: self.quotas.open(engine.block_bytes, opened.tiers.values())
+        self.pages: Pages = Pages(engine, self.quotas, self.stores, is_on=engine_pages)
+        engine.on_opened = self._opened
+
+    def _opened(self, opened: Engine) -> None:
+        books = self._engine.books()
+        self.quotas.open(self._engine.block_bytes, books.values(), all_told=len(books) == len(opened.tiers))
 
     @property
     def under_way(self) -> int:
@@ -168,6 +181,10 @@ class Service:
         if session is None:
             raise Refusal("session", "there is no session of this connection: hello comes first")
         session.heard = trio.current_time()
+        if SINCE[type(request)] > session.version:
+            name, since = NAME_OF[type(request)], SINCE[type(request)]
+            text = f"{name} is of version {since}, and this session speaks {session.version} of {OLDEST} to {VERSION}"
+            raise Refusal("version", text)
         if self.draining and type(request) in _BEGINS_WORK:
             raise Refusal("draining", "the daemon is about to end")
         if len(session.requests) >= self.sessions.limits.requests:
@@ -208,7 +225,7 @@ class Service:
         return None
 
     def _welcome(self, peer: bytes, request: Hello, version: int, tenant: str, *, resumed: bool) -> Answer:
-        session = self.sessions.begin(peer, request.name, tenant, trio.current_time())
+        session = self.sessions.begin(peer, request.name, tenant, trio.current_time(), version)
         if session is None:
             raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows")
         _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
@@ -257,6 +274,8 @@ class Service:
             elif stage is Stage.HOLDS:
                 _, hit = session.holds.popitem()
                 await self._engine.require().release(hit)
+            elif stage is Stage.PAGES:
+                await self.pages.give_back(session)
             else:
                 self._forget_memory(session)
         self.sessions.forget(session)
@@ -269,6 +288,7 @@ class Service:
 
     def status(self, session: Session, request: Status) -> Answer:
         """Say how the daemon is."""
+        self.pages.counts["read_blocks"] += request.read_blocks
         return self._state(request)
 
     def _state(self, request: Status) -> Answer:
@@ -469,6 +489,31 @@ class Service:
         answers = await self._engine.require().delete(keys, within=request.within)
         self.quotas.deleted(session.tenant, keys, answers)
         return Deleted(request.seq, self.epoch, bytes(map(_DELETIONS.index, answers)))
+
+    # --- pages that engines write and read themselves ---------------------------------------------------------------
+
+    def page_store(self, session: Session, request: PageStore) -> None:
+        """Tell where the page store is."""
+        self._start(session, request, self._place)
+
+    async def _place(self, session: Session, request: PageStore) -> Answer:
+        return await self.pages.place(request, self.epoch)
+
+    def reserve_write(self, session: Session, request: ReserveWrite) -> Answer | None:
+        """Announce blocks that the engine writes itself: at once where nothing is to be waited for, else in a task."""
+        if len(session.announced) + len(session.requests) >= self.sessions.limits.holds:
+            raise Refusal("full", f"a session announces pages at most {self.sessions.limits.holds} times: commit some")
+        answer = self.pages.reserve_nowait(session, request, self.epoch)
+        if answer is None:
+            self._start(session, request, self._reserve_write)
+        return answer
+
+    async def _reserve_write(self, session: Session, request: ReserveWrite) -> Answer:
+        return await self.pages.reserve(session, request, self.epoch)
+
+    def commit(self, session: Session, request: Commit) -> Answer:
+        """Note what became of announced blocks."""
+        return Done(request.seq, self.epoch, self.pages.commit(session, request))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

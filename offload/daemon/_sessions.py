@@ -4,7 +4,7 @@ A session is one connection of one engine. It ends when the connection does, whe
 or at a frame that is no message. What it held is then given back in this order, each only when nothing of the one before is
 left:
 
-    copies under way -> holds -> memory -> over
+    copies under way -> holds -> announced pages -> memory -> over
 
 Rule 1. Copies first: a copy reads or writes the engine's memory, and uses what its holds keep from eviction.
 Rule 2. From its end on, a session takes no request, and counts as connected to nothing. It is found by its token until it is
@@ -33,7 +33,7 @@ class Limits:
     requests: int = 1_024
     """Of a session, that are not answered."""
     holds: int = 4_096
-    """Of a session: more than an engine has requests."""
+    """Of a session: more than an engine has requests. As many announcements of pages."""
     caches: int = 64
     """Of a session."""
     memories: int = 1_024
@@ -47,6 +47,7 @@ class Stage(enum.Enum):
 
     COPIES = "copies under way"
     HOLDS = "holds"
+    PAGES = "announced pages"
     MEMORY = "memory"
     OVER = "nothing"
 
@@ -65,7 +66,11 @@ class Session:
     token: bytes = attrs.field(factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     requests: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Requests that are not answered, by number."""
+    version: int = 1
+    """Of the protocol that is spoken."""
     holds: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    announced: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    """Blocks that it writes into the page store itself, by number."""
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Handed over, by number."""
     caches: set[int] = attrs.field(factory=set, repr=False)
@@ -84,6 +89,8 @@ class Session:
             return Stage.COPIES
         if self.holds:
             return Stage.HOLDS
+        if self.announced:
+            return Stage.PAGES
         if self.caches or self.memories:
             return Stage.MEMORY
         return Stage.OVER
@@ -113,7 +120,7 @@ class Sessions:
     def __iter__(self) -> Any:
         return iter(list(self._all.values()))
 
-    def begin(self, peer: bytes, name: str, tenant: str, now: float) -> Session | None:
+    def begin(self, peer: bytes, name: str, tenant: str, now: float, version: int = 1) -> Session | None:
         """Begin a session for this connection; ``None`` if there are as many as may be.
 
         Raises:
@@ -125,7 +132,7 @@ class Sessions:
             self.turned_away += 1
             return None
         self._last += 1
-        session = Session(self._last, peer, name, tenant, now)
+        session = Session(self._last, peer, name, tenant, now, version=version)
         self._by_peer[peer] = self._all[session.number] = session
         return session
 

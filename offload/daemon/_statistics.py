@@ -25,6 +25,8 @@ def counters(service: Service, session: Session | None, daemon_engine: DaemonEng
         "turned_away": service.sessions.turned_away,
         "sessions_given_back": service.sessions.given_back,
     }
+    values |= {f"pages.{name}": count for name, count in service.pages.counts.items()}
+    values["pages.announced"] = sum(len(one.announced) for one in sessions)
     values |= service.quotas.counters()
     if session is not None:
         values |= _of_session(session)
@@ -64,6 +66,7 @@ def _of_session(session: Session) -> dict[str, float]:
     return {
         "session.requests": len(session.requests),
         "session.holds": len(session.holds),
+        "session.announced": len(session.announced),
         "session.caches": len(session.caches),
         "session.memories": len(session.memories),
     }

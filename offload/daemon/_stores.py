@@ -100,7 +100,7 @@ class Stores:
     ) -> TransferHandle:
         """Store what fits into a tenant's quota, once its least recently used blocks have gone for that."""
         keys = under_way.keys
-        await self._make_room(account, keys)
+        await self.make_room(account, keys)
         # No checkpoint up to the engine's own: what has gone makes room for these.
         under_way.coming, under_way.refused = account.admit(keys, self._quotas.block_bytes)
         refused = set(under_way.refused)
@@ -113,7 +113,7 @@ class Stores:
         )
         return await self._engine.require().store(blocks, precondition, tenant=account.tenant)
 
-    async def _make_room(self, account: Account, keys: Sequence[Key]) -> None:
+    async def make_room(self, account: Account, keys: Sequence[Key]) -> None:
         """Have blocks of a tenant go, as long as some are missing room and others may go. Cancelled, some may have gone."""
         asked: set[Key] = set(keys)
         while short := account.shortage(keys, self._quotas.block_bytes):
@@ -131,7 +131,7 @@ class Stores:
 
     async def _trim(self, account: Account) -> None:
         try:
-            await self._make_room(account, ())
+            await self.make_room(account, ())
         except Exception as exc:  # the next store of this tenant tries again
             _log.warning("tenant %s: what is beyond its quota stays: %r", account.tenant, exc)
 

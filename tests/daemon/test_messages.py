@@ -37,6 +37,9 @@ SAMPLES = [
     messages.Load(10, 1, 1, packed([3])),
     Release(11, [1, 2]),
     messages.Delete(12, [b"a"], 1.0),
+    messages.PageStore(15, 4096),
+    messages.ReserveWrite(16, [b"a", b"b"]),
+    messages.Commit(17, 1, bytes([messages.Fate.STORED, messages.Fate.GIVEN_UP])),
     messages.Explain(13, [b"a"]),
     messages.Stats(14),
 ]
@@ -56,7 +59,7 @@ def test_a_request_comes_as_it_was_sent(sample):
 
 
 def test_a_field_that_a_later_version_adds_is_ignored():
-    frame = msgspec.msgpack.encode([2, 7, "news"])
+    frame = msgspec.msgpack.encode([2, 7, 0, "news"])
     assert decode_request(frame) == messages.Status(7)
 
 
@@ -99,6 +102,15 @@ def test_mutated_frames_decode_to_messages_within_their_bounds_or_not_at_all():
         except BadFrame:
             pass
     assert decoded > 100  # the mutations reach past the decoder
+
+
+def test_what_an_engine_of_the_version_before_sends_is_still_a_message():
+    assert decode_request(msgspec.msgpack.encode([2, 7])) == messages.Status(7, read_blocks=0)
+
+
+def test_each_message_came_in_a_version_that_is_spoken():
+    assert {kind.name for kind in MESSAGES if kind.since == 2} == {"page_store", "reserve_write", "commit"}
+    assert all(1 <= kind.since <= messages.VERSION for kind in MESSAGES)
 
 
 def test_the_newest_version_that_both_speak_is_taken_and_others_are_none():

@@ -10,16 +10,17 @@ def sessions(**limits):
     return Sessions(Limits(**limits))
 
 
-def test_copies_go_before_holds_and_holds_before_memory():
+def test_copies_go_before_holds_those_before_pages_and_pages_before_memory():
     every = sessions()
     session = every.begin(b"peer", "engine", "", 0.0)
-    session.requests[1] = session.holds[1] = session.memories[1] = object()
+    session.requests[1] = session.holds[1] = session.announced[1] = session.memories[1] = object()
     session.caches.add(1)
     every.end(session, "a test")
     order = []
     for stage, give_back in [
         (Stage.COPIES, session.requests.clear),
         (Stage.HOLDS, session.holds.clear),
+        (Stage.PAGES, session.announced.clear),
         (Stage.MEMORY, lambda: (session.caches.clear(), session.memories.clear())),
     ]:
         assert session.due is stage

@@ -1,0 +1,90 @@
+"""Pages of a daemon's page store for threads that know no trio: they live in a thread of their own, and each call waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from backends.abc import Destination, Key, Outcome
+from backends.trio_thread import TrioThread
+
+from ._errors import DaemonUnavailable
+from ._pages import PageLease, PageReservation, Pages, open_pages
+
+_CLOSE_TIMEOUT: Final = 60.0
+"""Seconds that closing waits for commits under way, each of which is bounded by half as much."""
+
+
+class BlockingPages:
+    """:class:`Pages` for any thread: ``with BlockingPages(url, block_bytes=...) as pages``.
+
+    Reservations and leases are the same. Their pages and views are used anywhere; what ends them goes through here.
+
+    Args:
+        url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
+        block_bytes: size of every block.
+        timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then. A commit that was sent is
+            bounded by itself.
+        options: those of :func:`open_pages`.
+    """
+
+    def __init__(self, url: str = "", *, block_bytes: int, timeout: float = 30.0, **options: Any) -> None:
+        self._url = url
+        opening = partial(open_pages, url, block_bytes=block_bytes, **options)
+        self._home: TrioThread[Pages] = TrioThread(opening, "pages", timeout=timeout, close_timeout=_CLOSE_TIMEOUT)
+        self._pages: Pages | None = None
+
+    def __repr__(self) -> str:
+        return f"<BlockingPages over {self._pages!r}>"
+
+    def start(self) -> BlockingPages:
+        """Start its thread, and connect. Raises what :func:`open_pages` does."""
+        self._pages = self._home.start()
+        return self
+
+    def close(self) -> None:
+        """Give back what is reserved, end the session, join the thread. Idempotent."""
+        self._pages = None
+        self._home.close()
+
+    def __enter__(self) -> BlockingPages:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block."""
+        return self._opened().block_bytes
+
+    @property
+    def tier(self) -> str:
+        """The name of the daemon's tier in which they are."""
+        return self._opened().tier
+
+    def reserve_write(self, keys: Sequence[Key]) -> PageReservation:
+        """Take a page for each of these keys; see :meth:`Pages.reserve_write`."""
+        return self._home.wait(self._opened().reserve_write, keys)
+
+    def commit(self, reservation: PageReservation) -> Sequence[Outcome]:
+        """Have the filled pages found; see :meth:`Pages.commit`."""
+        return self._home.wait(self._opened().commit, reservation)
+
+    def reserve_read(self, keys: Sequence[Key]) -> PageLease:
+        """Hold the longest prefix of these keys; see :meth:`Pages.reserve_read`."""
+        return self._home.wait(self._opened().reserve_read, keys)
+
+    def load(self, lease: PageLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy what is held, and verify it; see :meth:`Pages.load`."""
+        return self._home.wait(self._opened().load, lease, destination)
+
+    def release(self, reserved: PageReservation | PageLease) -> None:
+        """Give back what is reserved; see :meth:`Pages.release`."""
+        self._home.wait(self._opened().release, reserved)
+
+    def _opened(self) -> Pages:
+        if self._pages is None:
+            raise DaemonUnavailable(self._url, "these pages are not open")
+        return self._pages

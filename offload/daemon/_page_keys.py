@@ -1,0 +1,58 @@
+"""What a page store that the daemon runs itself holds, in the daemon's keys. Pure.
+
+Others may store there as well: engines, which write pages themselves, and clients that know nothing of the daemon. Each page
+counts, by whichever process it was written; a name that is no key of a daemon is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from backends.abc import Key
+
+if TYPE_CHECKING:
+    from maru.kv_events import KeyBook, KeyWatcher
+
+
+@attrs.frozen
+class PageKeys:
+    """A book of keys over a page store's book of names."""
+
+    names: KeyBook[str]
+
+    def list_keys(self) -> list[Key]:
+        """All keys that it has."""
+        return _keys(self.names.list_keys())
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """See :class:`maru.kv_events.KeyBook`."""
+        return self.names.watch_keys(_Translated(watcher))
+
+
+@attrs.frozen(eq=False)
+class _Translated:
+    _watcher: KeyWatcher[Key]
+
+    def stored(self, names: Sequence[str]) -> None:
+        if keys := _keys(names):
+            self._watcher.stored(keys)
+
+    def removed(self, names: Sequence[str]) -> None:
+        if keys := _keys(names):
+            self._watcher.removed(keys)
+
+
+def _keys(names: Iterable[str]) -> list[Key]:
+    """The keys that a tier gives these names: see :class:`backends.maru.KeyNaming`. Others have no place among them."""
+    return [key for name in names if (key := _key(name)) is not None]
+
+
+def _key(name: str) -> Key | None:
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if key.hex() == name else None  # "AB" and "a b" are read as well, and are the names of others

@@ -1,0 +1,273 @@
+"""Pages of the page store that engines write and read themselves: which tier that is, and what engines have announced.
+
+    reserve_write   policies, what is there already, the quota -> the rest counts as coming
+    (the engine writes pages of its own region and registers them with the page store: no message of this protocol)
+    commit          what was registered counts as there; nothing is coming any more
+
+A page of the page store belongs to the process that writes it. So which process maps what, late writers and leases are the page
+store's; here is what makes such a block one of the daemon's.
+
+Rule 1. What is announced passes the policies of the first route, and the quota of its tenant, as any store.
+Rule 2. What is coming counts against the quota until the engine has said what became of it. Where it cannot say it any more,
+        the page store is asked; where that does not answer, all of it counts as there: never too little.
+Rule 3. An engine registers nothing after its lease (its clock ends it earlier than ours does), so what was asked in rule 2 does
+        not come later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from backends._keys import distinct_keys
+from backends.abc import Key, check_keys
+
+from ._engine import DaemonEngine
+from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut
+from ._quotas import REASON, Account, Quotas
+from ._sessions import Session
+from ._stores import Stores
+from ._tenants import stored_keys
+
+if TYPE_CHECKING:
+    from backends.maru import MaruTier
+
+_log = logging.getLogger("offload.daemon")
+
+
+@attrs.define(eq=False)
+class Announced:
+    """Blocks that an engine writes itself, and has not told the end of."""
+
+    keys: Sequence[Key]
+    """Those that were not filtered, as they are stored."""
+    account: Account | None
+    coming: Sequence[Key]
+    """Of its keys, those that count there until the end."""
+    unlock: Callable[[], None] | None
+    """Releases what a policy has locked for them."""
+
+
+class Pages:
+    """What engines write and read themselves.
+
+    Args:
+        engine: the tiers and pipelines.
+        quotas: of tenants.
+        stores: makes room within them.
+        is_on: whether engines may.
+
+    Attributes:
+        counts: blocks, by what became of them.
+    """
+
+    def __init__(self, engine: DaemonEngine, quotas: Quotas, stores: Stores, *, is_on: bool = True) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(
+            (
+                "stored_blocks",
+                "duplicate_blocks",
+                "unknown_blocks",
+                "given_up_blocks",
+                "filtered_blocks",
+                "read_blocks",
+            ),
+            0,
+        )
+        self._engine = engine
+        self._quotas = quotas
+        self._stores = stores
+        self._is_on = is_on
+        self._last = 0
+
+    @property
+    def tier_name(self) -> str:
+        """The tier whose pages engines write.
+
+        Raises:
+            Refusal: see :meth:`place`.
+        """
+        return self._its_tier()[0]
+
+    async def place(self, request: PageStore, epoch: int) -> PageStoreAt:
+        """Where the page store is. Opens the tiers, if that was not done yet.
+
+        Raises:
+            Refusal: engines cannot write pages there; the text says what to change.
+            BadLayout: the tiers hold blocks of another size.
+        """
+        if not request.block_bytes:
+            raise Refusal("invalid", "block_bytes = 0: must be the size of the engine's blocks")
+        await self._engine.wait_open(request.block_bytes)
+        name, tier = self._its_tier()
+        config = tier.handler.config
+        return PageStoreAt(
+            request.seq,
+            epoch,
+            name,
+            config.server_url,
+            config.namespace,
+            config.tenant,
+            config.dax_path,
+            config.checksums,
+        )
+
+    def reserve_nowait(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved | None:
+        """Like :meth:`reserve`; ``None`` where it would have to wait: for a policy, for the page store, or for room."""
+        tier, keys, account = self._asked(session, request)
+        there = tier.contains_from_thread(keys)
+        wanted = [key for key in keys if there is not None and key not in there]
+        if there is None or (account is not None and account.shortage(wanted, self._quotas.block_bytes)):
+            return None
+        said = self._engine.require().pipelines[0].ask_policies_nowait(wanted)  # last: it is asked once
+        if said is None:
+            return None
+        return self._announce(session, request, epoch, keys, {**dict.fromkeys(there, "present"), **said[0]}, said[1])
+
+    async def reserve(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved:
+        """Announce blocks. Cancelled, nothing is announced, though blocks of the tenant may have gone for it.
+
+        Raises:
+            Refusal: see :meth:`place`.
+            ValueError: these are no keys, or one is named twice.
+        """
+        tier, keys, account = self._asked(session, request)
+        reasons = dict.fromkeys(await self._there(tier, keys, unless=()), "present")
+        said, unlock = (
+            await self._engine.require().pipelines[0].ask_policies([key for key in keys if key not in reasons])
+        )
+        reasons.update(said)
+        try:
+            if account is not None:
+                await self._stores.make_room(account, [key for key in keys if key not in reasons])
+        except BaseException:
+            if unlock is not None:
+                unlock()
+            raise
+        # No checkpoint from here on: what has gone makes room for these.
+        return self._announce(session, request, epoch, keys, reasons, unlock)
+
+    def _asked(self, session: Session, request: ReserveWrite) -> tuple[MaruTier, list[Key], Account | None]:
+        """The page store, what is to be written there, and what it counts against."""
+        _, tier = self._its_tier()
+        distinct_keys(request.keys)
+        keys = stored_keys(session.tenant, request.keys)
+        check_keys(keys)
+        return tier, keys, self._quotas.of(session.tenant)
+
+    def _announce(
+        self,
+        session: Session,
+        request: ReserveWrite,
+        epoch: int,
+        keys: Sequence[Key],
+        reasons: dict[Key, str],
+        unlock: Callable[[], None] | None,
+    ) -> Reserved:
+        """Announce what was not filtered, as far as the quota has room."""
+        account = self._quotas.of(session.tenant)
+        coming: Sequence[Key] = ()
+        wanted = [key for key in keys if key not in reasons]
+        if account is not None:
+            coming, refused = account.admit(wanted, self._quotas.block_bytes)
+            reasons.update((wanted[at], REASON) for at in refused)
+            wanted = [key for key in wanted if key not in reasons]
+        self._last += 1
+        session.announced[self._last] = Announced(wanted, account, coming, unlock)
+        self.counts["filtered_blocks"] += len(reasons)
+        filtered = [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
+        return Reserved(request.seq, epoch, self._last, filtered)
+
+    def commit(self, session: Session, request: Commit) -> int:
+        """Note what became of announced blocks; how many there were. What is not announced is ignored.
+
+        Raises:
+            Refusal: there is not one fate for each of them. Nothing was changed.
+        """
+        announced = session.announced.get(request.reservation)
+        if announced is None:
+            return 0
+        try:
+            fates = list(map(Fate, request.fates)) or [Fate.GIVEN_UP] * len(announced.keys)
+        except ValueError as exc:
+            raise Refusal("invalid", str(exc)) from None
+        if len(fates) != len(announced.keys):
+            raise Refusal("invalid", f"{len(fates)} fates of {len(announced.keys)} blocks")
+        del session.announced[request.reservation]
+        for fate in Fate:
+            self.counts[f"{fate.name.lower()}_blocks"] += fates.count(fate)
+        self._end(announced, [key for key, fate in zip(announced.keys, fates, strict=True) if fate])
+        return len(fates)
+
+    async def give_back(self, session: Session) -> None:
+        """End the announcements of a session that is over: rule 2."""
+        while session.announced:
+            _, announced = session.announced.popitem()
+            there: Collection[Key] = announced.keys
+            try:
+                if announced.account is not None:  # else nothing counts them
+                    there = await self._there(self._its_tier()[1], announced.keys, unless=announced.keys)
+            except Refusal:
+                pass
+            finally:
+                self.counts["unknown_blocks"] += len(announced.keys)
+                self._end(announced, [key for key in announced.keys if key in there])
+
+    def _end(self, announced: Announced, there: Sequence[Key]) -> None:
+        if announced.account is not None:
+            self._quotas.settled(announced.account, announced.coming, there)
+        if announced.unlock is not None:
+            announced.unlock()
+
+    async def _there(self, tier: MaruTier, keys: Sequence[Key], *, unless: Collection[Key]) -> Collection[Key]:
+        """Those that the page store has; ``unless`` it does not answer."""
+        if not keys:
+            await trio.lowlevel.checkpoint()
+            return ()
+        try:
+            return await tier.contains(keys)
+        except Exception as exc:
+            _log.info("the page store could not be asked for %d blocks: %r", len(keys), exc)
+            return unless
+
+    def _its_tier(self) -> tuple[str, MaruTier]:
+        """The first tier that is a page store, and its name.
+
+        Raises:
+            Refusal: there is none, or none whose pages an engine may write; the text says what to change.
+        """
+        from backends.maru import MaruTier  # it brings ZeroMQ, where no tier has done so
+
+        if not self._is_on:
+            raise Refusal("pages", f"engine_pool_size_gb = 0: this daemon has no room for pages of engines; {_OR_ELSE}")
+        tiers = self._engine.require().tiers
+        for name, tier in tiers.items():
+            if isinstance(tier, MaruTier):
+                _check(name, tier)
+                return name, tier
+        kinds = ", ".join(f"{name} ({type(tier).__name__})" for name, tier in tiers.items())
+        raise Refusal(
+            "pages",
+            f"no tier of this daemon is a plain page store; it has {kinds}. Give it one (type = 'maru' in [engine.tiers.NAME], "
+            f"without wrappers; or no [engine.tiers], and maru_pool_size_gb above 0), {_OR_ELSE}",
+        )
+
+
+def _check(name: str, tier: MaruTier) -> None:
+    config = tier.handler.config
+    for knob, value, wanted in (
+        ("key_names", "hex" if tier.naming.name == bytes.hex else "text", "hex"),
+        ("protocol", config.protocol if config.protocol == "published" else "own", "own"),
+        ("curve_key_file", config.curve_key_file, ""),
+    ):
+        if value != wanted:
+            raise Refusal(
+                "pages",
+                f"engine.tiers.{name}.{knob} = {value!r}: must be {wanted!r} for engines to write pages; {_OR_ELSE}",
+            )
+
+
+_OR_ELSE = "or store from a cache in offload.client.SharedMemory, which is one copy as well"
