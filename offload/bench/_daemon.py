@@ -47,6 +47,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     """Rates of eight clients and of one, by size of block; and what one store costs."""
     for kib, blocks, each, repeat in _SIZES:
         yield from _rates(kib, effort.size(blocks, 4), effort.size(each, 2), effort.at_most(repeat))
+    yield from _ways(effort)
     yield from _one_store(effort)
 
 
@@ -65,6 +66,41 @@ def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
         samples = in_turn(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
     for what, n in itertools.product(("store", "load"), (CLIENTS, 1)):
         yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what}", samples)
+
+
+def _ways(effort: Effort) -> Iterator[Row]:
+    """What a block costs one client by each way between its cache and the daemon, in processor time of both processes."""
+    kib, blocks, each, repeat = _SIZES[1]
+    blocks, each = effort.size(blocks, 4), effort.size(each, 2)
+    block_bytes = kib * _KIB
+    round_bytes = blocks * block_bytes
+    with ExitStack() as stack:
+        rounds = itertools.count()
+        subjects: dict[str, Callable[[], Figures]] = {}
+        for way in ("shared", "private", "pages"):
+            opening = _daemon_with_pages if way == "pages" else _daemon
+            daemon = stack.enter_context(opening(block_bytes, int(_SPARE * round_bytes)))
+            (client,) = stack.enter_context(_clients(daemon, 1, block_bytes, blocks, each, way))
+            subjects[way] = partial(_one_way, way, daemon, client, rounds, blocks)
+        memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
+        samples = in_turn(f"daemon, ways of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
+    beside = samples["memmove.processor"]
+    for way, what in itertools.product(("shared", "private", "pages"), ("store", "load")):
+        ours = samples[f"{way}.{what}.processor"]
+        yield Row(
+            f"daemon.{kib}KiB.{way}.{what}.processor", ours.median * 1e6, "us/block", "memmove of a block",
+            beside.median * 1e6, None, noisiest(ours, beside),
+        )  # fmt: skip
+
+
+def _one_way(way: str, daemon: Child, client: Child, rounds: Iterator[int], blocks: int) -> Figures:
+    """Store and load the blocks of a round. They are deleted, but for pages: there is room for those of some rounds."""
+    number = next(rounds)
+    return {
+        f"{way}.{what}.{figure}": value
+        for what in (("store", "load") if way == "pages" else ("store", "load", "delete"))
+        for figure, value in _at_once(daemon, [client], f"{what} {number}", blocks).items()
+    }
 
 
 def _rows(kib: int, figure: str, name: str, samples: Mapping[str, Sample]) -> Iterator[Row]:
@@ -172,13 +208,26 @@ def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
             yield daemon
 
 
+@contextmanager
+def _daemon_with_pages(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
+    """A daemon as it is without a file, with a page store that has room for the region of a client."""
+    with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
+        command = ["-m", "offload", "serve", "--runtime-dir", f"{directory}/run", "--log-level", "error"]
+        command += ["--block-bytes", str(block_bytes), "--host-bytes", str(capacity_bytes // block_bytes * block_bytes)]
+        command += ["--maru-pool-size-gb", "0.01", "--engine-pool-size-gb", "0.5"]
+        with Child(command, said=_url) as daemon:
+            yield daemon
+
+
 def _url(line: bytes) -> str:
     """Where a daemon is ready, by its ready line."""
     return line.decode().partition(" at ")[2].partition(" ")[0]
 
 
 @contextmanager
-def _clients(daemon: Child, n: int, block_bytes: int, blocks: int, each: int) -> Iterator[list[Child]]:
+def _clients(
+    daemon: Child, n: int, block_bytes: int, blocks: int, each: int, way: str = "shared"
+) -> Iterator[list[Child]]:
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -188,6 +237,7 @@ def _clients(daemon: Child, n: int, block_bytes: int, blocks: int, each: int) ->
                         "offload.bench._daemon_client",
                         daemon.ready,
                         f"c{number}",
+                        way,
                         *map(str, (block_bytes, blocks, each)),
                     ]
                 )

@@ -1,4 +1,4 @@
-"""An engine process of ``offload bench daemon``: ``python -m offload.bench._daemon_client URL NAME BLOCK_BYTES BLOCKS EACH``.
+"""An engine process of ``offload bench daemon``: ``python -m ..._daemon_client URL NAME WAY BLOCK_BYTES BLOCKS EACH``.
 
 Its thread knows no trio, as that of an inference engine. It reads commands, a line each, and writes an answer in JSON:
 
@@ -6,6 +6,10 @@ Its thread knows no trio, as that of an inference engine. It reads commands, a l
     load ROUND         finds them again, EACH at a time, and loads them
     delete ROUND       deletes them, so that the next round finds room
     enqueue TIMES      stores single blocks, so many behind each other and so many one at a time: the times of the calls
+
+WAY is how blocks get from its cache to the daemon. ``shared``: the cache is in memory that the daemon has mapped. ``private``:
+it is not, so they pass through the staging area. ``pages``: this process writes and reads pages of the page store itself; it
+knows the first two commands.
 
 It ends with its standard input. Blocks that were not stored or not loaded are an error.
 """
@@ -19,12 +23,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from backends.abc import Deletion
+from backends.abc import LOADED, STORED, Deletion
 from maru.bench._measure import percentile
 
 from .. import from_thread
 from .._config import BatchConfig, PipelineConfig
-from ..client import DaemonTier, SharedBlocks, SharedMemory
+from ..client import BlockingPages, DaemonTier, SharedBlocks, SharedMemory
 from ..preconditions import NO_WAIT
 
 CACHE_BYTES: Final = 64 << 20
@@ -37,25 +41,84 @@ _AT_ONCE: Final = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), bud
 """A store is a message, as soon as there is room for one: an engine that waits for a batch would be measured waiting."""
 
 
-def main(url: str, name: str, block_bytes: int, blocks: int, each: int) -> None:
+def main(url: str, name: str, way: str, block_bytes: int, blocks: int, each: int) -> None:
     """Serve the commands."""
-    memory = SharedMemory(CACHE_BYTES)
-    cache = SharedBlocks(memory, block_bytes)
-    for block in range(len(cache)):
-        cache.write(block, block.to_bytes(8, "little") * (block_bytes // 8))
+    cache = _cache(block_bytes, way)
+    if way == "pages":
+        with BlockingPages(url, block_bytes=block_bytes, name=name, timeout=_PATIENCE) as pages:
+            _serve(_PageClient(pages, cache, name, blocks, each))
+        return
     with from_thread.open_engine(cache, {"daemon": DaemonTier(url, name=name)}, policies=(), config=_AT_ONCE) as engine:
-        client = _Client(engine, cache, name, blocks, each)
-        print(json.dumps({"name": name}), flush=True)
-        for line in sys.stdin:
-            command, number = line.split()
-            print(json.dumps(getattr(client, command)(int(number))), flush=True)
+        _serve(_Client(engine, cache, name, blocks, each))
 
 
-class _Client:
-    def __init__(self, engine: Any, cache: SharedBlocks, name: str, blocks: int, each: int) -> None:
-        self._engine, self._cache = engine, cache
+def _cache(block_bytes: int, way: str) -> Any:
+    n = CACHE_BYTES // block_bytes
+    if way == "private":
+        import torch
+
+        from backends.device import DeviceTier
+
+        tensor = torch.arange(n * block_bytes // 8, dtype=torch.int64).view(n, -1)
+        return DeviceTier([tensor], block_axis=0)
+    cache = SharedBlocks(SharedMemory(CACHE_BYTES), block_bytes)
+    for block in range(n):
+        cache.write(block, block.to_bytes(8, "little") * (block_bytes // 8))
+    return cache
+
+
+def _serve(client: _Client | _PageClient) -> None:
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        command, number = line.split()
+        print(json.dumps(getattr(client, command)(int(number))), flush=True)
+
+
+class _Rounds:
+    """The keys of a round, in groups."""
+
+    def __init__(self, name: str, blocks: int, each: int) -> None:
         self._name, self._blocks, self._each = name, blocks, each
-        self._half = len(cache) // 2
+
+    def _groups(self, number: int) -> Iterator[tuple[int, Sequence[bytes]]]:
+        for start in range(0, self._blocks, self._each):
+            stop = min(start + self._each, self._blocks)
+            yield start, [b"%s %d %d" % (self._name.encode(), number, at) for at in range(start, stop)]
+
+
+class _PageClient(_Rounds):
+    """Copies blocks of a cache into pages, and out of them."""
+
+    def __init__(self, pages: BlockingPages, cache: SharedBlocks, name: str, blocks: int, each: int) -> None:
+        super().__init__(name, blocks, each)
+        self._pages, self._cache = pages, cache
+        self._half = CACHE_BYTES // cache.block_bytes // 2
+
+    def store(self, number: int) -> dict[str, float]:
+        """Store the blocks of a round."""
+        done = 0
+        for start, keys in self._groups(number):
+            reservation = self._pages.reserve_write(keys)
+            reservation.fill(self._cache.pages([(start + at) % self._half for at in range(len(keys))]))
+            done += list(self._pages.commit(reservation)).count(STORED)
+        return {"blocks": done}
+
+    def load(self, number: int) -> dict[str, float]:
+        """Load the blocks of a round."""
+        done = 0
+        for _, keys in self._groups(number):
+            lease = self._pages.reserve_read(keys)
+            ids = range(self._half, self._half + len(lease.keys))
+            done += list(self._pages.load(lease, self._cache.into(ids))).count(LOADED)
+            self._pages.release(lease)
+        return {"blocks": done}
+
+
+class _Client(_Rounds):
+    def __init__(self, engine: Any, cache: Any, name: str, blocks: int, each: int) -> None:
+        super().__init__(name, blocks, each)
+        self._engine, self._cache = engine, cache
+        self._half = CACHE_BYTES // cache.block_bytes // 2
 
     def store(self, number: int) -> dict[str, float]:
         """Store the blocks of a round."""
@@ -109,11 +172,6 @@ class _Client:
             for name, values in (("burst", burst), ("first", firsts), ("whole", wholes[1:]))
         }
 
-    def _groups(self, number: int) -> Iterator[tuple[int, Sequence[bytes]]]:
-        for start in range(0, self._blocks, self._each):
-            stop = min(start + self._each, self._blocks)
-            yield start, [b"%s %d %d" % (self._name.encode(), number, at) for at in range(start, stop)]
-
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))
