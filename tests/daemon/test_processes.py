@@ -8,7 +8,9 @@ import trio
 
 from offload.client import open_connection
 from offload.daemon._messages import Counters, Stats
+from tests.support import object_counts
 from tests.support.daemons import descriptors, directory, engine_process, host_only, mapped, serve, until
+from tests.support.object_counts import grown
 
 KILLS = 20
 
@@ -29,7 +31,8 @@ async def at_rest(connection):
 
 @pytest.mark.parametrize("kills", [KILLS, pytest.param(200, marks=pytest.mark.long)])
 async def test_an_engine_that_is_killed_leaves_nothing_behind(kills):
-    with directory() as path, serve(path, host_only(path)) as daemon:
+    counts = []
+    with directory() as path, serve(path, host_only(path), counts_at=f"{path}.counts") as daemon:
         async with open_connection(f"ipc://{path}/daemon.sock", name="watcher") as connection:
             before, rounds = descriptors(daemon.pid), 0
             for number in range(kills):
@@ -39,7 +42,12 @@ async def test_an_engine_that_is_killed_leaves_nothing_behind(kills):
                     engine.kill()
                     assert engine.wait() == -signal.SIGKILL
                 await until(lambda: at_rest(connection), f"after kill {number}: {await counters(connection)}")
+                if number in (kills // 2, kills - 1):
+                    counts.append(object_counts.ask(f"{path}.counts"))
             assert rounds >= 0
+            # Of what was stored and evicted it keeps keys: in tables, and in the record that an explanation reads.
+            kept = {"entries of tables", "offload._engine.history._Entry"}
+            assert grown(*counts).keys() <= kept, "the daemon keeps something of each engine that is killed"
             await until(lambda: descriptors(daemon.pid) == before, "descriptors of engines stay open")
             assert mapped(daemon.pid) == 0
             assert (await counters(connection))["sessions_given_back"] == kills

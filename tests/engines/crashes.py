@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from tests.support import object_counts as object_counts_of
 from tests.support.maru_processes import Server, eventually, forge, temporary_pool
 
 LEASE = 0.5
@@ -20,8 +22,19 @@ a_few_and_fifty = pytest.mark.parametrize("crashes", [3, pytest.param(50, marks=
 
 @contextmanager
 def page_store(*options: str, lease: float = LEASE) -> Iterator[Server]:
-    with temporary_pool() as pool, Server(pool, "--session-lease", f"{lease}", *options) as server:
-        yield server
+    with temporary_pool() as pool:
+        setup = f"tests.support.object_counts:answer:{_counts_at(pool)}"
+        with Server(pool, "--session-lease", f"{lease}", *options, setup=setup) as server:
+            yield server
+
+
+def object_counts(server: Server) -> dict[str, int]:
+    """What such a server holds in Python."""
+    return object_counts_of.ask(_counts_at(server.pool))
+
+
+def _counts_at(pool: Path) -> str:
+    return f"{pool}.counts"
 
 
 def wait_to_be_killed(channel: int) -> None:
@@ -43,11 +56,17 @@ def crash(entry: str, *args: object) -> None:
     os.close(ours)
 
 
-def crash_often(server: Server, crashes: int, entry: str) -> list[int]:
-    """Crash so often, each time until nothing is pinned any more. Returns how many files of regions there were behind each."""
+def crash_often(
+    server: Server, crashes: int, entry: str, behind: Callable[[int], None] = lambda number: None
+) -> list[int]:
+    """Crash so often, each time until nothing is pinned any more, and call ``behind``.
+
+    Returns how many files of regions there were behind each crash.
+    """
     regions = []
     for number in range(crashes):
         crash(entry, server.ipc, number)
         eventually(lambda: server.facts()["pinned"] == 0)
+        behind(number)
         regions.append(len(server.region_files()))
     return regions

@@ -4,9 +4,10 @@ from contextlib import contextmanager
 
 from offload import from_thread
 from offload.engines.vllm._settings import MaruSettings
-from tests.engines.crashes import LEASE, a_few_and_fifty, crash_often, page_store, wait_to_be_killed
+from tests.engines.crashes import LEASE, a_few_and_fifty, crash_often, object_counts, page_store, wait_to_be_killed
 from tests.engines.test_vllm_halves import BLOCK, CHUNK, SOON, Loop, blocks_from, new_cache
 from tests.support.maru_processes import eventually
+from tests.support.object_counts import grown
 
 
 @contextmanager
@@ -39,9 +40,16 @@ def hold(channel, server_url, round_):
 @a_few_and_fifty
 def test_crashes_leave_no_pin_and_no_region_behind_and_what_was_stored_stays(crashes):
     with page_store() as server:
-        crash_often(server, crashes, f"{__name__}:hold")
-        # The region of the first one is kept for what it has stored, those of the others are given back.
-        eventually(lambda: server.facts()["regions"] == 1)
+        counts = []
+
+        def count(number):
+            if number in (1, crashes - 1):
+                # The region of the first one is kept for what it has stored, those of the others are given back.
+                eventually(lambda: (server.facts()["regions"], server.facts()["sessions"]) == (1, 0))
+                counts.append(object_counts(server))
+
+        crash_often(server, crashes, f"{__name__}:hold", count)
+        assert grown(*counts) == {}, "the server keeps something of each client that is killed"
         with instance(server.ipc) as loop:
             assert loop.matched("shared", 256) == 192
             loop.scheduler.close()

@@ -101,9 +101,11 @@ class Process:
         self._said.close()
 
 
-def serve(path: str, *options: str) -> Process:
-    """``offload serve``, once it is ready."""
-    process = Process("-m", "offload", "serve", "--runtime-dir", path, *options)
+def serve(path: str, *options: str, counts_at: str = "") -> Process:
+    """``offload serve``, once it is ready. ``counts_at``: where it tells what it holds; see `tests.support.object_counts`."""
+    counts = f"from tests.support import object_counts; object_counts.answer({counts_at!r})" if counts_at else ""
+    program = f"{counts}\nfrom offload.cli import main; main(prog_name='offload')"
+    process = Process("-c", program, "serve", "--runtime-dir", path, *options)
     try:
         assert "is ready" in process.line()
     except BaseException:

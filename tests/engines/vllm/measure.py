@@ -1,9 +1,11 @@
 """Time to first token in a second process beside a perfect load, and what a connector costs without a hit.
 
-``nox -s vllm -- measure`` prints a table; with ``--json``, one document. All engines are alive at once, each in a process of
-its own, and are asked in turn, so that whatever else the machine does meets all of them. What is shared was computed and stored
-by another process; before each load an engine forgets what it has itself. A perfect load is a memcpy of that much KV, into
-memory that was not used before, and a hit in vLLM's own prefix cache.
+``nox -s vllm -- measure`` prints a table; with ``--json``, one document; with ``--subjects``, of these alone. All engines are
+alive at once, each in a process of its own, and are asked in turn, so that whatever else the machine does meets all of them.
+What is shared was computed and stored by another process; before each load an engine forgets what it has itself. A perfect load
+is a memcpy of that much KV, into memory that was not used before, and a hit in vLLM's own prefix cache.
+
+``OffloadSpec, from its rows`` is vLLM's own connector over host memory that has all of it: what no spec can be faster than.
 
 Through LMCache, whose server has our adapter behind it, twice: from what that server has in its own memory, and with that
 memory empty, so that all comes through the adapter from the page store.
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,13 @@ OWN = 20
 TOKEN_BYTES = 16 << 10
 VOCABULARY = 24_000
 SUBJECTS = (
-    "ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec", "daemon",
-    "OffloadSpec, daemon",
+    "ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec",
+    "OffloadSpec, from its rows", "daemon", "OffloadSpec, daemon",
 )  # fmt: skip
+SHARED_ENGINES = {"LMCache, adapter": "LMCache", "OffloadSpec, from its rows": "OffloadSpec"}
+"""Subjects that are another one's engine, asked in another way."""
+PRODUCERS = {"without checksums": "MaruKVConnector"}
+"""Subjects that load what another one's producer has stored."""
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -97,7 +103,8 @@ def serve() -> None:
         if task.get("reset"):
             forget(engine)
             for half in halves(engine):
-                if hasattr(half, "arena"):  # host memory forgets, too, but finds again what it has stored
+                # Host memory forgets, too, but finds again what it has stored.
+                if hasattr(half, "arena") and not task.get("keep_rows"):
                     half.table.reset()
         parameters = SamplingParams(
             temperature=0.0, max_tokens=task.get("max_tokens", 1), ignore_eos=True, detokenize=False
@@ -250,7 +257,11 @@ def first_tokens(
             times[size]["perfect load, processor"].append(hit["processor"] + memcpy(size, time.process_time))
             for name in random.Random(at).sample(sorted(subjects), len(subjects)):
                 before.get(name, _nothing)()
-                got = subjects[name].ask(prompt, reset=True)
+                if name == "OffloadSpec, from its rows":
+                    subjects[name].ask(prompt, reset=True)
+                    got = subjects[name].ask(prompt, reset=True, keep_rows=True)
+                else:
+                    got = subjects[name].ask(prompt, reset=True)
                 assert got["cached"] == size, f"{name} has loaded {got['cached']} of {size} tokens"
                 times[size][name].append(got["seconds"])
                 times[size][f"{name}, processor"].append(got["processor"])
@@ -265,10 +276,12 @@ def without_hits(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str,
             engine = engines[name]
             got = engine.ask(tokens(1024, "alone", at), reset=True, settle=True)
             times["first token"][name].append(got["seconds"])
+            times["first token"][f"{name}, processor"].append(got["processor"])
             four = [tokens(64, "decode", at, one) for one in range(4)]
-            first = engine.ask(*four, reset=True, settle=True)["seconds"]
-            whole = engine.ask(*four, reset=True, max_tokens=65)["seconds"]
-            times["decode"][name].append(whole - first)
+            first = engine.ask(*four, reset=True, settle=True)
+            whole = engine.ask(*four, reset=True, max_tokens=65)
+            times["decode"][name].append(whole["seconds"] - first["seconds"])
+            times["decode"][f"{name}, processor"].append(whole["processor"] - first["processor"])
     return times
 
 
@@ -299,7 +312,7 @@ def daemon(directory: Path) -> Iterator[str]:
             process.kill()
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, chosen: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="measure", dir="/dev/shm") as scratch:
         path = Path(scratch)
         model = str(path / "model")
@@ -314,29 +327,21 @@ def measure(rounds: int) -> dict[str, Any]:
                 "LMCache": middle.transfer,
                 "LMCache, adapter": middle.transfer,
             }
-            for name in (
-                "ExampleConnector",
-                "LMCache",
-                "MaruKVConnector",
-                "OffloadSpec",
-                "daemon",
-                "OffloadSpec, daemon",
-            ):
+            own = list(dict.fromkeys(SHARED_ENGINES.get(name, name) for name in chosen))
+            for name in dict.fromkeys(PRODUCERS.get(name, name) for name in own):
                 producer = Engine(model, ways[name], path / "producer.log")
                 producer.answer()
                 for size in SIZES:
                     producer.ask([*tokens(size, "shared", size), 3], settle=True)
                 producer.close()
             engines = {"plain": Engine(model, None, path / "plain.log")}
-            engines |= {
-                name: Engine(model, ways[name], path / f"{name}.log") for name in SUBJECTS if name != "LMCache, adapter"
-            }
+            engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in own}
             for engine in engines.values():
                 engine.answer()
                 engine.ask(tokens(300, "warm"), max_tokens=4)
-            subjects = {name: engines["LMCache" if name == "LMCache, adapter" else name] for name in SUBJECTS}
+            subjects = {name: engines[SHARED_ENGINES.get(name, name)] for name in chosen}
             loads = first_tokens(engines["plain"], subjects, rounds, {"LMCache, adapter": middle.forget})
-            ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec")}
+            ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec") if name in engines}
             alone = without_hits(ours, max(3, rounds // 3))
             for engine in engines.values():
                 engine.close()
@@ -350,13 +355,12 @@ def ratios(values: list[float], limits: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f}), least {min(values) / min(limits):.2f}"
 
 
-def processor(times: dict[str, list[float]], name: str) -> str:
-    """The processor time of the subject's process beside that of a perfect load."""
+def processor(times: dict[str, list[float]], name: str, limit: str) -> str:
+    """The processor time of the subject's process beside that of the limit."""
     spent = times.get(f"{name}, processor")
     if not spent:
         return ""
-    perfect = statistics.median(times["perfect load, processor"])
-    return f"; processor time {statistics.median(spent) / perfect:.2f}"
+    return f"; processor time {statistics.median(spent) / statistics.median(times[f'{limit}, processor']):.2f}"
 
 
 def main() -> None:
@@ -364,11 +368,17 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--subjects", default=";".join(SUBJECTS), help="with semicolons between: MaruKVConnector;OffloadSpec"
+    )
     options = parser.parse_args()
     if options.engine:
         serve()
         return
-    found = measure(options.rounds)
+    chosen = options.subjects.split(";")
+    if unknown := sorted(set(chosen) - set(SUBJECTS)):
+        parser.error(f"--subjects: there is no {', '.join(unknown)}; there are {'; '.join(SUBJECTS)}")
+    found = measure(options.rounds, chosen)
     if options.json:
         print(json.dumps(found))
         return
@@ -376,12 +386,13 @@ def main() -> None:
     for size, times in found["first token"].items():
         perfect = times["perfect load"]
         print(f"{size} shared tokens, perfect load {1000 * statistics.median(perfect):.0f} ms")
-        for name in ("computed", *SUBJECTS):
-            print(f"  {name}: {ratios(times[name], perfect)}{processor(times, name)}")
+        for name in ("computed", *chosen):
+            print(f"  {name}: {ratios(times[name], perfect)}{processor(times, name, 'perfect load')}")
     for what, times in found["without hits"].items():
         print(f"without a hit, {what}: as a multiple of no connector")
         for name in ("MaruKVConnector", "OffloadSpec"):
-            print(f"  {name}: {ratios(times[name], times['plain'])}")
+            if name in times:
+                print(f"  {name}: {ratios(times[name], times['plain'])}{processor(times, name, 'plain')}")
 
 
 if __name__ == "__main__":
