@@ -18,7 +18,7 @@ import attrs
 from backends._copying import BESIDE_BYTES
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.device import DeviceTier
-from backends.pages import WARM_BYTES, Pages, PageSum
+from backends.pages import WARM_BYTES, Pages, PageSum, checksums
 from backends.planes import TensorPlanes
 from backends.threads import run_beside
 
@@ -106,6 +106,7 @@ class ChunkSource(NoChunks):
 
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
+        self._on_device = any(group.blocks.layers[0].device.type != "cpu" for group in groups)
         self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
@@ -183,6 +184,10 @@ class ChunkSource(NoChunks):
 
     def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
         """Like :meth:`copy_in`; returns the xxh3-64 of each page, whatever of it is copied."""
+        if self._on_device:  # a transfer for each few blocks takes longer than to read pages once more
+            with run_beside(checksums, pages) as sums:
+                self.copy_in(blocks, pages)
+                return sums()
         first, second = self._by_halves(self._copy_in_and_sum, blocks, pages)
         return first + (second or [])
 
