@@ -103,9 +103,11 @@ class Process:
 
 def serve(path: str, *options: str, counts_at: str = "") -> Process:
     """``offload serve``, once it is ready. ``counts_at``: where it tells what it holds; see `tests.support.object_counts`."""
-    counts = f"from tests.support import object_counts; object_counts.answer({counts_at!r})" if counts_at else ""
-    program = f"{counts}\nfrom offload.cli import main; main(prog_name='offload')"
-    process = Process("-c", program, "serve", "--runtime-dir", path, *options)
+    program = (
+        f"from tests.support.object_counts import answer; answer({counts_at!r})\nfrom offload.cli import main; main()"
+    )
+    command = ("-c", program) if counts_at else ("-m", "offload")
+    process = Process(*command, "serve", "--runtime-dir", path, *options)
     try:
         assert "is ready" in process.line()
     except BaseException:
