@@ -40,8 +40,9 @@ def count() -> dict[str, int]:
     tables: dict[int, object] = {}
     for one in gc.get_objects():
         kind = type(one)
-        if kind.__module__.startswith(OURS):
-            counts[f"{kind.__module__}.{kind.__qualname__}"] += 1
+        module = str(kind.__module__)  # of some foreign classes it is no text
+        if module.startswith(OURS):
+            counts[f"{module}.{kind.__qualname__}"] += 1
             # A table of values that hold nothing is not in the collector's list: it is found from what has it.
             named = getattr(one, "__dict__", None)
             held = [named, *gc.get_referents(one)]
