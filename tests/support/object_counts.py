@@ -44,8 +44,8 @@ def count() -> dict[str, int]:
         if module.startswith(OURS):
             counts[f"{module}.{kind.__qualname__}"] += 1
             # A table of values that hold nothing is not in the collector's list: it is found from what has it.
-            named = getattr(one, "__dict__", None)
-            held = [named, *gc.get_referents(one)]
+            named = getattr(one, "__dict__", {})
+            held = [*named.values(), *gc.get_referents(one)]
             tables |= {id(part): part for part in held if part is not named and isinstance(part, TABLES)}
     counts["entries of tables"] = sum(len(table) for table in tables.values())  # type: ignore[arg-type]
     return dict(counts)
