@@ -47,6 +47,8 @@ from ._reservation import MaruReservation
 
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
+_IN_PLACE_PER_SECOND: Final = 256 << 20
+"""Bytes of memory that can be had and put in place, where it is cold and the machine not idle."""
 
 
 class PageSizeError(BackendError, ValueError):
@@ -64,8 +66,10 @@ class PageSizeError(BackendError, ValueError):
 class MaruTier(TierBase[MaruLease], DirectTier):
     """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
 
-    Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. An engine
-    enters its tiers itself. All of it is called in the trio run in which the handler is open.
+    Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. It takes
+    the handler's region as well, if that is to be had for nothing: the first store would wait until all of its memory is in
+    place, as it does with ``auto_connect``. An engine enters its tiers itself. All of it is called in the trio run in which
+    the handler is open.
 
     Layout and tenant are the handler's: its ``namespace`` and ``tenant`` salt every key, and its ``checksums`` says whether
     blocks are summed when they are stored and verified when they are loaded.
@@ -124,14 +128,25 @@ class MaruTier(TierBase[MaruLease], DirectTier):
 
     async def __aenter__(self) -> MaruTier:
         async with self._opening:
-            if self._visits.enter() and not self.handler.is_open:
+            if self._visits.enter():
                 try:
-                    await self.handler.__aenter__()
-                except BaseException:
-                    await self._visits.leave(wait=False)
+                    await self._open()
+                except BaseException as error:
+                    await self.__aexit__(type(error), error, error.__traceback__)
                     raise
-                self._opened = True
         return self
+
+    async def _open(self) -> None:
+        """Open the handler, and take its region, if there is memory and time for it. Not where it connects when it must."""
+        handler = self.handler
+        if not handler.is_open:
+            await handler.__aenter__()
+            self._opened = True
+        # A deadline is for who may be absent; it must not pass for that because much memory is wanted.
+        left = trio.current_effective_deadline() - trio.current_time()
+        if not handler.config.auto_connect and handler.config.pool_size <= left * _IN_PLACE_PER_SECOND:
+            with contextlib.suppress(MaruError):  # the first store asks again, and is told why not
+                await handler.take_region()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

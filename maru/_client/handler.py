@@ -242,6 +242,16 @@ class MaruHandler(HandlerBase):
 
     # --- many at once, in columns ---------------------------------------------------------------------------------
 
+    async def take_region(self) -> bool:
+        """Take the first region now, with its pages in place: else the first page that is allocated waits for that.
+
+        Only if the server has memory for it that is nobody's: abandoned regions, whose keys can be read, go for what is stored.
+
+        Returns:
+            Whether there is a region of its own.
+        """
+        return await self._run(None, operations.take_region(self._state))
+
     def alloc_pages_nowait(self, n: int) -> AllocBatch | None:
         """Take ``n`` pages to fill, if this process knows that many to be free. Sends no message."""
         return columns.alloc_pages_nowait(self._state, n)

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -16,6 +16,9 @@ from ..eviction import EvictionPolicy
 
 if TYPE_CHECKING:
     from .regions import Account, Region
+
+_KEPT: Final = 1 - 1 / 256
+"""Of the pages that are kept ahead, from one answer to the next: half of them after some 180."""
 
 
 class Leases:
@@ -143,14 +146,15 @@ class Outbox:
 class RoomAhead:
     """How many pages an owner is to have free, so that it need not ask before it stores.
 
-    It has asked when it had none, and for how many: so many are kept for it from then on, as far as what it registers and what
-    goes back to it tells. What is handed back behind an answer comes with the next one: an owner that needs them sooner asks
-    once more, and what was under way then is kept besides.
+    It has asked when it had too few, and for how many: so many are kept for it from then on, as far as what it registers and
+    what goes back to it tells. What is handed back behind an answer comes with the next one: an owner that needs them sooner
+    asks once more, and what was under way then is kept besides. Pages that are free hold no block that could be found, so what
+    is kept fades: what was needed once in some hundred stores is asked for.
     """
 
     def __init__(self) -> None:
-        self.level = 0
-        """So many pages. 0: it has never asked, or for more than is worth it."""
+        self.level = 0.0
+        """So many pages. 0: it has never asked, or always for more than is worth it."""
         self._base = 0
 
     def asked(self, pages: int, under_way: int, flow: int, most: int) -> None:
@@ -160,14 +164,16 @@ class RoomAhead:
             pages: for how many.
             under_way: pages on the way back to it, of which it cannot know yet.
             flow: pages that ever went back to it, less those that it has registered.
-            most: that may be kept for it. For less than it asks for nothing is, since then it would ask all the same.
+            most: that may be kept for it. One that needs more than that, now and then or always, asks then.
         """
-        self.level = level if (level := max(self.level, under_way + pages)) <= most else 0
+        if under_way + pages <= most:
+            self.level = max(self.level, under_way + pages)
         self._base = flow - under_way
 
     def missing(self, flow: int) -> int:
-        """How many it should get back now; not negative."""
-        return max(0, self.level - (flow - self._base)) if self.level else 0
+        """How many it should get back now, behind an answer; not negative."""
+        self.level *= _KEPT
+        return max(0, round(self.level) - (flow - self._base)) if self.level else 0
 
 
 @attrs.define(eq=False)

@@ -132,6 +132,76 @@ async def test_a_block_must_fit_a_page_and_the_error_names_the_knob() -> None:
         MaruTier(handler, block_bytes=512).reserve_nowait(RoomRequest([b"k"], 4096, "fail"))
 
 
+async def test_its_memory_is_there_when_it_is_entered_so_that_no_store_waits_for_it() -> None:
+    async with open_tier() as tier:
+        assert tier.handler.free_pages == BLOCKS
+        tier.reserve_nowait(RoomRequest(keys_of(BLOCKS), BLOCK, "fail")).release()
+
+
+@pytest.mark.parametrize("knobs", [{"pool_size": 0}, {"auto_connect": True}])
+async def test_who_owns_none_or_asks_nobody_before_it_must_takes_no_region_when_it_is_entered(knobs: Any) -> None:
+    async with open_tier(**knobs) as tier:
+        assert not tier.handler.get_owned_region_ids()
+
+
+async def test_a_server_without_memory_for_a_region_is_entered_all_the_same() -> None:
+    async with open_test_server(capacity_bytes=2 << 20, high_watermark=1.0) as server:
+        url, keys = server.endpoints[0], keys_of(2)
+        async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url)) as other:
+            assert await store(tier, keys) == [STORED] * 2
+            assert not other.handler.get_owned_region_ids()
+            assert await load(other, keys) == ([LOADED] * 2, payloads(keys))
+            assert (await other.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))).granted == []
+
+
+@pytest.mark.parametrize(("bytes_per_second", "regions"), [(1, 0), (1 << 40, 1)])
+async def test_who_has_a_deadline_takes_its_region_only_if_there_is_time_for_it(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_second: int, regions: int
+) -> None:
+    monkeypatch.setattr("backends.maru._tier._IN_PLACE_PER_SECOND", bytes_per_second)
+    async with open_test_server(high_watermark=1.0) as server:
+        tier = MaruTier(handler_to(server.endpoints[0]))
+        with trio.fail_after(PATIENCE):
+            async with tier:
+                assert len(tier.handler.get_owned_region_ids()) == regions
+                assert await store(tier, keys_of(1)) == [STORED]
+
+
+async def test_what_another_process_has_left_does_not_go_before_something_is_stored() -> None:
+    async with open_test_server(capacity_bytes=2 << 20, high_watermark=1.0) as server:
+        url, keys = server.endpoints[0], keys_of(2)
+        async with MaruTier(handler_to(url)) as before:
+            assert await store(before, keys) == [STORED] * 2
+        async with MaruTier(handler_to(url)) as tier:
+            assert not tier.handler.get_owned_region_ids()
+            assert await load(tier, keys) == ([LOADED] * 2, payloads(keys))
+            assert await store(tier, keys_of(1, "n"), "evict") == [STORED]
+            assert await tier.contains(keys) == set()
+
+
+async def test_entering_that_is_cancelled_while_it_takes_its_region_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = trio.Event()
+
+    async def take_region(handler: MaruHandler) -> bool:
+        began.set()
+        await trio.sleep_forever()
+        return True
+
+    async with open_test_server(high_watermark=1.0) as server:
+        tier = MaruTier(handler_to(server.endpoints[0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(MaruHandler, "take_region", take_region)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(tier.__aenter__)
+                await began.wait()
+                nursery.cancel_scope.cancel()
+        assert not tier.handler.is_open
+        async with tier:
+            assert tier.handler.free_pages == BLOCKS
+
+
 async def test_blocks_smaller_than_a_page_leave_the_rest_of_it_alone() -> None:
     size, keys = 1000, keys_of(5)
     async with open_test_server() as server:
@@ -618,7 +688,7 @@ async def test_of_an_owner_that_is_killed_what_it_committed_is_read_and_the_rest
                 while Deletion.PINNED in await tier.delete(keys):  # noqa: ASYNC110
                     await trio.sleep(0.1)
                 assert trio.current_time() - began > 0.6  # the dead one's pins: as long as its lease
-                while (directory := server.statistics().service.directory).regions:  # noqa: ASYNC110
+                while (directory := server.statistics().service.directory).regions > 1:  # noqa: ASYNC110
                     await trio.sleep(0.1)
             assert (directory.entries, directory.pinned, directory.abandoned) == (0, 0, 0)
             assert await store(tier, keys) == [STORED] * 6
@@ -692,7 +762,7 @@ async def test_pages_are_registered_with_cuda_where_it_is_those_of_others_to_be_
     keys = keys_of(3)
     async with open_test_server() as server:
         url = server.endpoints[0]
-        async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url)) as other:
+        async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url, pool_size=0)) as other:
             reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
             [(start, length)] = pins.pinned.items()
             assert all(start <= address < start + length for address in reservation.pages.addresses)

@@ -274,6 +274,34 @@ def test_for_a_batch_that_is_large_beside_what_there_is_nothing_goes_ahead():
     assert world.keep_ahead(a, world.now) == 0 and len(world.list_keys()) == 16
 
 
+def test_an_owner_that_asks_for_much_once_goes_on_to_have_what_it_needs_as_a_rule():
+    world = World()
+    a = world.session(region=1, pages=64)
+    fill(world, a, 64)
+    assert world.reclaim(a, 4) == 4
+    assert world.reclaim(a, 20) == 20  # more than is worth it
+    back = [place[2] for place in world.pending(a)]
+    world.acknowledge(a, 1 << 40)
+    assert world.store(a, [f"n{at}" for at in range(24)], offsets=back) == [NEW] * 24
+    assert world.keep_ahead(a, world.now) == 4
+
+
+def test_what_is_kept_ahead_fades_while_nobody_asks():
+    world = World()
+    a = world.session(region=1, pages=1024)
+    fill(world, a, 1024)
+    assert world.reclaim(a, 48) == 48
+    free: list[int] = []
+    kept = []
+    for turn in range(800):
+        free += [place[2] for place in world.pending(a)]
+        world.acknowledge(a, 1 << 40)
+        assert world.store(a, [f"n{turn}"], offsets=[free.pop()]) == [NEW]
+        world.keep_ahead(a, world.now)
+        kept.append(1024 - len(world.list_keys()))
+    assert kept == sorted(kept, reverse=True) and kept[0] == 48 and 20 <= kept[180] <= 28 and kept[-1] <= 4
+
+
 def test_a_session_that_has_ended_gets_nothing_ahead():
     world = World()
     a = world.session(region=1, pages=64)

@@ -233,6 +233,15 @@ def test_a_full_owner_reclaims_its_least_recently_used_keys_that_nobody_reads():
     at_rest(client, reader)
 
 
+def test_no_more_is_reclaimed_than_is_missing():
+    _, client = joined("a", capacity=256, pool_size=256 * PAGE, auto_expand=False)
+    keys = keys_of(255)
+    client.put(keys, values_of(keys))
+    assert client.put(["new", "newer"], values_of(["new", "newer"])) == [Stored.NEW] * 2
+    assert sum(client.run(exist(client.s, keys))) == 254
+    at_rest(client)
+
+
 def test_what_cannot_be_reclaimed_takes_another_region_and_then_the_answer_is_full():
     world, client, reader = joined("a", "b", capacity=2, expand_size=2 * PAGE)
     keys = keys_of(8)

@@ -137,6 +137,9 @@ async def open_store_blocking(setting: Setting) -> AsyncIterator[Opened]:
     with server(setting) as address:
         knobs = _handler_knobs(address, setting, False)
         with maru.blocking.MaruHandler(**knobs) as handler:  # type: ignore[arg-type]
+            page = handler.alloc(1)  # takes its region: a tier has taken it by now as well
+            assert page is not None
+            handler.free(page)
             yield (
                 BlockingStore(handler, setting.block_bytes),
                 make_places(1, setting.most_blocks, setting.block_bytes),

@@ -65,8 +65,9 @@ DELETE = [
 ]
 BESIDES = {
     "BATCH_EXISTS_KV": "asked before anything is reserved, so that what is there is not copied",
-    "REQUEST_ALLOC": "the first page of all: this process takes its region",
-    "REGION": "the first page of all: the region is mapped",
+    "GET_USAGE": "when the tier is entered: whether there is memory for its region that is nobody's",
+    "REQUEST_ALLOC": "then: this process takes its region",
+    "REGION": "then: the region is mapped",
 }
 
 

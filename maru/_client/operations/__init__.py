@@ -45,3 +45,4 @@ from .storing import put as put
 from .storing import restore as restore
 from .storing import store as store
 from .storing import store_surely as store_surely
+from .storing import take_region as take_region

@@ -25,9 +25,6 @@ from .connecting import _map, remember, resolve_pages_in_doubt
 from .effects import Call, Operation
 from .state import ClientState, Shortfall
 
-AHEAD = 64
-"""A full owner reclaims at least a part in so many of its pages: else each store would ask for its few."""
-
 RESERVED_PER_SECOND = 256 << 20
 """Reserving memory takes its time, and is waited for: a cold page is cleared by the kernel."""
 
@@ -64,18 +61,31 @@ def _steps(s: ClientState, n: int, evict: bool) -> Iterator[Operation[None]]:
         yield expand(s, n)
 
 
+def take_first(s: ClientState) -> Operation[None]:
+    """Take the first region, unless abandoned ones would have to go for it. To be run alone."""
+    if s.doubtful_alloc:
+        yield from _adopt(s)
+    if s.pages.regions:
+        return
+    usage: UsageReply = yield Call(Code.GET_USAGE, None)
+    if usage.pool_free // ALIGN_BYTES * ALIGN_BYTES >= s.config.pool_size:
+        yield from expand(s, 1)
+
+
 def _catch_up(s: ClientState) -> Operation[None]:
     """A BEAT brings every return that was not acknowledged."""
     yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
 
 
 def _reclaim(s: ClientState, n: int) -> Operation[None]:
-    """Have the server evict our least recently used keys that nobody has pinned."""
-    owned = sum(region.pages for region in s.pages.regions)
-    missing = n - s.pages.free
-    if missing > owned:
+    """Have the server evict our least recently used keys that nobody has pinned.
+
+    No more than are missing: what it is asked for is what it keeps free for us from then on, so whoever stores a little at a
+    time asks a few times, until that is enough.
+    """
+    wanted = n - s.pages.free
+    if wanted > sum(region.pages for region in s.pages.regions):
         return
-    wanted = max(missing, min(owned // AHEAD, s.max_keys))
     while wanted > 0:
         some = min(wanted, s.max_keys)
         try:

@@ -34,7 +34,7 @@ from ..page_states import PageEvent, PageState
 from .connecting import alone, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
 from .pinning import SESSION_GONE, portions
-from .reclaiming import expand, make_room
+from .reclaiming import expand, make_room, take_first
 from .state import ClientState
 
 Column: TypeAlias = int | list[int]
@@ -102,6 +102,16 @@ def allocate_most(s: ClientState, n: int, *, evict: bool = True) -> Operation[li
         n = min(n - 1, s.pages.free)
         pages = s.pages.allocate(n)
     return pages
+
+
+def take_region(s: ClientState) -> Operation[bool]:
+    """Take the first region, with its pages in place, if the pool has memory for it that is nobody's; whether there is one."""
+    s.check_open()
+    if not s.is_ready():
+        yield from settle(s)
+    if s.config.pool_size and not s.pages.regions:
+        yield from steadily(s, partial(alone, partial(take_first, s)))
+    return bool(s.pages.regions)
 
 
 def store(
