@@ -20,8 +20,7 @@ from maru.eviction import AdaptiveLRFU, EvictionPolicy
 from ._errors import PlaceClosed
 from .abc import Key
 from .direct import DirectTier
-from .pages import Pages, copy_and_sum, copy_pages
-from .pooled import Lease
+from .pages import Pages, copy_pages
 from .slots import SlotTier
 
 _MADV_HUGEPAGE = 14
@@ -145,19 +144,6 @@ class MemoryTier(SlotTier, DirectTier):
         self._populated = populate
         self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
-
-    # --- DirectTier -----------------------------------------------------------------------------------------------
-
-    def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
-        """See :class:`backends.direct.DirectTier`."""
-        if there.page_bytes != self.block_bytes or not lease.is_held:
-            return False
-        slots = lease.refs
-        here = self._pages.pages(slots)
-        if not self.checksums:
-            copy_pages(there, here)
-            return True
-        return not self._verify(slots, copy_and_sum(there, here))
 
     # --- populating later -----------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from .abc import (
     Source,
 )
 from .blocks import BlockPool
-from .pages import Pages, check_apart, checksums, copy_pages, new_pages, pages_of
+from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages, pages_of
 from .pooled import REJECTED, Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
@@ -277,6 +277,19 @@ class SlotTier(PooledTier[BlockPool]):
         else:
             sums = await self.to_the_end(_load, self._storage, refs, destination, there, summed)
         return dict.fromkeys(self._verify(refs, sums), _DAMAGED)
+
+    def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
+        """Copy leased blocks and verify them, in any thread; see :class:`backends.direct.DirectTier`."""
+        if there.page_bytes != self.block_bytes or not lease.is_held:
+            return False
+        slots = lease.refs
+        here = self._storage.pages(slots)
+        if here is None:
+            return False
+        if not self.checksums:
+            copy_pages(there, here)
+            return True
+        return not self._verify(slots, copy_and_sum(there, here))
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys; a held one is ``PINNED`` and stays. Cancelled, it deletes nothing."""

@@ -74,6 +74,9 @@ def test_every_verb_policy_and_way_of_storing_occurs():
     assert any(after.event for store in stores for after in store.after)
     policies = [policy for program in programs() for policy in program.pipeline["main"].policies]
     assert {policy.do for policy in policies} == {"reject", "present", "sleep", "raise", "lock", "cancel", "hang"}
+    assert {(policy.do, policy.at_once) for policy in policies if policy.ms} == {
+        (do, share) for do in ("sleep", "raise", "lock") for share in (0.0, 0.5, 1.0)
+    }
     assert {step.close.how for step in steps if step.close} == {"leave", "close", "cancel", "raise"}
     assert {step.evict.again for step in steps if step.evict} == {True, False}
 

@@ -133,6 +133,14 @@ def test_virtual_time_cannot_play_it_and_says_how_it_is_played() -> None:
         ('[[fault]]\nat_ms = 1\ndo = "torn"', "fault[0].do: nobody can do 'torn' to a page store"),
         ('[[fault]]\nat_ms = 1\ndo = "fail"\nkeys = "a.0"', "fault[0].do: of a page store a whole copy fails"),
         ('[pipeline.main]\nto = "host"\n[pipeline.up]\nfrom = "host"\nto = "device"', "from which no pipeline starts"),
+        (
+            '[tier.other]\nat_once = 0.5\n[pipeline.main]\nto = "host"',
+            "tier.other.at_once: is about what an engine asks",
+        ),
+        (
+            '[tier.other]\n[pipeline.main]\nto = "other"\npolicies = [{ do = "lock", at_once = 1.0 }]',
+            "pipeline.main.policies[0].at_once: is about a policy that waits",
+        ),
         ('[tier.other]\nlease_ms = 100\n[pipeline.main]\nto = "host"', "tier.other.lease_ms: is about page stores"),
         (
             '[pipeline.main]\nto = "host"\npolicies = [{ do = "present", keys = "a.0" }]',

@@ -9,7 +9,8 @@ Rule 1. A store that is complete has a good end on each of its routes: each bloc
 Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no silent tier keeps what the others have.
 
 What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
-still answers when it is over. A page store is asked over its socket, and needs no such pretence.
+still answers when it is over. Where neither is so, and it takes no time, it answers at once an engine that asks so
+(`backends.direct`), as often as ``at_once`` has it. A page store is asked over its socket, and needs no such pretence.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import trio
 
 from backends import CapacityError, MissingKeys
 from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
+from backends.direct import DirectTier
 from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
 from maru.exception_groups import holds
@@ -44,6 +46,7 @@ from ._systems import Refused, System, Ticket
 from ._virtual_tier import Unknown, VirtualTier
 
 if TYPE_CHECKING:
+    from ._rng import Rng
     from ._systems import World
     from ._virtual_tier import TierModel
     from ._world import VirtualWorld
@@ -54,8 +57,11 @@ class FaultyQueries:
 
     if TYPE_CHECKING:
         model: Any
+    rng: Rng | None = None
+    """Which questions are answered at once is drawn from it; without, none is."""
     asked_in_vain: int = 0
     """Questions that met a dead peer, or one that stands still."""
+    _asked_at_once: int = 0
 
     async def answer(self) -> None:
         """Return once it would answer.
@@ -85,22 +91,36 @@ class FaultyQueries:
         await self.answer()
         return await super().delete(keys)  # type: ignore[misc, no-any-return]
 
-    # What has to be waited for is not to be had at once, whatever the tier below offers (`backends.direct`).
+    # At once (`backends.direct`), whatever the tier below offers, an answer is had only where nothing has to be waited for.
 
     def contains_from_thread(self, keys: Sequence[Key]) -> Any:
-        """Nothing can be told at once."""
-        return None
+        """Tell at once, or not."""
+        return super().contains_from_thread(keys) if self._answers_at_once() else None  # type: ignore[misc]
 
     def pin_from_thread(self, keys: Sequence[Key]) -> Any:
-        """Nothing can be pinned at once."""
-        return None
+        """Pin at once, or not."""
+        return super().pin_from_thread(keys) if self._answers_at_once() else None  # type: ignore[misc]
 
-    def load_from_thread(self, lease: object, there: Pages, deadline: float) -> bool:
-        """Nothing can be loaded at once."""
-        return False
+    def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
+        """Load at once, or not: a load that takes its time is waited for."""
+        if self.model.duration(len(there) * there.page_bytes) or not self._answers_at_once():
+            return False
+        return super().load_from_thread(lease, there, deadline)  # type: ignore[misc, no-any-return]
+
+    def _answers_at_once(self) -> bool:
+        """Whether a question is answered without waiting, and this one is among those that the scenario has answered so.
+
+        Raises:
+            OSError: its peer is dead.
+        """
+        if self.rng is None or self.model.window("stall") is not None:
+            return False
+        self.model.check_peer()
+        self._asked_at_once += 1
+        return self.rng.chance(self.model.spec.at_once, "at once", self.model.name, self._asked_at_once)
 
 
-class VirtualEngineTier(FaultyQueries, VirtualTier):
+class VirtualEngineTier(FaultyQueries, VirtualTier, DirectTier):
     """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
 
     def __init__(self, model: TierModel, unproven: list[Pages]) -> None:
@@ -116,9 +136,7 @@ class VirtualEngineTier(FaultyQueries, VirtualTier):
         """
         views = destination.views()
         if views is not None:
-            written = {address for pages in self._unproven for address in pages.addresses}
-            if not written.isdisjoint(views.addresses):
-                self.model.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
+            self._begin_load(views)
         window = self.model.window("unproven")
         if window is None or views is None:
             return await super().load(lease, destination)
@@ -126,6 +144,18 @@ class VirtualEngineTier(FaultyQueries, VirtualTier):
         self._unproven.append(views)
         error = Unknown(f"nobody knows how a load from {self.name} ended")
         raise ExceptionGroup(f"a load from {self.name}", [error]) if window.grouped else error
+
+    def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
+        """Load at once, unless the end of it would be unknown."""
+        if self.model.window("unproven") is not None:
+            return False
+        self._begin_load(there)
+        return super().load_from_thread(lease, there, deadline)
+
+    def _begin_load(self, there: Pages) -> None:
+        written = {address for pages in self._unproven for address in pages.addresses}
+        if not written.isdisjoint(there.addresses):
+            self.model.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
 
 
 class VirtualEngineParts(PipelineSystem):
@@ -348,8 +378,12 @@ async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> A
     spec = world.scenario.engine
     assert spec is not None
     world.ledger = None  # it is judged as any other system is
+    tiers = {name: parts.tiers[name] for name in spec.tiers}
+    for tier in tiers.values():
+        if isinstance(tier, FaultyQueries):
+            tier.rng = world.rng
     config = EngineConfig(
-        tiers={name: parts.tiers[name] for name in spec.tiers},
+        tiers=tiers,
         pipeline=config_of(world.pipelines[world.first]),
         promote=spec.promote,
         on_load_failure=spec.on_load_failure,

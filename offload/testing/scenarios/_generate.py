@@ -195,6 +195,7 @@ class Draft:
             known = dict.fromkeys([*SHARED, *[key for put in self.puts for key in put.keys]])
             return compress(sample(rng, [*known], p, *where, "keys") or SHARED[:1])
 
+        at_once = rng.pick([0.0, 0.0, 0.5, 1.0], *where, "at once")
         kinds = ["present", "reject", "sleep", "raise", "lock", "lock now", "cancel", "hang"]
         match rng.pick(kinds, *where):
             case "present":
@@ -202,11 +203,13 @@ class Draft:
             case "reject":
                 return PolicySpec(do="reject", keys=keys_with(0.25))
             case "sleep":
-                return PolicySpec(do="sleep", ms=1 + rng.below(6, *where, "ms"), keys=keys_with(0.2))
+                ms = 1 + rng.below(6, *where, "ms")
+                return PolicySpec(do="sleep", ms=ms, keys=keys_with(0.2), at_once=at_once)
             case "raise":
-                return PolicySpec(do="raise", keys=keys_with(0.08), ms=rng.pick([0, 0, 1, 3], *where, "ms"))
+                ms = rng.pick([0, 0, 1, 3], *where, "ms")
+                return PolicySpec(do="raise", keys=keys_with(0.08), ms=ms, at_once=at_once if ms else 0.0)
             case "lock":
-                return PolicySpec(do="lock", ms=1 + rng.below(4, *where, "ms"), p=0.5)
+                return PolicySpec(do="lock", ms=1 + rng.below(4, *where, "ms"), p=0.5, at_once=at_once)
             case "lock now":
                 return PolicySpec(do="lock")
             case "cancel":
@@ -437,12 +440,14 @@ def _engine(rng: Rng, names: list[str]) -> EngineSpec:
 def _holding(rng: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> dict[str, TierSpec]:
     """What was to be in the first tier from the start is in some of them."""
     held = expand(tiers["host"].holds)
-    return {
-        name: msgspec.structs.replace(
-            spec, holds=compress(sample(rng, held, 0.6, "holds", name)[: spec.capacity]) if name in names else ""
-        )
-        for name, spec in tiers.items()
-    }
+    # A third of the engines waits for all answers; of the others, the tiers answer at once always, or more often than not.
+    shares = rng.pick([[0.0], [0.8, 1.0], [1.0]], "at once")
+    made = dict(tiers)
+    for name in names:
+        holds = compress(sample(rng, held, 0.6, "holds", name)[: tiers[name].capacity])
+        at_once = rng.pick(shares, "at once", name)
+        made[name] = msgspec.structs.replace(tiers[name], holds=holds, at_once=at_once)
+    return made
 
 
 def _of_an_engine(step: Step) -> Step:

@@ -46,6 +46,11 @@ class _PolicyAction:
             return True
         return self._world.rng.chance(self.spec.p, *self._site, self._world.label or tuple(keys))
 
+    def tells_at_once(self, keys: Sequence[Key]) -> bool:
+        """Whether it need not wait to answer about these."""
+        rng, share = self._world.rng, self.spec.at_once
+        return bool(share) and rng.chance(share, *self._site, "at once", self._world.label or tuple(keys))
+
     def answer(self, keys: Sequence[Key]) -> Reasons | Leased:
         """The answer about these keys."""
         world, spec = self._world, self.spec
@@ -99,6 +104,13 @@ class _WaitingPolicy(AsyncPolicy):
             await trio.sleep_forever()
         await trio.sleep(doing.spec.ms * TICK)
         return doing.answer(keys)
+
+    def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | Leased | None:
+        """Answer, if it can tell without waiting."""
+        doing = self._doing
+        if not doing.tells_at_once(keys):
+            return None
+        return doing.answer(keys) if doing.acts(keys) else NOTHING_REJECTED
 
 
 def make_policies(world: VirtualWorld, pipeline: str, held: _Held) -> list[Policy | AsyncPolicy]:

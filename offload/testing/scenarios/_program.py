@@ -75,6 +75,8 @@ class TierSpec(Part, frozen=True, kw_only=True):
     checksums: bool = True
     eviction: Literal["lru", "adaptive"] = "lru"
     """Who makes room: the least recently used, or whom the default of the real tiers chooses, ``AdaptiveLRFU``."""
+    at_once: Share = 1.0
+    """Behind an engine: how likely it answers a question without being waited for, where nothing keeps it from that."""
     patience_ms: Annotated[int, Meta(ge=1, le=60_000, description="milliseconds of the wall")] = 500
     """How long the client of a page store waits for an answer of its server."""
     lease_ms: Annotated[int, Meta(ge=50, le=60_000, description="milliseconds of the wall")] = 2_000
@@ -99,6 +101,8 @@ class PolicySpec(Part, frozen=True, kw_only=True):
     """How long it waits before it answers; 0: it answers at once (but for ``sleep`` and ``hang``)."""
     p: Share = 1.0
     """How likely it acts, drawn for each container."""
+    at_once: Share = 0.0
+    """How likely one that waits can tell without waiting after all, drawn for each container."""
 
 
 WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
@@ -464,12 +468,12 @@ FAULT_KINDS: Final[Mapping[FaultKind, Kind]] = {
 }
 
 POLICY_KINDS: Final[Mapping[PolicyKind, Kind]] = {
-    "reject": Kind("filters ``keys``", ("keys", "reason", "ms")),
-    "present": Kind("filters what ``tier`` has", ("keys", "tier", "ms")),
-    "sleep": Kind("passes, after ``ms``", ("keys", "ms")),
-    "raise": Kind("raises", ("keys", "ms")),
-    "lock": Kind("takes a lock that the container holds", ("keys", "ms")),
-    "cancel": Kind("asks for the cancel of ``who``, and passes", ("keys", "who", "ms")),
+    "reject": Kind("filters ``keys``", ("keys", "reason", "ms", "at_once")),
+    "present": Kind("filters what ``tier`` has", ("keys", "tier", "ms", "at_once")),
+    "sleep": Kind("passes, after ``ms``", ("keys", "ms", "at_once")),
+    "raise": Kind("raises", ("keys", "ms", "at_once")),
+    "lock": Kind("takes a lock that the container holds", ("keys", "ms", "at_once")),
+    "cancel": Kind("asks for the cancel of ``who``, and passes", ("keys", "who", "ms", "at_once")),
     "hang": Kind("never answers", ("keys",)),
 }
 

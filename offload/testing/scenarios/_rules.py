@@ -122,6 +122,10 @@ ROWS: Final = (
     # Tiers.
     Row(TierSpec, "holds", lambda c, p: max(0, _length(p.holds)) > p.capacity and _length(p.holds),
         "{0} keys do not fit: capacity = {p.capacity}"),
+    Row(TierSpec, "at_once", lambda c, p: is_set(p, "at_once") and not c.engine,
+        "is about what an engine asks, and there is none: leave it out"),
+    Row(TierSpec, "at_once", lambda c, p: p.kind == "maru" and is_set(p, "at_once"),
+        "a page store answers at once where its index shows the answer: leave it out"),
     Row(TierSpec, "patience_ms", lambda c, p: p.kind != "maru" and is_set(p, "patience_ms"), _NOT_ITS),
     Row(TierSpec, "lease_ms", lambda c, p: p.kind != "maru" and is_set(p, "lease_ms"), _NOT_ITS),
     Row(TierSpec, "eviction", lambda c, p: p.kind == "maru" and p.eviction != "lru",
@@ -136,6 +140,8 @@ ROWS: Final = (
     Row(PipelineSpec, "chain", lambda c, p: c.engine and p.chain, _ITS_OWN),
     Row(PolicySpec, "who", lambda c, p: p.do == "cancel" and not p.who.strip(),
         'is missing: say whose cancel is asked for, as in who = "a0"'),
+    Row(PolicySpec, "at_once", lambda c, p: p.at_once and not p.ms and p.do not in ("sleep", "hang"),
+        "is about a policy that waits before it answers: say its ms, or leave it out"),
     Row(PolicySpec, "reason", lambda c, p: p.do == "reject" and not p.reason,
         "is empty: say in a word why blocks are filtered"),
     # The engine.

@@ -9,8 +9,13 @@ import trio
 
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
+from backends._thread_pins import ThreadPin, ThreadPins
 from backends.abc import LOADED, WeakBlocks
+from backends.pages import copy_pages
+from backends.pooled import ThreadLease
+from backends.slots import SlotTier
 from offload import BreakerTier, Engine, HealthState, Hit
+from offload._engine.direct import DirectReads, _DirectQueries
 from offload._engine.loading import Loading
 from offload._engine.promotion import Promoter, Staging
 from offload._health.breaker import Breaker, Call, Verdict
@@ -145,6 +150,54 @@ def a_silent_tier_is_waited_for_longer_than_the_lookup_has(patch: Any) -> None:
     """As it was: each call has the deadline of its breaker, whatever the caller's."""
     pin = BreakerTier.pin
     patch.setattr(BreakerTier, "pin", lambda self, keys, within: pin(self, keys))
+
+
+# --- what is answered at once -------------------------------------------------------------------------------------------
+
+
+@_plant("bytes", first=155)
+def what_is_loaded_at_once_is_not_compared(patch: Any) -> None:
+    patch.setattr(SlotTier, "load_from_thread", _loaded_unseen)
+
+
+def _loaded_unseen(self: Any, lease: Any, there: Any, deadline: float) -> bool:
+    copy_pages(there, self._storage.pages(lease.refs))
+    return True
+
+
+@_plant("I1")
+def what_is_found_at_once_is_not_released(patch: Any) -> None:
+    kept: list[object] = []  # else the pin would end with its lease
+    patch.setattr(ThreadLease, "release_nowait", lambda self: kept.append(self))
+
+
+@_plant("I1", first=29)
+def what_is_pinned_at_once_stays_pinned_where_the_rest_must_be_waited_for(patch: Any) -> None:
+    kept: list[object] = []
+    patch.setattr(_DirectQueries, "release", lambda self: kept.append(self.segments))
+
+
+@_plant("model", first=34)
+def what_is_pinned_at_once_is_not_held(patch: Any) -> None:
+    """It is evicted, or deleted, under its reader."""
+    patch.setattr(ThreadPins, "pin", _pinned_by_nobody)
+
+
+def _pinned_by_nobody(self: ThreadPins, lease: Any, keys: Any, slots: Any) -> ThreadPin:
+    return ThreadPin(lease, lambda pin: None, keys, slots)
+
+
+@_plant("model", first=22)
+def a_broken_tier_that_is_left_out_at_once_is_not_told_of(patch: Any) -> None:
+    find = DirectReads.find
+
+    def silent(self: DirectReads, keys: Any, tenant: str) -> Any:
+        found = find(self, keys, tenant)
+        if found is not None:
+            found.hit.unavailable = {}
+        return found
+
+    patch.setattr(DirectReads, "find", silent)
 
 
 def a_promotion_never_comes(patch: Any) -> None:

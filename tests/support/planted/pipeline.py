@@ -146,6 +146,19 @@ def a_policys_lock_is_forgotten(patch):
     patch.setattr(Settlement, "release", forget)
 
 
+@_plant("I1", first=109)
+def the_lock_of_a_policy_that_did_not_wait_is_forgotten(patch):
+    is_decided = Admission._is_decided
+
+    def forget(self, policy, container):
+        decided = is_decided(self, policy, container)
+        if decided:
+            container.lease = None
+        return decided
+
+    patch.setattr(Admission, "_is_decided", forget)
+
+
 @_plant("I3")
 def strong_guards_are_not_released(patch):
     patch.setattr(StrongBlocks, "release", lambda self: None)
