@@ -94,6 +94,7 @@ PEERS = {
     "redis": ("redis>=5,<8",),
     "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1",),
     "lmcache": LMCACHE,
+    "published": ("pyzmq", "msgpack", "dacite"),  # of itself, what --maru-checkout names
 }
 """What each environment of the comparison needs beside this package; tests/peers/subjects.py says who is run in which."""
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tests.peers import measure, report
+from tests.peers.published_store import NEEDED
 from tests.peers.setting import Setting
 from tests.peers.subjects import SUBJECTS
+from tests.support.published_checkout import make_checkout
 
 
 def result(subject: str = "store", **changed: Any) -> dict[str, Any]:
@@ -76,3 +78,41 @@ def test_without_a_store_that_can_be_compared_there_is_a_table_and_no_picture() 
     assert "not run: redis-server" in report.markdown(results)
     with pytest.raises(SystemExit, match="no picture"):
         report.picture(results)
+
+
+# --- the published page store -------------------------------------------------------------------------------------
+
+
+async def test_the_published_store_of_a_checkout_is_driven_like_the_others(tmp_path: Path) -> None:
+    requests = measure.synthetic(40)
+    checkout = str(make_checkout(tmp_path / "theirs"))
+    setting = Setting(2 << 20, 4096, measure.most_blocks(requests), checkout=checkout)
+    one = await measure.one_round("published", setting, requests)
+    assert (one["hits"], one["stores"], one["wrong"]) == (one["floor_hits"], one["floor_stores"], 0)
+    assert one["hits"] > 0 and one["stores"] > setting.blocks, "some of it was deleted for what came"
+
+
+@pytest.mark.parametrize("missing", [*NEEDED, "all of it"])
+def test_a_path_that_is_no_checkout_is_refused_with_what_is_missing(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs"
+    if missing in NEEDED:
+        (make_checkout(path) / missing).unlink()
+    monkeypatch.setattr("sys.argv", ["measure", "published", "--out", str(tmp_path), "--maru-checkout", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"there is no {missing if missing in NEEDED else NEEDED[0]} in '{path}'" in said
+    assert "name the root of a checkout" in said
+
+
+def test_without_a_checkout_the_row_of_the_published_store_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--out", str(tmp_path), "--kib", "64", "--capacity-mib", "1", "--requests", "9", "--trace", ""]
+    monkeypatch.setattr("sys.argv", ["measure", "published", *options])
+    measure.main()
+    [row] = report.results_in(tmp_path)
+    assert report.figure_of(row).why_not.startswith("not run: --maru-checkout PATH")

@@ -135,7 +135,7 @@ def test_a_server_killed_50_times_under_load_loses_nothing_and_says_nothing_wron
 @pytest.mark.parametrize("sync", ["never", "each"])
 def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wrong(pool, sync):
     with Server(pool, *TCP, *SOON, "--segment-bytes", "64KiB", "--journal-sync", sync, skips=True) as server:
-        show(kill_under_load(server, 500 if sync == "never" else 100, seed=11, check_every=5))
+        show(kill_under_load(server, 500, seed=11, check_every=5))
 
 
 @pytest.mark.long

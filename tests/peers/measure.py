@@ -23,6 +23,7 @@ import trio
 
 from offload.replay import Baseline, Driven, Request, drive, keys_of, make_places, read_trace
 
+from .published_store import why_no_checkout
 from .setting import Setting, Unavailable
 from .subjects import SUBJECTS
 
@@ -84,7 +85,7 @@ def measure(asked: argparse.Namespace, kib: int) -> dict[str, Any]:
     """Some rounds of one store at one size of blocks; or why there are none."""
     requests = requests_of(asked.trace, asked.requests)
     most, in_flight = most_blocks(requests), SUBJECTS[asked.subject].in_flight
-    setting = Setting(asked.capacity_mib << 20, kib << 10, most, in_flight)
+    setting = Setting(asked.capacity_mib << 20, kib << 10, most, in_flight, asked.maru_checkout)
     result: dict[str, Any] = {
         "subject": asked.subject, "kib": kib, "capacity_bytes": setting.capacity_bytes, "requests": len(requests),
         "trace": Path(asked.trace).name or "synthetic", "date": datetime.date.today().isoformat(),
@@ -142,7 +143,12 @@ def main() -> None:
     parser.add_argument("--capacity-mib", type=int, default=1_024)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--trace", default=os.environ.get("OFFLOAD_TRACE", ""))
+    parser.add_argument("--maru-checkout", default="", help="the root of a checkout of the published Maru")
     asked = parser.parse_args()
+    if asked.maru_checkout:
+        asked.maru_checkout = str(Path(asked.maru_checkout).resolve())
+        if why := why_no_checkout(asked.maru_checkout):
+            parser.error(f"--maru-checkout: {why}")
     if SUBJECTS[asked.subject].environment == "mooncake":
         in_a_namespace()
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import maru.blocking
 from backends.abc import Key, ReadableTier
@@ -67,23 +68,24 @@ def _memory(setting: Setting) -> MemoryTier:
 
 
 @contextmanager
-def server(setting: Setting) -> Iterator[str]:
-    """A server in a process of its own, with its pool in memory; its address."""
+def server(setting: Setting, *options: str) -> Iterator[dict[str, Any]]:
+    """A server in a process of its own, with its pool in memory; where it listens, as it says itself."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="peers-") as pool:
         capacity = str(setting.capacity_bytes + _BESIDE)
         program = [sys.executable, "-c", "from maru.server_cli import main; main()"]
         command = [*program, "--pool-path", pool, "--capacity-bytes", capacity, "--json", *_AS_FULL_AS_OTHERS]
+        command += options
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
-                yield json.loads(process.stdout.readline())["endpoints"][0]
+                yield json.loads(process.stdout.readline())
             finally:
                 process.terminate()
 
 
-def _handler_knobs(address: str, setting: Setting, checksums: bool) -> dict[str, object]:
+def _handler_knobs(ready: dict[str, Any], setting: Setting, checksums: bool) -> dict[str, object]:
     return {
-        "server_url": address, "pool_size": setting.capacity_bytes, "chunk_size_bytes": setting.block_bytes,
+        "server_url": ready["endpoints"][0], "pool_size": setting.capacity_bytes, "chunk_size_bytes": setting.block_bytes,
         "checksums": checksums,
     }  # fmt: skip
 
@@ -91,8 +93,8 @@ def _handler_knobs(address: str, setting: Setting, checksums: bool) -> dict[str,
 @asynccontextmanager
 async def open_store(setting: Setting, checksums: bool = False) -> AsyncIterator[Opened]:
     """The page store behind an engine."""
-    with server(setting) as address:
-        tier = MaruTier(MaruHandler(**_handler_knobs(address, setting, checksums)))  # type: ignore[arg-type]
+    with server(setting) as ready:
+        tier = MaruTier(MaruHandler(**_handler_knobs(ready, setting, checksums)))  # type: ignore[arg-type]
         async with _driven(tier, setting) as opened:
             yield opened
 
@@ -134,8 +136,8 @@ class BlockingStore:
 @asynccontextmanager
 async def open_store_blocking(setting: Setting) -> AsyncIterator[Opened]:
     """The page store over its blocking client."""
-    with server(setting) as address:
-        knobs = _handler_knobs(address, setting, False)
+    with server(setting) as ready:
+        knobs = _handler_knobs(ready, setting, False)
         with maru.blocking.MaruHandler(**knobs) as handler:  # type: ignore[arg-type]
             page = handler.alloc(1)  # takes its region: a tier has taken it by now as well
             assert page is not None
@@ -192,7 +194,7 @@ async def open_memory_threads(setting: Setting) -> AsyncIterator[Opened]:
 @asynccontextmanager
 async def open_store_threads(setting: Setting) -> AsyncIterator[Opened]:
     """The page store, from a thread."""
-    with server(setting) as address:
-        tier = MaruTier(MaruHandler(**_handler_knobs(address, setting, False)))  # type: ignore[arg-type]
+    with server(setting) as ready:
+        tier = MaruTier(MaruHandler(**_handler_knobs(ready, setting, False)))  # type: ignore[arg-type]
         with _from_thread(tier, setting) as opened:
             yield opened

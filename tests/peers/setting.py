@@ -22,6 +22,8 @@ class Setting:
     """Of a request."""
     in_flight: int = 1
     """Requests at once."""
+    checkout: str = ""
+    """Where the published page store is, if that is compared."""
 
     @property
     def blocks(self) -> int:

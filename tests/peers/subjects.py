@@ -44,5 +44,9 @@ SUBJECTS: Final[dict[str, Subject]] = {
     "store-blocking": Subject("our page store, its blocking client", "ours:open_store_blocking", shared=True),
     "redis": Subject("Redis, Unix socket", "redis_store:open_redis", "redis", shared=True),
     "mooncake": Subject("Mooncake Store, one host", "mooncake_store:open_mooncake", "mooncake", shared=True),
+    "published": Subject(
+        "the published Maru, client-side LRU", "published_store:open_published", "published", shared=True
+    ),
     "lmcache": Subject("LMCache, its first level in process", "lmcache_store:open_lmcache", "lmcache"),
+    "lmcache-tasks": Subject("LMCache, its task calls in process", "lmcache_tasks:open_lmcache_tasks", "lmcache"),
 }
