@@ -16,7 +16,7 @@ import trio
 
 from backends.blocks import BlockPool
 from maru._config import ServerConfig
-from maru._errors import ConfigError, MaruError
+from maru._errors import ConfigError, MaruError, NoAnswer
 from maru._server.server import hash_of_hex
 from maru.kv_events import EventMirror, EventPublisher, open_mirror, publish_events
 from maru.transport import open_socket
@@ -215,8 +215,28 @@ def test_a_place_for_events_that_is_open_or_has_no_next_port_is_refused(kv_event
         ServerConfig(kv_events=kv_events, **more)  # type: ignore[arg-type]
 
 
+MARK = "ffffffff"
+"""A key that only :func:`held_at_rest` stores."""
 OWNER = {"pool_size": 1 << 20, "chunk_size_bytes": 512, "timeout_ms": 300}
 """Of calls that a kill has cut off, nothing comes any more."""
+
+
+def held_at_rest(owner: Client, keys: list[str]) -> set[bytes]:
+    """What of these is there once all is over that this client was not answered in time.
+
+    The shared index shows a key that the server is about to delete, or has not stored yet: on a busy machine what has taken too
+    long is still in its queue. It journals in order, so what was asked before a store that it has answered is done.
+    """
+
+    def stored() -> bool:
+        with contextlib.suppress(MaruError):
+            owner.delete([MARK])
+            return owner.put([MARK], 512) == ["NEW"]
+        return False
+
+    eventually(stored)
+    there = owner.exist(*keys, MARK)
+    return {bytes.fromhex(key) for key, is_there in zip([*keys, MARK], there, strict=True) if is_there}
 
 
 class Killed:
@@ -249,8 +269,7 @@ class Killed:
         eventually(lambda: self.rounds > before + 14)
         self.stopping = True
         writer.join(PATIENCE)
-        there = owner.exist(*self.keys)
-        return {bytes.fromhex(key) for key, is_there in zip(self.keys, there, strict=True) if is_there}
+        return held_at_rest(owner, self.keys)
 
     async def play(self) -> None:
         with self.server, client("blocking", self.server.ipc, **OWNER) as owner:
@@ -258,8 +277,24 @@ class Killed:
                 for _ in range(self.cycles):
                     held = await trio.to_thread.run_sync(self.cycle, owner)
                     with trio.fail_after(PATIENCE):
-                        await mirror.wait(holds(**({"maru": held} if held else {})))
+                        await mirror.wait(holds(maru=held))
                 self.told = mirror.statistics()
+
+
+async def test_a_mirror_equals_what_is_held_once_a_delete_without_an_answer_is_done() -> None:
+    with (
+        temporary_pool() as pool,
+        Server(pool, "--kv-events", "ipc") as server,
+        client("blocking", server.ipc, **OWNER) as owner,
+    ):
+        assert owner.put(["0a", "0b"], 512) == ["NEW", "NEW"]
+        with server.stopped(), pytest.raises(NoAnswer):
+            owner.delete(["0a"])
+        held = await trio.to_thread.run_sync(held_at_rest, owner, ["0a", "0b"])
+        assert held == {b"\x0b", bytes.fromhex(MARK)}
+        async with open_mirror(f"ipc://{pool}/kv-events.sock", f"ipc://{pool}/kv-answers.sock") as mirror:
+            with trio.fail_after(PATIENCE):
+                await mirror.wait(holds(maru=held))
 
 
 @pytest.mark.parametrize("cycles", [5, pytest.param(200, marks=pytest.mark.long)])
