@@ -25,7 +25,8 @@ SIZE = 4096
 BLOCKS = 64  # of which a sixteenth, four, are the next to go
 KEPT = 3
 KEYS = [b"%03d" % at for at in range(BLOCKS + BLOCKS // 2)]
-EVICTING = PipelineConfig(on_destination_full="evict")
+EVICTING = PipelineConfig(on_destination_full="evict", policy_timeout=60.0)
+"""However long a page store takes to say what it has: on a busy machine the first answer takes longer than 0.1 s."""
 
 
 def source_of(size: int = SIZE) -> MemoryTier:

@@ -13,7 +13,7 @@ from backends.direct import DirectLease
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from maru import MaruHandler
-from offload import NO_WAIT, BreakerConfig, EngineConfig, from_thread
+from offload import NO_WAIT, BreakerConfig, EngineConfig, PipelineConfig, from_thread
 from tests.engine.test_direct_reads import at_work, keys_of, load_all, no_message, payload, places
 from tests.maru.test_index_client import requests
 from tests.support.maru_processes import Server, eventually, temporary_pool
@@ -40,7 +40,13 @@ def engine_over(
     store = MaruTier(MaruHandler(server_url=f"ipc://{server.pool}/maru.sock", **knobs))
     # On a busy machine a server answers late: what is asked for is no test of how long that may take.
     breaker = BreakerConfig(call_timeout=SOON, load_timeout=SOON)
-    config = EngineConfig(source=source, tiers={**tiers, "store": store}, breaker=breaker, lookup_timeout=SOON)
+    config = EngineConfig(
+        source=source,
+        tiers={**tiers, "store": store},
+        pipeline=PipelineConfig(policy_timeout=SOON),
+        breaker=breaker,
+        lookup_timeout=SOON,
+    )
     with from_thread.open_engine(config) as engine:
         engine.store(source.weak(keys), precondition=NO_WAIT).result(SOON)
         engine.drain(SOON)

@@ -182,3 +182,69 @@ def test_a_page_store_is_the_last_tier_of_an_engine() -> None:
     tiers = {**scenario.tier, "deep": TierSpec(kind="maru")}
     problems = check(msgspec.structs.replace(scenario, tier=tiers))
     assert any("let it be the last" in problem.text for problem in problems)
+
+
+@pytest.mark.parametrize("at_once", [0.0, 1.0])
+@pytest.mark.parametrize("hold_ms", [0, 40])
+def test_a_reader_that_gives_up_in_a_stalled_tier_or_under_its_hold_leaves_nothing_held(
+    at_once: float, hold_ms: int
+) -> None:
+    scenario = read_text(f"""
+name = "given up"
+[tier.host]
+holds = "a.{{0..3}}"
+latency_ms = 4
+at_once = {at_once}
+[pipeline.main]
+to = "host"
+[engine]
+tiers = ["host"]
+[[step]]
+at_ms = 1
+load = {{ id = "early", keys = "a.{{0..3}}", hold_ms = {hold_ms}, gives_up_ms = 2 }}
+[[step]]
+at_ms = 20
+load = {{ id = "stalled", keys = "a.{{0..3}}", hold_ms = {hold_ms}, gives_up_ms = 10 }}
+[[step]]
+at_ms = 80
+load = {{ id = "late", keys = "a.{{0..3}}", gives_up_ms = 10 }}
+[[fault]]
+at_ms = 19
+do = "stall"
+for_ms = 40
+[[expect]]
+order = ["early given up", "stalled given up", "late loaded"]
+time = [
+  {{ event = "early given up", at_least_ms = 3, at_most_ms = 5 }},
+  {{ event = "stalled given up", at_least_ms = 30, at_most_ms = 30 }},
+]
+""")
+    report = play(scenario)
+    assert report.good, (report.violations, report.trace)
+
+
+def test_a_slow_tier_that_answers_at_once_is_loaded_from_slowly() -> None:
+    scenario = read_text("""
+name = "slow"
+[tier.host]
+holds = "a.{0..3}"
+[pipeline.main]
+to = "host"
+[engine]
+tiers = ["host"]
+[[step]]
+load = { id = "fast", keys = "a.{0..3}" }
+[[step]]
+at_ms = 20
+load = { id = "slow", keys = "a.{0..3}" }
+[[fault]]
+at_ms = 10
+do = "slow_loads"
+for_ms = 40
+ms = 7
+[[expect]]
+time = [{ event = "fast loaded", at_most_ms = 0 }, { event = "slow loaded", at_least_ms = 27, at_most_ms = 27 }]
+count = { fired = 1 }
+""")
+    report = play(scenario)
+    assert report.good, (report.violations, report.trace)

@@ -103,7 +103,8 @@ class FaultyQueries:
 
     def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
         """Load at once, or not: a load that takes its time is waited for."""
-        if self.model.duration(len(there) * there.page_bytes) or not self._answers_at_once():
+        takes_time = self.model.window("slow_loads") or self.model.duration(len(there) * there.page_bytes)
+        if takes_time or not self._answers_at_once():
             return False
         return super().load_from_thread(lease, there, deadline)  # type: ignore[misc, no-any-return]
 

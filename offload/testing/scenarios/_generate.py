@@ -471,9 +471,9 @@ def _readers(rng: Rng, plain: Scenario) -> Iterator[Step]:
         where = ("reader", i)
         keys = dict.fromkeys([key for n in range(2) for key in expand(rng.pick(read, *where, n))])
         hold = rng.pick([0, 0, 6, 20], *where, "hold")
-        yield Step(
-            at_ms=rng.below(_LAST, *where, "at"), load=LoadStep(id=f"x{i}", keys=compress([*keys]), hold_ms=hold)
-        )
+        gives_up = rng.pick([0, 0, 0, 0, 1, 2, 4, 8], *where, "gives up")
+        load = LoadStep(id=f"x{i}", keys=compress([*keys]), hold_ms=hold, gives_up_ms=gives_up)
+        yield Step(at_ms=rng.below(_LAST, *where, "at"), load=load)
 
 
 def _breaks(rng: Rng, names: list[str]) -> Iterator[Fault]:

@@ -206,6 +206,8 @@ class LoadStep(Part, frozen=True, kw_only=True):
     """From which; empty: from the destination of the first pipeline."""
     hold_ms: Ms = 0
     """For how long what was found is held then, and read once more: nobody may have taken it away, or written over it."""
+    gives_up_ms: Ms = 0
+    """So long after it has begun the reader is cancelled, wherever it is, if it is not over; 0: it is not."""
 
 
 class KeysStep(Part, frozen=True, kw_only=True):
@@ -285,7 +287,7 @@ class Load(Part, frozen=True, kw_only=True):
 FaultKind: TypeAlias = Literal[
     "cancel", "abandon", "cancel_waiter", "cancel_host", "shut_down",
     "evict", "unproven", "fail", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "torn", "flip", "full",
-    "peer_death", "clock", "slow_loads",
+    "peer_death", "slow_loads", "clock",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ MomentKind: TypeAlias = Literal["step", "hook", "fault", "end", "tier", "violati
 
 EVENTS: Final = (
     "asked", "taken", "refused", "abandoned", "cancel asked", "confirmed", "unconfirmed", "waited", "waiter gone", "ended",
-    "loaded", "missed",
+    "loaded", "missed", "given up",
 )  # fmt: skip
 """What moments of kind ``step`` and ``end`` are called; hooks have the system's names, faults their own."""
 

@@ -7,6 +7,7 @@ Rule 2. Each container has a task of its own, which stores it and waits for its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -211,14 +212,19 @@ class Users:
         keys = tuple([key.encode() for key in expand(step.keys)])
         about = self._oracle.loading(tier, keys)
         begun.set()
-        found: Any
+        found: Any = None
         try:
-            if step.hold_ms:
-                found = await self._hold(label, about, step.hold_ms * TICK)
-            elif step.tier and hasattr(system, "load_from"):
-                found = await system.load_from(tier, keys)
-            else:
-                found = await system.load(keys)
+            with trio.move_on_after(step.gives_up_ms * TICK if step.gives_up_ms else math.inf):
+                if step.hold_ms:
+                    found = await self._hold(label, about, step.hold_ms * TICK)
+                elif step.tier and hasattr(system, "load_from"):
+                    found = await system.load_from(tier, keys)
+                else:
+                    found = await system.load(keys)
+            if found is None:
+                world.step("given up", label, "", tier)
+                self._oracle.ends(about)
+                return
         except OSError as error:
             world.step("missed", label, type(error).__name__, tier)
             world.missed += len(keys)
