@@ -18,7 +18,7 @@ SHORT, LONG = 500, 80_000
 FIRED = 1_600_000
 """Faults that hit something alive, in all of the long run."""
 
-KINDS = get_args(FaultKind)
+KINDS = set(get_args(FaultKind)) - {"slow_loads"}  # of an engine's loads
 AT_HOOKS = [f"{kind} at {hook}" for kind in ("cancel", "cancel_waiter", "evict", "stall", "delay") for hook in HOOKS]
 
 

@@ -50,8 +50,9 @@ def test_about_forty_four_faults_are_planned():
 
 def test_every_kind_of_fault_occurs_at_times_and_at_hooks():
     kinds = Counter([(fault.do, bool(fault.at_hook)) for program in programs() for fault in program.fault])
-    assert {kind for kind, _ in kinds} == FAULT_KINDS.keys()
-    assert {kind for kind, at_hook in kinds if at_hook} == FAULT_KINDS.keys() - {"abandon"}
+    drawn = FAULT_KINDS.keys() - {"slow_loads"}  # of an engine's loads
+    assert {kind for kind, _ in kinds} == drawn
+    assert {kind for kind, at_hook in kinds if at_hook} == drawn - {"abandon"}
     assert {fault.at_hook for program in programs() for fault in program.fault} == {*HOOKS, ""}
 
 
