@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -13,6 +14,8 @@ from ._peers import Listener, users_at
 
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_SO_PEERPIDFD: Final = 77
+"""Of Linux 6.5; :mod:`socket` has no name for it."""
 _CONNECT_TIME: Final = 1.0
 """Seconds until a Unix socket counts as one that cannot be asked: its queue is full."""
 
@@ -62,10 +65,21 @@ def peer_uid(sock: UnixSocket) -> int:
     return int(uid)
 
 
-def peer_pid(sock: UnixSocket) -> int:
-    """The process that made the other end of a Unix socket, or listens there; 0 if it is of another pid namespace."""
+def open_peer(sock: UnixSocket) -> int:
+    """A descriptor of the process that made the other end of a Unix socket, or listens there: readable when that has ended.
+
+    The caller closes it. -1 where there is none to be had: the process has ended, or it is of another pid namespace, as in
+    another container, and the kernel is older than Linux 6.5, which does not hand one over for a process without a number here.
+    """
+    try:
+        return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True)
+    except OSError:  # an older kernel, or the process has ended
+        pass
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(pid)
+    try:
+        return os.pidfd_open(pid) if pid else -1
+    except OSError:
+        return -1
 
 
 def _is_private(path: str) -> bool:

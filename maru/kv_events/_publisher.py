@@ -214,7 +214,12 @@ async def publish_events(
     answers_endpoint: str,
     *,
     name_of: NameOf = same_name,
-    **settings: Any,
+    topic: str = "",
+    heartbeat: float = 1.0,
+    rank: int | None = None,
+    block_size: int = 0,
+    kept_bytes: int = 16 << 20,
+    options: SocketOptions | None = None,
 ) -> AsyncIterator[EventPublisher]:
     """Publish the contents of these books as KV events, for the length of an ``async with`` block.
 
@@ -225,14 +230,29 @@ async def publish_events(
         endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
         answers_endpoint: where readers ask for what they missed, and for everything.
         name_of: the block hash of a key, or None for a key that is not published.
-        settings: the other arguments of :func:`open_publisher`.
+        topic: as the arguments below, of :func:`open_publisher`.
+        heartbeat: of :func:`open_publisher`.
+        rank: of :func:`open_publisher`.
+        block_size: of :func:`open_publisher`.
+        kept_bytes: of :func:`open_publisher`.
+        options: of :func:`open_publisher`.
 
     Raises:
         OSError: an address cannot be used.
         ValueError: an address is neither ``tcp://`` nor ``ipc://``; or heartbeat is not positive.
     """
+    opening = open_publisher(
+        endpoint,
+        answers_endpoint,
+        topic=topic,
+        heartbeat=heartbeat,
+        rank=rank,
+        block_size=block_size,
+        kept_bytes=kept_bytes,
+        options=options,
+    )
     with raise_unwrapped():
-        async with open_publisher(endpoint, answers_endpoint, **settings) as publisher, trio.open_nursery() as nursery:
+        async with opening as publisher, trio.open_nursery() as nursery:
             await nursery.start(publisher.publish, books, name_of)
             yield publisher
             nursery.cancel_scope.cancel()

@@ -67,10 +67,9 @@ class ChannelClient:
         """Whether a server is connected, as far as is known."""
         return self._connection is not None
 
-    @property
-    def peer_pid(self) -> int:
-        """The process that serves it; 0 without a connection, or if it is of another pid namespace."""
-        return 0 if self._connection is None else self._connection.peer_pid
+    def open_peer(self) -> int:
+        """A descriptor of the process that serves it, which the caller closes; -1 without one, or without a connection."""
+        return -1 if self._connection is None else self._connection.open_peer()
 
     # --- sending --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from .._errors import PoolUnusable
-from .._listeners import peer_pid, peer_uid
+from .._listeners import open_peer, peer_uid
 
 INLINE_BYTES: Final = 128 << 10
 """Frames up to here are a packet. Half of the default send buffer, and more than any message of one page's worth of keys."""
@@ -126,10 +126,9 @@ class PacketConnection:
         poll.register(descriptor, select.POLLRDHUP)
         return not poll.poll(0)
 
-    @property
-    def peer_pid(self) -> int:
-        """The process at the other end; 0 if it is of another pid namespace."""
-        return peer_pid(self._sock)
+    def open_peer(self) -> int:
+        """A descriptor of the process at the other end, which the caller closes; -1 where there is none to be had."""
+        return open_peer(self._sock)
 
     def interrupt(self) -> None:
         """Disconnect, for a thread that waits here. For any thread; call :meth:`close` afterwards."""

@@ -403,7 +403,7 @@ class DaemonConnection:
             welcome.handover,
             welcome.version,
             began + welcome.lease,
-            _process(self._channel.peer_pid),
+            self._channel.open_peer(),
         )
         self.sessions += 1
 
@@ -434,16 +434,6 @@ class DaemonConnection:
     def _status(self, seq: int) -> Status:
         read, self.read_blocks = self.read_blocks, 0
         return Status(seq, read)
-
-
-def _process(pid: int) -> int:
-    """A descriptor that becomes readable when this process ends; -1 where there is none to be had."""
-    if not pid:
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
 
 
 def path_of(url: str) -> str:

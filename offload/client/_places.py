@@ -6,12 +6,15 @@ Rule 2. Blocks of any other place pass through a staging area, which is such mem
 Rule 3. A slot of the staging area is used again only when the daemon is done with it for certain.
 Rule 4. A registration goes on when the load or store that began it is cancelled. So what the daemon has taken is known: it is
         there for the next one, or is given back.
+Rule 5. A cache whose owner is garbage collected is given back at once. Collection may come in any thread, and in the middle of
+        anything, so that it only has the trio thread do so.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import attrs
@@ -105,7 +108,9 @@ class Places:
 
     def __init__(self, connection: DaemonConnection, block_bytes: int) -> None:
         self._connection = connection
-        self._entries: weakref.WeakKeyDictionary[Any, _Entry] = weakref.WeakKeyDictionary()
+        self._trio = trio.lowlevel.current_trio_token()
+        self._entries: dict[weakref.ref[object], _Entry] = {}
+        """By its owner; as a ``WeakKeyDictionary``, whose entries would go without a word."""
         self.staging: Staging = Staging(block_bytes)
         self._spare: Staging | None = None
 
@@ -134,11 +139,11 @@ class Places:
             DaemonUnavailable: the session is over.
             DaemonRefused: the daemon does not take this cache.
         """
-        entry = self._entries.get(place)
+        entry = self._entries.get(weakref.ref(place))
         if entry is None:
             if len(self._entries) >= MAX_PLACES:
                 return None
-            entry = self._entries[place] = _Entry(describe(place))
+            entry = self._entries[weakref.ref(place, self._collected)] = _Entry(describe(place))
         if entry.description is None:
             return None
         registration = entry.registration
@@ -153,14 +158,24 @@ class Places:
 
     def forget(self, place: object, session: Session) -> None:
         """Unregister a cache that is not used any more."""
-        entry = self._entries.pop(place, None)
+        self._drop(weakref.ref(place), session)
+
+    def _collected(self, owner: weakref.ref[object]) -> None:
+        """Its owner is gone: rule 5. Any thread."""
+        with suppress(trio.RunFinishedError):
+            self._trio.run_sync_soon(self._drop, owner, None)
+
+    def _drop(self, owner: weakref.ref[object], session: Session | None) -> None:
+        """Unregister the cache of this owner, if it is registered in this session; ``None``: in whichever it is."""
+        entry = self._entries.pop(owner, None)
         registration = None if entry is None else entry.registration
-        if registration is not None and registration.session is session:
+        if registration is not None and (session is None or registration.session is session):
             registration.is_wanted = False
             self._unregister(registration)
 
     def _unregister(self, registration: _Registration) -> None:
-        if registration.cache and not registration.is_wanted:
+        is_there = registration.cache and registration.session is self._connection.session
+        if is_there and not registration.is_wanted:
             self._connection.tell(lambda seq: UnregisterKVCache(seq, registration.cache))
 
     async def _run(self, description: CacheDescription, registration: _Registration) -> None:

@@ -1,5 +1,7 @@
 """What a client does at the end of a request: a load that is cancelled, a release whose answer nothing waits for."""
 
+import gc
+
 import pytest
 import trio
 
@@ -158,6 +160,26 @@ async def test_a_large_load_can_be_cancelled_at_every_step_and_leaves_nothing_re
             if over:
                 break
         assert over and step > 5
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+async def test_a_cache_whose_owner_is_collected_is_given_back(path, in_a_thread):
+    async with daemon(path) as server:
+        cache = cache_of()
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache)
+            tier: DaemonTier = engine.tiers["daemon"]
+            others = [cache_of()]
+            async with await tier.pin(KEYS) as lease:
+                assert await tier.load(lease, others[0].into(range(len(KEYS)))) == [LOADED] * len(KEYS)
+            before = server.statistics()
+            drop = others.clear  # the last reference to it
+            await trio.to_thread.run_sync(drop) if in_a_thread else drop()
+            gc.collect()
+            with trio.fail_after(5):
+                await until(lambda: server.statistics()["caches"] == before["caches"] - 1)
+            async with await tier.pin(KEYS) as lease:  # that of the engine is there still
+                assert await tier.load(lease, cache.into(range(len(KEYS)))) == [LOADED] * len(KEYS)
 
 
 @pytest.mark.parametrize("sent", [True, False])

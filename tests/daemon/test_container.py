@@ -224,6 +224,27 @@ def test_the_daemon_and_an_engine_run_under_it_with_no_other_place_to_write_than
     assert sorted(left) == ["offload-admin/daemon", "offload/daemon", "offload/daemon/daemon.lock"]
 
 
+FOLLOW = """
+import os, select, socket, struct, sys
+from maru._listeners import open_peer
+from maru.transport._packets import connect
+sock = connect(sys.argv[1].removeprefix('ipc://'))
+number = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+peer = open_peer(sock)
+print(number, peer >= 0, bool(select.select([peer], [], [], 0)[0]), flush=True)
+print(bool(select.select([peer], [], [], 60)[0]), flush=True)
+"""
+
+
+def test_a_client_of_another_pid_namespace_is_told_of_the_end_of_the_daemon(volumes):
+    with start("-m", "offload", *OPTIONS, volumes=volumes) as daemon:
+        daemon.line()
+        with start("-c", FOLLOW, URL, volumes=volumes[:1]) as client:
+            assert client.line().strip() == "0 True False"  # a process without a number there
+            os.kill(inner(daemon), signal.SIGKILL)
+            assert client.line().strip() == "True"
+
+
 @pytest.mark.long
 def test_probes_answer_blocks_outlive_the_engine_and_operators_come_where_engines_do_not(volumes):
     with start("-m", "offload", *OPTIONS, volumes=volumes) as daemon:
