@@ -124,7 +124,7 @@ def test_the_image_serves_within_the_standard_and_blocks_outlive_the_engine_that
     assert any("memfd:offload-cache" in one for one in mapped_files(pid))  # the engine's, over the socket
     assert not any("/dev/shm" in one for one in mapped_files(pid) | mapped_files(engine_pid))
     os.kill(engine_pid, signal.SIGKILL)
-    last = json.loads(engine.stdout.read().splitlines()[-1])["round"]
+    last = json.loads((engine.stdout.read().splitlines() or [first])[-1])["round"]
     second = pod.run("-c", READ, URL, "first", str(last), volumes=volumes[:1], options=ENGINE)
     assert (second.returncode, second.stdout.strip()) == (0, "64"), second.stderr
     doctor = pod.run("doctor", *WHERE, volumes=volumes)
@@ -149,7 +149,7 @@ def test_pods_share_a_daemon_where_its_user_is_theirs_and_are_told_where_it_is_n
     (first, _, first_pid), (second, _, second_pid) = engines
     os.kill(second_pid, signal.SIGSTOP)  # it would store so much that the other's blocks are evicted
     os.kill(first_pid, signal.SIGKILL)
-    last = json.loads(first.stdout.read().splitlines()[-1])["round"]
+    last = json.loads((first.stdout.read().splitlines() or [engines[0][1]])[-1])["round"]
     seen = pod.run("-c", READ, URL, "a", str(last), volumes=volumes[:1], options=[*ENGINE, *same])
     assert (seen.returncode, seen.stdout.strip()) == (0, "64"), seen.stderr
     refused = pod.run("ping", *WHERE[:1], volumes=volumes[:1], options=other)

@@ -1,8 +1,8 @@
 """Builds the image of docs/how-to/run-in-kubernetes.md by its own recipe, and runs it as a restricted pod has it.
 
-``python -m tests.support.image DIRECTORY`` builds it into a store in there, beside a ``rootfs`` if that is there already. Nothing
-is pulled: Debian's ``debootstrap`` makes the base, the interpreter that runs this is copied to where an official image of Python
-has it, and the result gets the name that the recipe begins ``FROM``. Needs root, and Debian's ``buildah``, ``podman``,
+``python -m tests.support.image DIRECTORY`` builds it into a store in there, beside a ``rootfs`` if there is one. Nothing
+is pulled: Debian's ``debootstrap`` makes the base, the interpreter that runs this is copied to where an official image has
+it, and the result gets the name that the recipe begins ``FROM``. Needs root, and Debian's ``buildah``, ``podman``,
 ``crun`` and ``debootstrap``.
 
 A machine without a registry, and with control groups of both versions, still makes the container that a kubelet would: a user
