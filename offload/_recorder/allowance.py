@@ -24,7 +24,8 @@ class Allowance:
 
     share: float
     """Of the time of the thread."""
-    saved: float = SAVED
+    saved: float = RESUME
+    """What there is now: at first as much as there must be for details to be recorded."""
     _accrued_at: float | None = None
 
     def pay(self, now: float, spent: float) -> float:
