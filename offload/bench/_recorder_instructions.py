@@ -2,9 +2,9 @@
 
 ``python -m offload.bench._recorder_instructions [CONTAINERS]``, with Debian's valgrind. ``offload bench pipeline`` compares
 processor times in its row ``pipeline.watched.recorder``, whose noise is above the hundredth that is in question; callgrind
-counts. The recorder's clock is the thread's processor time there, slowed down as all else is: so it has no more to spend where the
-machine does other things. What is counted is the difference of a long burst and of a short one, without what the same number
-of containers takes to be made.
+counts. The recorder's clock is the thread's processor time there, slowed down as all else is: so it has no more to spend where
+the machine does other things. What is counted is the difference of a long burst and of a short one, without what making their
+containers takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Final
 
 from .._recorder import flight
 from ._burst import Burst
-
 
 _SLOWNESS: Final = 50.0
 """How much slower callgrind is, about."""
@@ -42,7 +41,7 @@ def instructions(containers: int, what: str) -> int:
 
 def main(containers: int) -> None:
     """Print both sides and their ratio."""
-    sides = {}
+    sides: dict[str, float] = {}
     for what in ("made", "plain", "watched"):
         long, short = instructions(2 * containers, what), instructions(containers, what)
         sides[what] = (long - short) / containers - sides.get("made", 0)
