@@ -846,6 +846,24 @@ def test_a_late_answer_of_a_server_that_is_gone_is_no_news():
     assert client.s.epoch == world.service.epoch
 
 
+def test_a_server_that_a_late_answer_made_look_gone_is_told_what_is_still_held():
+    """The answer is of a server between two restarts, which nobody here had met. Back at the last one, all is pinned again."""
+    world, client = joined("a")
+    client.put(["k"], [value_of("k")])
+    [view] = client.run(hold(client.s, ["k"]))
+    world.restart()
+    client.fates = ["late"]
+    with pytest.raises(NoAnswer):
+        client.run(beat(client.s))
+    world.restart()
+    client.run(beat(client.s))
+    client.late.pop()()
+    client.run(beat(client.s))
+    client.s.check(view)
+    client.run(release(client.s, [view]))
+    at_rest(client)
+
+
 def test_what_was_due_to_a_server_that_is_gone_is_not_given_back_to_the_next():
     world, client = joined("a")
     client.put(["k"], [value_of("k")])

@@ -252,8 +252,10 @@ class ClientState:
     def _meet(self, epoch: int) -> None:
         """Another server answers, or the one that is known in another epoch."""
         if self.is_connected:
+            if epoch in self._left:  # it had not gone: what it has pinned for us is pinned still
+                self._left.discard(epoch)
+                self.pin_epochs.is_lost = True
             self._left.add(self.epoch)
-            self._left.discard(epoch)
             self.counters.restarts += 1
             self._new_era()
         self.epoch = epoch
