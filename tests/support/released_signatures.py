@@ -42,7 +42,7 @@ DERIVED = (
     ("lmcache/_adapter.py", "MaruL2AdapterConfig", "lmcache.v1.distributed.l2_adapters.config", "L2AdapterConfigBase"),
     ("lmcache/_l1.py", "MaruL1Manager", "lmcache.v1.distributed.l1_manager", "L1ManagerInterface"),
     ("lmcache/_l1.py", "MaruL1Manager", "lmcache.v1.distributed.memory_manager.l1_manager_protocol", "L1ManagerProtocol"),
-    ("lmcache/_l1.py", "MaruMemoryAllocator", "lmcache.v1.memory_management", "MemoryAllocatorInterface"),
+    ("lmcache/_allocator.py", "MaruMemoryAllocator", "lmcache.v1.memory_management", "MemoryAllocatorInterface"),
     ("sglang/_hicache.py", "HiCacheOffload", "sglang.srt.mem_cache.hicache_storage", "HiCacheStorage"),
 )  # fmt: skip
 """A class in a file of offload/engines, and the class of an engine whose place it takes."""
