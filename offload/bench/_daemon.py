@@ -47,6 +47,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     """Rates of eight clients and of one, by size of block; and what one store costs."""
     for kib, blocks, each, repeat in _SIZES:
         yield from _rates(kib, effort.size(blocks, 4), effort.size(each, 2), effort.at_most(repeat))
+    yield from _pages_at_once(effort)
     yield from _ways(effort)
     yield from _one_store(effort)
 
@@ -65,7 +66,26 @@ def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
         samples = in_turn(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
     for what, n in itertools.product(("store", "load"), (CLIENTS, 1)):
-        yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what}", samples)
+        goal = _OF_MEMMOVE if kib >= 256 and n == CLIENTS else None
+        yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what}", goal, samples)
+
+
+def _pages_at_once(effort: Effort) -> Iterator[Row]:
+    """The rates of eight clients that write and read pages of the daemon's page store themselves."""
+    kib, blocks, each, repeat = _SIZES[1]
+    blocks, each = effort.size(blocks, 4), effort.size(each, 2)
+    block_bytes = kib * _KIB
+    round_bytes = CLIENTS * blocks * block_bytes
+    with (
+        _daemon_with_pages(block_bytes, block_bytes, CLIENTS) as daemon,
+        _clients(daemon, CLIENTS, block_bytes, blocks, each, "pages") as clients,
+    ):
+        subjects = {"pages": partial(_one_way, "pages", daemon, clients, itertools.count(), blocks)}
+        memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
+        samples = in_turn(f"daemon, pages of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
+    for what in ("store", "load"):
+        name = f"daemon.{kib}KiB.clients{CLIENTS}.pages.{what}"
+        yield from _rows(kib, f"pages.{what}", name, _OF_MEMMOVE, samples)
 
 
 def _ways(effort: Effort) -> Iterator[Row]:
@@ -80,8 +100,8 @@ def _ways(effort: Effort) -> Iterator[Row]:
         for way in ("shared", "private", "pages"):
             opening = _daemon_with_pages if way == "pages" else _daemon
             daemon = stack.enter_context(opening(block_bytes, int(_SPARE * round_bytes)))
-            (client,) = stack.enter_context(_clients(daemon, 1, block_bytes, blocks, each, way))
-            subjects[way] = partial(_one_way, way, daemon, client, rounds, blocks)
+            clients = stack.enter_context(_clients(daemon, 1, block_bytes, blocks, each, way))
+            subjects[way] = partial(_one_way, way, daemon, clients, rounds, blocks)
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
         samples = in_turn(f"daemon, ways of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
     beside = samples["memmove.processor"]
@@ -93,19 +113,18 @@ def _ways(effort: Effort) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _one_way(way: str, daemon: Child, client: Child, rounds: Iterator[int], blocks: int) -> Figures:
+def _one_way(way: str, daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int) -> Figures:
     """Store and load the blocks of a round. They are deleted, but for pages: there is room for those of some rounds."""
     number = next(rounds)
     return {
         f"{way}.{what}.{figure}": value
         for what in (("store", "load") if way == "pages" else ("store", "load", "delete"))
-        for figure, value in _at_once(daemon, [client], f"{what} {number}", blocks).items()
+        for figure, value in _at_once(daemon, clients, f"{what} {number}", blocks).items()
     }
 
 
-def _rows(kib: int, figure: str, name: str, samples: Mapping[str, Sample]) -> Iterator[Row]:
+def _rows(kib: int, figure: str, name: str, goal: Goal | None, samples: Mapping[str, Sample]) -> Iterator[Row]:
     rate, memmove = samples[f"{figure}.rate"], samples["memmove.rate"]
-    goal = _OF_MEMMOVE if kib >= 256 and figure.endswith(f".{CLIENTS}") else None
     gigabytes = kib * _KIB / 1e9
     yield Row(
         name, rate.median * gigabytes, "GB/s", "memmove of the same bytes", memmove.median * gigabytes, goal,
@@ -209,12 +228,12 @@ def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
 
 
 @contextmanager
-def _daemon_with_pages(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
-    """A daemon as it is without a file, with a page store that has room for the region of a client."""
+def _daemon_with_pages(block_bytes: int, capacity_bytes: int, clients: int = 1) -> Iterator[Child]:
+    """A daemon as it is without a file, with a page store that has room for the regions of these clients."""
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
         command = ["-m", "offload", "serve", "--runtime-dir", f"{directory}/run", "--log-level", "error"]
         command += ["--block-bytes", str(block_bytes), "--host-bytes", str(capacity_bytes // block_bytes * block_bytes)]
-        command += ["--maru-pool-size-gb", "0.01", "--engine-pool-size-gb", "0.5"]
+        command += ["--maru-pool-size-gb", "0.01", "--engine-pool-size-gb", str(clients / 2)]
         with Child(command, said=_url) as daemon:
             yield daemon
 
