@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+import trio
 
 from backends.abc import Key
 from offload.testing.scenarios import (
@@ -39,6 +40,7 @@ from offload.testing.scenarios import (
     play,
     play_real,
 )
+from tests.support.maru_processes import eventually
 from tests.support.scenario_plays import unhurried
 
 # --- three caches that do the same ----------------------------------------------------------------------------------
@@ -276,6 +278,32 @@ class ThreadCache:
             thread.join()
 
 
+class StandingStill(ThreadCache):
+    """Its first container reaches a hook, behind one of nobody's, while the thread of the harness stands still."""
+
+    def store(self, keys: Sequence[Key], after: Any, label: str) -> ThreadTicket:
+        goes_on = threading.Event()
+        token = trio.from_thread.run_sync(trio.lowlevel.current_trio_token)
+        token.run_sync_soon(goes_on.wait, 10)
+        threading.Thread(target=self.world.hook, args=("stored", [])).start()
+        eventually(lambda: self.hooks == 1)
+        threading.Thread(target=self.let_go, args=(goes_on,)).start()
+        return super().store(keys, after, label)
+
+    def stored(self, ticket: ThreadTicket, keys: Sequence[Key], after: Any, label: str) -> Outcome:
+        self.world.hook("before_copy", label)
+        return Outcome("CANCELLED") if ticket.unwanted.is_set() else super().stored(ticket, keys, after, label)
+
+    def let_go(self, goes_on: threading.Event) -> None:
+        eventually(lambda: self.hooks == 2)
+        goes_on.set()
+
+    @property
+    def hooks(self) -> int:
+        """Those that wait for the harness."""
+        return len(self.world._bridge._waiting)
+
+
 # --- what they are put through ----------------------------------------------------------------------------------------
 
 
@@ -317,6 +345,17 @@ MUCH = program(
         )
     ],
 )
+
+
+def test_a_cancel_at_a_hook_finds_its_container_although_the_harness_is_late():
+    cancelled = program(
+        stores("a", per=2),
+        tier={"host": TierSpec()},
+        faults=[Fault(do="cancel", who="a", at_hook="before_copy")],
+        expect=[Expect(status={"a": "CANCELLED"}, missing={"host": "a.0, a.1"})],
+    )
+    report = play_real(cancelled, factory=from_threads(StandingStill))
+    assert report.good, report.violations
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ class Bridge:
         self._token = trio.lowlevel.current_trio_token()
         self._bell = threading.Condition()
         self._waiting: deque[_HookCall] = deque()
+        self._shown: list[tuple[str, Ticket]] = []
         self._within: list[_HookCall] = []
         self._over = False
 
@@ -106,12 +107,9 @@ class Bridge:
 
         The task that stores it is woken later, and a cancel at a hook between would find nothing to cancel.
         """
-        self._soon(self._show, label, ticket)
-
-    def _show(self, label: str, ticket: Ticket) -> None:
-        request = self.world.requests.get(label)
-        if request is not None and request.ticket is None:
-            request.ticket = ticket
+        with self._bell:
+            self._shown.append((label, ticket))
+        self._soon(self._serve)
 
     def submit(self, call: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
         """Have the world do something. To cancel the future cancels that."""
@@ -182,9 +180,13 @@ class Bridge:
     def _serve(self) -> None:
         while True:
             with self._bell:
-                if not self._waiting:
-                    return
-                visit = self._waiting.popleft()
+                # Together, since a hook may be served on behalf of an earlier one, before what was shown ahead of it is.
+                shown, self._shown = self._shown, []
+                visit = self._waiting.popleft() if self._waiting else None
+            for label, ticket in shown:
+                self._show(label, ticket)
+            if visit is None:
+                return
             self._within.append(visit)
             try:
                 self.world.hook(visit.name, visit.label)
@@ -193,6 +195,11 @@ class Bridge:
             finally:
                 self._within.remove(visit)
                 visit.told.put(None)
+
+    def _show(self, label: str, ticket: Ticket) -> None:
+        request = self.world.requests.get(label)
+        if request is not None and request.ticket is None:
+            request.ticket = ticket
 
     def _start(self, answer: Future[Any], call: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
         try:
