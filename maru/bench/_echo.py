@@ -9,10 +9,8 @@ this is the only module that imports zmq.
 from __future__ import annotations
 
 import json
-import os
 import socket as sockets
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from types import TracebackType
 
 import zmq
 
-from ._processes import PATIENCE, Child
+from ._processes import PATIENCE, Child, scratch
 
 _PACKET_BYTES = 64 << 10
 
@@ -39,7 +37,7 @@ class Echo(Child):
 @contextmanager
 def echo() -> Iterator[Echo]:
     """An echo for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix=f"maru-echo-{os.getpid()}-") as directory, Echo(directory) as running:
+    with scratch("maru-echo") as directory, Echo(directory) as running:
         assert isinstance(running, Echo)
         yield running
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -163,12 +164,22 @@ def home(capacity_bytes: int) -> Iterator[str]:
         raise BenchFailed(str(error)) from error
     if place.note:
         print(place.note, file=sys.stderr)
-    path = tempfile.mkdtemp(prefix=f"maru-bench-{os.getpid()}-", dir=place.parent)
+    with scratch("maru-bench", str(place.parent)) as path:
+        yield path
+
+
+@contextmanager
+def scratch(prefix: str, parent: str = "") -> Iterator[str]:
+    """A directory of this process for as long as the block lasts.
+
+    ``tempfile`` tells a name after the directory is made, so that a signal in between leaves it behind. Here the name is first.
+    """
+    path = os.path.join(parent or tempfile.gettempdir(), f"{prefix}-{os.getpid()}-{secrets.token_hex(8)}")
     try:
+        os.mkdir(path, 0o700)
         yield path
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

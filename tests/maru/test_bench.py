@@ -149,6 +149,19 @@ def test_home_goes_whatever_happens() -> None:
     assert not Path(path).exists()
 
 
+def test_home_goes_although_a_signal_comes_right_behind_its_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.mkdir
+
+    def interrupted(path: str, mode: int) -> None:
+        make(path, mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), home(1 << 20):
+        pass
+    assert not left_behind(os.getpid())
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_bench_takes_its_server_along(end: signal.Signals) -> None:
     bench = subprocess.Popen(
