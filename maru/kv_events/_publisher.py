@@ -230,7 +230,7 @@ async def publish_events(
         endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
         answers_endpoint: where readers ask for what they missed, and for everything.
         name_of: the block hash of a key, or None for a key that is not published.
-        topic: as the arguments below, of :func:`open_publisher`.
+        topic: see :func:`open_publisher`, as for what follows.
         heartbeat: of :func:`open_publisher`.
         rank: of :func:`open_publisher`.
         block_size: of :func:`open_publisher`.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from math import inf
+from typing import Final
 
 from backends.abc import Destination, Key, Outcome
 from backends.trio_thread import TrioThread
 
 from ._errors import DaemonUnavailable
-from ._pages import PageLease, PageReservation, Pages, open_pages
+from ._pages import POOL_BYTES, PageLease, PageReservation, Pages, open_pages
 
 _CLOSE_TIMEOUT: Final = 60.0
 """Seconds that closing waits for commits under way, each of which is bounded by half as much."""
@@ -26,12 +27,27 @@ class BlockingPages:
         block_bytes: size of every block.
         timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then. A commit that was sent is
             bounded by itself.
-        options: those of :func:`open_pages`.
+        name: see :func:`open_pages`, as for what follows.
+        credential: of :func:`open_pages`.
+        pool_bytes: of :func:`open_pages`.
+        wait: of :func:`open_pages`.
     """
 
-    def __init__(self, url: str = "", *, block_bytes: int, timeout: float = 30.0, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str = "",
+        *,
+        block_bytes: int,
+        timeout: float = 30.0,
+        name: str = "",
+        credential: str = "",
+        pool_bytes: int = POOL_BYTES,
+        wait: float = inf,
+    ) -> None:
         self._url = url
-        opening = partial(open_pages, url, block_bytes=block_bytes, **options)
+        opening = partial(
+            open_pages, url, block_bytes=block_bytes, name=name, credential=credential, pool_bytes=pool_bytes, wait=wait
+        )
         self._home: TrioThread[Pages] = TrioThread(opening, "pages", timeout=timeout, close_timeout=_CLOSE_TIMEOUT)
         self._pages: Pages | None = None
 
