@@ -174,7 +174,8 @@ def scratch(prefix: str, parent: str = "") -> Iterator[str]:
 
     ``tempfile`` tells a name after the directory is made, so that a signal in between leaves it behind. Here the name is first.
     """
-    path = os.path.join(parent or tempfile.gettempdir(), f"{prefix}-{os.getpid()}-{secrets.token_hex(8)}")
+    name = f"{prefix}-{os.getpid()}-{secrets.token_hex(4)}"  # short, since the paths of sockets have a bound
+    path = os.path.join(parent or tempfile.gettempdir(), name)
     try:
         os.mkdir(path, 0o700)
         yield path
