@@ -43,7 +43,7 @@ async def test_an_engine_that_is_killed_leaves_nothing_behind(kills):
                     assert engine.wait() == -signal.SIGKILL
                 await until(lambda: at_rest(connection), f"after kill {number}: {await counters(connection)}")
                 if number in (kills // 2, kills - 1):
-                    counts.append(object_counts.ask(f"{path}.counts"))
+                    counts.append(object_counts.ask_at_rest(f"{path}.counts"))
             assert rounds >= 0
             # Of what was stored and evicted it keeps keys: in tables, and in the record that an explanation reads.
             kept = {"entries of tables", "offload._engine.history._Entry"}

@@ -30,7 +30,7 @@ def page_store(*options: str, lease: float = LEASE) -> Iterator[Server]:
 
 def object_counts(server: Server) -> dict[str, int]:
     """What such a server holds in Python."""
-    return object_counts_of.ask(_counts_at(server.pool))
+    return object_counts_of.ask_at_rest(_counts_at(server.pool))
 
 
 def _counts_at(pool: Path) -> str:

@@ -65,6 +65,16 @@ def ask(path: str) -> dict[str, int]:
             return counts
 
 
+def ask_at_rest(path: str) -> dict[str, int]:
+    """The same, once two in a row are equal: what serving a message takes is there for a moment only, or lacks for one."""
+    deadline = time.monotonic() + PATIENCE
+    before, counts = ask(path), ask(path)
+    while counts != before:
+        assert time.monotonic() < deadline, f"it is not at rest: {grown(before, counts)}"
+        before, counts = counts, ask(path)
+    return counts
+
+
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What there is more of."""
     return {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
