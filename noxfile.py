@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent))  # nox runs this from outside, and `peers` asks what there is to compare
 
 nox.options.sessions = []  # none by default: each takes minutes and gigabytes
 

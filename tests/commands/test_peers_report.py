@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,13 @@ def test_every_subject_of_ours_can_be_imported() -> None:
     for subject in SUBJECTS.values():
         if subject.environment == "ours":
             assert callable(subject.open())
+
+
+def test_the_noxfile_reads_the_table_of_stores_where_none_of_their_packages_is_installed() -> None:
+    """nox has an environment of its own, in which the rest of this package cannot be imported."""
+    told = "import sys, tests.peers.subjects; print(*{name.partition('.')[0] for name in sys.modules})"
+    asked = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True)
+    assert not {"offload", "backends", "maru", "trio", "torch", "xxhash"} & set(asked.stdout.split())
 
 
 def test_without_a_store_that_can_be_compared_there_is_a_table_and_no_picture() -> None:

@@ -1,13 +1,17 @@
-"""The stores that are compared: a name, the module and function that open it, and the environment it is run in."""
+"""The stores that are compared: a name, the module and function that open it, and the environment it is run in.
+
+The noxfile reads this in an environment that has none of their packages, nor ours.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from .setting import Opener
+if TYPE_CHECKING:
+    from .setting import Opener
 
 
 @attrs.frozen
