@@ -141,7 +141,7 @@ class MaruHandler(HandlerBase):
         return True
 
     def close(self) -> None:
-        """End the session. Regions stay readable, handles and infos become invalid, and waiting calls raise. Idempotent.
+        """End the session. Waiting calls raise, handles become invalid, what is held counts until its lease ends. Idempotent.
 
         Within about a second, whatever the server does; never raises for what the server does. In a forked child it does
         nothing.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import attrs
 import pytest
 import trio
 
+import maru
 from maru import Deleted, HandlerClosed, LeaseLost, Loaded, MaruConfig, MaruHandler, ServerConfig, Stored, open_server
 from maru._index.board import CELLS
 from tests.maru.test_index_client import PAGE, PAGES, blank, client, put, requests, settled, value
@@ -24,6 +33,37 @@ def server():
 
 
 KEYS = [f"k{number}" for number in range(16)]
+
+
+@attrs.define
+class Lines:
+    """Lines of the page store that this thread still is to pass, and whether it came there."""
+
+    left: int
+    reached: bool = False
+
+
+@contextlib.contextmanager
+def at_line(number: int, do: Callable[[], object]) -> Iterator[Lines]:
+    """Do something before this thread's so manieth line in the page store."""
+    lines = Lines(number)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if Path(maru.__file__).parent not in Path(frame.f_code.co_filename).parents:
+            return None
+        if event == "line" and not lines.reached:
+            lines.left -= 1
+            if lines.left < 0:
+                lines.reached = True
+                do()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
 
 
 # --- without a message --------------------------------------------------------------------------------------------
@@ -164,6 +204,31 @@ def test_of_another_ones_region_that_is_not_mapped_yet_nothing_is_held_here(serv
         held = reader.hold_pages_here(["k"])
         assert len(held) == 1
         held.release()
+
+
+@pytest.mark.parametrize("stride", [60, pytest.param(3, marks=pytest.mark.long)])
+def test_what_a_thread_holds_while_its_handler_is_closed_is_held_or_was_let_go_of(server: Server, stride: int) -> None:
+    """It is closed before each line of the hold (or every so manieth): what came of it counts until its lease ends."""
+    with client(server) as owner:
+        for number in itertools.count(0, stride):
+            put(owner, [key for key in KEYS if not owner.exists(key)])
+            with client(server, pool_size=0, lease=60.0) as reader:
+                settled(reader)
+                reader.retrieve("k0").release()
+                closer = threading.Thread(target=reader.close)
+                with at_line(number, lambda closer=closer: (closer.start(), closer.join())) as lines:
+                    held = reader.hold_pages_here(KEYS)
+            if not lines.reached:
+                assert number > stride
+                break
+            assert reader.hold_pages_here(KEYS) is None
+            if held is not None:
+                assert owner.batch_delete(KEYS) == [Deleted.PINNED] * 16
+                held.check()
+                places = zip(held.addresses, held.lengths, strict=True)
+                assert [ctypes.string_at(at, length) for at, length in places] == [value(key) for key in KEYS]
+                held.release()
+            assert owner.batch_delete(KEYS) == [Deleted.DELETED] * 16
 
 
 # --- a server that is gone, a lease that is over ------------------------------------------------------------------
