@@ -4,7 +4,8 @@ A method answers at once, or starts what will answer and returns nothing. What i
 it is answered; so that whatever ends a session finds all of it.
 
     store    one container of the engine's pipeline; answered when it has settled, without a task (:class:`Stores`)
-    lookup, load, delete, ...    one task each, in a scope of its own, which a cancel or the end of the session cancels
+    lookup, load, ...    what engines read, and hold for that (:class:`Reads`)
+    delete, ...    one task each, in a scope of its own, which a cancel or the end of the session cancels
 
 Rule 1. A frame that is no message costs its sender the session. A request that asks for what cannot be is refused. Neither
         concerns another session.
@@ -15,22 +16,20 @@ Rule 3. A session is given back in the order of :class:`~offload.daemon._session
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import trio
 
-from backends.abc import LOADED, Deletion, Unproven
-from backends.threads import run_in_thread_to_the_end
-from maru.exception_groups import holds
+from backends.abc import Deletion
 
 from .._engine import Engine
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
 from ._layout import check_layout
-from ._memory import CacheBlocks, EngineMemory
+from ._memory import EngineMemory
 from ._messages import (
     NAME_OF,
     OLDEST,
@@ -45,21 +44,15 @@ from ._messages import (
     Delete,
     Deleted,
     Done,
-    Existing,
     Exists,
-    Explain,
-    Explained,
-    Found,
     Hello,
     Load,
-    Loaded,
     Lookup,
     PageStore,
     Refusal,
     Refused,
     Registered,
     RegisterKVCache,
-    Release,
     Request,
     ReserveWrite,
     Signal,
@@ -73,11 +66,11 @@ from ._messages import (
     decode_request,
     encode,
     negotiate,
-    unpacked,
 )
 from ._pages import Pages
 from ._quotas import Quotas
-from ._requests import UnderWay, loaded
+from ._reads import Reads
+from ._requests import UnderWay
 from ._sessions import Limits, Session, Sessions, Stage
 from ._statistics import counters
 from ._stores import Stores
@@ -130,12 +123,15 @@ class Service:
         self._send_frame = send
         self._hang_up = hang_up
         self._nursery = nursery
-        self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
-            request: getattr(self, name) for request, name in NAME_OF.items() if name != "hello"
-        }
-        self._last_hold = self._last_memory = 0
+        self._last_memory = 0
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
         self.pages: Pages = Pages(engine, self.quotas, self.stores, is_on=engine_pages)
+        self.reads: Reads = Reads(engine, self.quotas, limits, epoch=epoch, start=self._start)
+        self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
+            request: getattr(self.reads if hasattr(Reads, name) else self, name)
+            for request, name in NAME_OF.items()
+            if name != "hello"
+        }
         engine.on_opened = self._opened
 
     def _opened(self, opened: Engine) -> None:
@@ -343,7 +339,7 @@ class Service:
 
     def unregister_kv_cache(self, session: Session, request: UnregisterKVCache) -> None:
         """Forget a cache."""
-        self._own_cache(session, request.cache)
+        session.check_cache(request.cache)
         session.caches.discard(request.cache)  # no further request uses it
         self._start(session, request, self._unregister)
 
@@ -355,15 +351,11 @@ class Service:
             self._engine.caches.remove(request.cache)
         return Done(request.seq, self.epoch, 1)
 
-    def _own_cache(self, session: Session, cache: int) -> None:
-        if cache not in session.caches:
-            raise Refusal("unknown", f"this session has no cache {cache}")
-
     # --- storing ----------------------------------------------------------------------------------------------------
 
     def store(self, session: Session, request: Store) -> None:
         """Store blocks of a cache."""
-        self._own_cache(session, request.cache)
+        session.check_cache(request.cache)
         self.stores.begin(session, request)
 
     def signal(self, session: Session, request: Signal) -> Answer:
@@ -393,92 +385,7 @@ class Service:
         unproven = sum(under_way.unproven for under_way in chosen)
         return Cancelled(request.seq, self.epoch, len(chosen), unproven)
 
-    # --- reading ----------------------------------------------------------------------------------------------------
-
-    def lookup(self, session: Session, request: Lookup) -> Answer | None:
-        """Find and hold a prefix: at once where the tiers allow it, else in a task."""
-        if len(session.holds) + len(session.requests) >= self.sessions.limits.holds:
-            raise Refusal("full", f"a session has at most {self.sessions.limits.holds} holds: release some")
-        keys = stored_keys(session.tenant, request.keys)
-        found = self._engine.require().direct.find(keys, session.tenant)
-        if found is None:
-            self._start(session, request, self._look_up)
-            return None
-        found.count()
-        return self._found(session, request, found.hit)
-
-    async def _look_up(self, session: Session, request: Lookup) -> Answer:
-        keys = stored_keys(session.tenant, request.keys)
-        hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within)
-        return self._found(session, request, hit)
-
-    def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
-        unavailable = {name: cut(f"{type(why).__name__}: {why}") for name, why in hit.unavailable.items()}
-        self._last_hold += 1
-        # Held also where nothing was found: released with the others, and there is one way for all.
-        session.holds[self._last_hold] = hit
-        self.quotas.found(session.tenant, hit.keys)
-        return Found(request.seq, self.epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
-
-    def exists(self, session: Session, request: Exists) -> None:
-        """Tell which keys are there."""
-        self._start(session, request, self._exist)
-
-    async def _exist(self, session: Session, request: Exists) -> Answer:
-        present = await self._engine.contains(stored_keys(session.tenant, request.keys))
-        return Existing(request.seq, self.epoch, bytes(present))
-
-    def load(self, session: Session, request: Load) -> None:
-        """Load held blocks into a cache."""
-        self._own_cache(session, request.cache)
-        hit = session.holds.get(request.hold)
-        if hit is None:
-            raise Refusal("unknown", f"this session holds nothing under {request.hold}: it was released")
-        destination = self._engine.caches.into(request.cache, unpacked(request.blocks))
-        if len(hit.keys) != len(destination):
-            raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
-        self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
-
-    async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
-        try:
-            result = await self._engine.require().load(hit, destination)
-        except BaseException as exc:
-            if isinstance(exc, Exception) and holds(exc, Unproven):
-                session.requests[request.seq].unproven = True
-                return Loaded(request.seq, self.epoch, 0, [], [], unproven=True)
-            await self._clear(session, destination, range(len(destination)))
-            raise
-        await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
-        return loaded(request.seq, self.epoch, result)
-
-    async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
-        """Leave nothing unverified in a tenant's memory.
-
-        A block is compared with what was stored when it has been copied already. What is wrong in it may be another tenant's
-        bytes: a copy of that one, whose end could not be proven, may have written to a page that was released since.
-        """
-        if not session.tenant or not positions:
-            return
-        with trio.CancelScope(shield=True):  # one pass over memory, of at most one request
-            try:
-                await run_in_thread_to_the_end(destination.clear, positions)
-            except (OSError, RuntimeError) as exc:  # its engine has cut it off; of torch, for a device
-                _log.info("%s: %d blocks that were not loaded stay as they are: %s", session, len(positions), exc)
-
-    def release(self, session: Session, request: Release) -> Answer | None:
-        """Let go of holds: at once where all of it is in memory, else in a task."""
-        hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
-        left = [hit for hit in hits if not self._engine.require().direct.release(hit)]
-        if not left:
-            return Done(request.seq, self.epoch, len(hits))
-        self._start(session, request, partial(self._release, left, len(hits)))
-        return None
-
-    async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
-        with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
-            for hit in hits:
-                await self._engine.require().release(hit)
-        return Done(request.seq, self.epoch, count)
+    # --- deleting -----------------------------------------------------------------------------------------------------
 
     def delete(self, session: Session, request: Delete) -> None:
         """Delete keys in all tiers."""
@@ -516,16 +423,6 @@ class Service:
         return Done(request.seq, self.epoch, self.pages.commit(session, request))
 
     # --- looking ----------------------------------------------------------------------------------------------------
-
-    def explain(self, session: Session, request: Explain) -> None:
-        """Explain why blocks are, or are not, there."""
-        self._start(session, request, self._explain)
-
-    async def _explain(self, session: Session, request: Explain) -> Answer:
-        explanation = await self._engine.require().explain(
-            stored_keys(session.tenant, request.keys), tenant=session.tenant
-        )
-        return Explained(request.seq, self.epoch, str(explanation)[: 1 << 18])
 
     def stats(self, session: Session, request: Stats) -> Answer:
         """Tell the counters."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 
-from ._messages import TOKEN_BYTES
+from ._messages import TOKEN_BYTES, Refusal
 
 
 @attrs.frozen
@@ -94,6 +94,15 @@ class Session:
         if self.caches or self.memories:
             return Stage.MEMORY
         return Stage.OVER
+
+    def check_cache(self, cache: int) -> None:
+        """Raise unless this session has registered a cache under this number.
+
+        Raises:
+            Refusal: it has not, or has let go of it.
+        """
+        if cache not in self.caches:
+            raise Refusal("unknown", f"this session has no cache {cache}")
 
 
 class Sessions:

@@ -46,7 +46,7 @@ def slow_loads(server, *, shielded=False):
             began.set()
             await end.wait()
 
-    server._service._load = wait
+    server._service.reads._load = wait
     return began, end
 
 
@@ -64,7 +64,7 @@ async def test_a_load_that_is_cancelled_returns_when_the_daemon_has_ended_it(pat
 
 
 async def load_again(server, connection, number, hold):
-    del server._service._load  # the method of its class again
+    del server._service.reads._load  # the method of its class again
     return await load(connection, number, hold, LONG)
 
 

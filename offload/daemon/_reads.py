@@ -1,0 +1,171 @@
+"""What engines read: lookups and what they hold for a session, loads into its caches, releases, and explanations.
+
+A lookup is answered at once where the tiers allow it, a release where all of it is in memory; everything else is one task, in
+a scope of its own, which a cancel or the end of the session cancels.
+
+Rule 1. What a lookup has found is held under a number of its session, also where it is nothing, until it is released under
+        that number or the session is over.
+Rule 2. A load leaves nothing unverified in the memory of a tenant's engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import trio
+
+from backends.abc import LOADED, Unproven
+from backends.threads import run_in_thread_to_the_end
+from maru.exception_groups import holds
+
+from ._engine import DaemonEngine
+from ._memory import CacheBlocks
+from ._messages import (
+    Answer,
+    Done,
+    Existing,
+    Exists,
+    Explain,
+    Explained,
+    Found,
+    Load,
+    Loaded,
+    Lookup,
+    Refusal,
+    Release,
+    Request,
+    cut,
+    unpacked,
+)
+from ._quotas import Quotas
+from ._requests import loaded
+from ._sessions import Limits, Session
+from ._tenants import stored_keys
+
+_log = logging.getLogger("offload.daemon")
+
+
+class Start(Protocol):
+    """Answers a request in a task."""
+
+    def __call__(
+        self, session: Session, request: Request, work: Callable[[Session, Any], Awaitable[Answer]], *, cache: int = 0
+    ) -> None: ...
+
+
+class Reads:
+    """What engines read, and hold for that.
+
+    Args:
+        engine: the tiers and pipelines.
+        quotas: of tenants.
+        limits: of what a session may hold.
+        epoch: this start of the daemon.
+        start: answers a request in a task.
+    """
+
+    def __init__(self, engine: DaemonEngine, quotas: Quotas, limits: Limits, *, epoch: int, start: Start) -> None:
+        self._engine = engine
+        self._quotas = quotas
+        self._limits = limits
+        self._epoch = epoch
+        self._start = start
+        self._last_hold = 0
+
+    def lookup(self, session: Session, request: Lookup) -> Answer | None:
+        """Find and hold a prefix: at once where the tiers allow it, else in a task."""
+        if len(session.holds) + len(session.requests) >= self._limits.holds:
+            raise Refusal("full", f"a session has at most {self._limits.holds} holds: release some")
+        keys = stored_keys(session.tenant, request.keys)
+        found = self._engine.require().direct.find(keys, session.tenant)
+        if found is None:
+            self._start(session, request, self._look_up)
+            return None
+        found.count()
+        return self._found(session, request, found.hit)
+
+    async def _look_up(self, session: Session, request: Lookup) -> Answer:
+        keys = stored_keys(session.tenant, request.keys)
+        hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within)
+        return self._found(session, request, hit)
+
+    def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
+        unavailable = {name: cut(f"{type(why).__name__}: {why}") for name, why in hit.unavailable.items()}
+        self._last_hold += 1
+        # Held also where nothing was found: released with the others, and there is one way for all.
+        session.holds[self._last_hold] = hit
+        self._quotas.found(session.tenant, hit.keys)
+        return Found(request.seq, self._epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
+
+    def exists(self, session: Session, request: Exists) -> None:
+        """Tell which keys are there."""
+        self._start(session, request, self._exist)
+
+    async def _exist(self, session: Session, request: Exists) -> Answer:
+        present = await self._engine.contains(stored_keys(session.tenant, request.keys))
+        return Existing(request.seq, self._epoch, bytes(present))
+
+    def load(self, session: Session, request: Load) -> None:
+        """Load held blocks into a cache."""
+        session.check_cache(request.cache)
+        hit = session.holds.get(request.hold)
+        if hit is None:
+            raise Refusal("unknown", f"this session holds nothing under {request.hold}: it was released")
+        destination = self._engine.caches.into(request.cache, unpacked(request.blocks))
+        if len(hit.keys) != len(destination):
+            raise Refusal("invalid", f"{len(hit.keys)} blocks are held, and {len(destination)} places given")
+        self._start(session, request, partial(self._load, hit, destination), cache=request.cache)
+
+    async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
+        try:
+            result = await self._engine.require().load(hit, destination)
+        except BaseException as exc:
+            if isinstance(exc, Exception) and holds(exc, Unproven):
+                session.requests[request.seq].unproven = True
+                return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
+            await self._clear(session, destination, range(len(destination)))
+            raise
+        await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
+        return loaded(request.seq, self._epoch, result)
+
+    async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
+        """Leave nothing unverified in a tenant's memory.
+
+        A block is compared with what was stored when it has been copied already. What is wrong in it may be another tenant's
+        bytes: a copy of that one, whose end could not be proven, may have written to a page that was released since.
+        """
+        if not session.tenant or not positions:
+            return
+        with trio.CancelScope(shield=True):  # one pass over memory, of at most one request
+            try:
+                await run_in_thread_to_the_end(destination.clear, positions)
+            except (OSError, RuntimeError) as exc:  # its engine has cut it off; of torch, for a device
+                _log.info("%s: %d blocks that were not loaded stay as they are: %s", session, len(positions), exc)
+
+    def release(self, session: Session, request: Release) -> Answer | None:
+        """Let go of holds: at once where all of it is in memory, else in a task."""
+        hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
+        left = [hit for hit in hits if not self._engine.require().direct.release(hit)]
+        if not left:
+            return Done(request.seq, self._epoch, len(hits))
+        self._start(session, request, partial(self._release, left, len(hits)))
+        return None
+
+    async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
+        with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
+            for hit in hits:
+                await self._engine.require().release(hit)
+        return Done(request.seq, self._epoch, count)
+
+    def explain(self, session: Session, request: Explain) -> None:
+        """Explain why blocks are, or are not, there."""
+        self._start(session, request, self._explain)
+
+    async def _explain(self, session: Session, request: Explain) -> Answer:
+        explanation = await self._engine.require().explain(
+            stored_keys(session.tenant, request.keys), tenant=session.tenant
+        )
+        return Explained(request.seq, self._epoch, str(explanation)[: 1 << 18])
