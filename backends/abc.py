@@ -271,6 +271,32 @@ class Tier(ReadableTier, Protocol):
 # --- what only some places have -----------------------------------------------------------------------------------
 
 
+class HeldSource(Source, Protocol):
+    """The blocks of a tier that are held, as a source: a pipeline copies them from where they lie."""
+
+    def take(self, lease: ReadLease) -> StrongBlocks:
+        """The blocks of a lease of that tier, held until the receiver of the value releases them.
+
+        The lease belongs to this source from then on. What is held can be held once more by its key
+        (:meth:`Source.upgrade`), until nobody holds it.
+        """
+        ...
+
+
+@runtime_checkable
+class PageTier(Protocol):
+    """A tier that has to be asked for its blocks, and whose held blocks are a source. Optional; recognised by the attribute.
+
+    No pipeline could take refs of its blocks when it commits, as of a :class:`Source`: that must not wait. So a pipeline that
+    starts there pins what it will copy before (:meth:`ReadableTier.pin`).
+    """
+
+    @property
+    def held_pages(self) -> HeldSource:
+        """Its blocks, as far as they are held."""
+        ...
+
+
 @runtime_checkable
 class TenantTier(Protocol):
     """A tier that needs the tenants of its blocks, such as one that encrypts. Optional; recognised by the method."""

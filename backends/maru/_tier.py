@@ -41,6 +41,7 @@ from ..pages import Pages, copy_and_sum, copy_pages
 from ..room import WaitQueue
 from ..tier_base import TierBase, TierLease
 from ._answers import deletions_of
+from ._held_pages import HeldPages
 from ._lease import DamagedPage, MaruLease, MaruThreadLease
 from ._names import KeyNames, KeyNaming
 from ._reservation import MaruReservation
@@ -117,6 +118,8 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, and not deleted yet."""
+        self.held_pages: HeldPages = HeldPages(self)
+        """What is held to be copied on, as a source; see :class:`backends.abc.PageTier`."""
         self.stored = self.duplicates = 0
         """What became of the blocks of its reservations."""
         self._loaded = self._deleted = self._dropped = 0

@@ -44,6 +44,7 @@ from .load_choice import LoadChoice
 from .load_or_recompute import check_computed
 from .loading import GIVEN_UP, LoadFailed, Loading, LoadResult
 from .lookup import Hit, Place, Segment, TimeShares, find, release_segments
+from .onward import OnwardRoutes
 from .promotion import Promoter
 from .rate_probe import RateProbe
 from .routes import PlannedRoute
@@ -103,6 +104,7 @@ class Engine:
         on_load_failure: what a load does about a block that was found and cannot be loaded.
         promote: where a load also writes what comes from slower tiers, unless it says so itself.
         direct: reads that wait for nothing, in whichever thread asks.
+        onward: copies on what another process has stored in a tier.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
@@ -124,6 +126,7 @@ class Engine:
         self._probe = parts.probe
         # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
         self._tags: TenantTags | None = parts.tenant_tags or None
+        self.onward: OnwardRoutes = OnwardRoutes(parts.tiers, parts.routes, self._tags)
         self._promoter = parts.promoter
         self._load_priority = parts.load_priority
         self._counts = parts.counts

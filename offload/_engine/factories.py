@@ -13,9 +13,10 @@ from backends.closing import close_beside
 from maru._errors import KnobError
 
 from .._errors import ConfigError
+from .._pipeline.page_hold import held_pages_of
 from ..abc import AsyncPolicy, Policy
 from ..policies import FrequencyFilter, PassAll, PresenceFilter, as_policy
-from .config import EngineConfig, PolicyLike, TierLike, TierTable
+from .config import Chain, EngineConfig, PolicyLike, TierLike, TierTable
 
 _ALL: Final = Capabilities()
 _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
@@ -123,6 +124,11 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
 def is_source(place: object) -> bool:
     """Whether a pipeline can read blocks from it by key."""
     return isinstance(place, Source) and hasattr(place, "weak")
+
+
+def leads_on(tier: object, chain: Chain) -> bool:
+    """Whether routes may start at this tier: it is a source, or a page store, which does not tell what it evicts."""
+    return is_source(tier) or (chain != "on_evict" and held_pages_of(tier) is not None)
 
 
 def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, route: str) -> list[Policy | AsyncPolicy]:

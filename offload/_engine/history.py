@@ -21,6 +21,7 @@ from backends.abc import Key
 from backends.leaving import SpillingTier
 
 from .._health.faults import describe
+from .._pipeline.container import OffloadContainer
 from .._pipeline.pipeline import Pipeline
 from ..abc import Mismatch
 from .load_or_recompute import LeftOut
@@ -187,3 +188,15 @@ class History:
             self.refusals.note(name, reasons, now)
         if failed:
             self.failures.note(name, {key: describe(error) for key, error in failed.items()}, now)
+
+
+@attrs.frozen
+class GoneWatch:
+    """An instrument of a pipeline that starts at a page store: records what was gone before it could be copied on."""
+
+    dropped: Callable[[Sequence[Key], str], None]
+
+    def settled(self, container: OffloadContainer) -> None:
+        """A container has settled."""
+        if container.evicted:
+            self.dropped(container.evicted, "gone")

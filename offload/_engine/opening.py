@@ -22,6 +22,7 @@ from .._health import BreakerTier
 from .._instruments import attach
 from .._pipeline.marks import place_of
 from .._pipeline.opening import open_pipeline
+from .._pipeline.page_hold import held_pages_of
 from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.spill import Spilling, spill
@@ -30,8 +31,8 @@ from ..abc import HOOKS, AsyncPolicy, EngineInstrument, Instrument, Policy, Reco
 from .config import SHADOW_CHECK, SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 from .engine import Engine, EngineParts, OpenRoute
 from .explain import BlockInspector
-from .factories import is_source, make_policies
-from .history import History
+from .factories import leads_on, make_policies
+from .history import GoneWatch, History
 from .load_choice import LoadChoice
 from .lookup import release_forgotten
 from .places import check_placeholders, check_places, enter_places
@@ -191,7 +192,8 @@ class _EngineBuilder:
         for name, place in [(SOURCE, self.source), *tiers.items()]:
             self.stack.callback(self.history.watch_tier(name, place))
         check_placeholders(tiers, config)
-        planned = plan(list(tiers), [name for name in tiers if is_source(tiers[name])], config.routes, config.chain)
+        sources = [name for name, tier in tiers.items() if leads_on(tier, config.chain)]
+        planned = plan(list(tiers), sources, config.routes, config.chain)
         below = spill_configs(planned, tiers, config)
         of_tenants = [name for name, tier in tiers.items() if isinstance(tier, TenantTier)]
         for name in tiers_to_index(planned, below, of_tenants):
@@ -199,13 +201,14 @@ class _EngineBuilder:
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
-            # Without the breaker: that is for calls to the tier, and copies out of it prove nothing about its answers.
-            above: Any = self.source if route.above == SOURCE else tiers[route.above]
+            above = self._start_of(route)
             leaving = below.get(route.name)  # set if this route stores what its tier evicts
             fed = [pipelines[name] for name in route.feeds]
             pipeline = await self.stack.enter_async_context(self._route(route, above, fed, leaving))
             pipelines[route.name] = pipeline
             self.history.watch_pipeline(route.to, pipeline)
+            if held_pages_of(above) is not None:
+                pipeline.add_instrument(GoneWatch(self.history.dropped(route.above, route.to)))
             if leaving is not None:
                 dropped = self.history.dropped(route.above, route.to)
                 claim = self.tenant_tags.victims(route.above, tiers[route.to])
@@ -213,6 +216,15 @@ class _EngineBuilder:
                     spill(above, pipeline, dropped=dropped, claim=claim)
                 )
         return [OpenRoute(route, pipelines[route.name]) for route in planned], spills
+
+    def _start_of(self, route: PlannedRoute) -> Any:
+        """The place that a route starts at."""
+        if route.above == SOURCE:
+            return self.source
+        # Without the breaker: that is for calls to the tier, and copies out of it prove nothing about its answers. A page store
+        # is called: it is asked for what is copied out of it.
+        tier = self.tiers[route.above]
+        return tier if held_pages_of(tier) is None else self.breaker_tiers[route.above]
 
     def _route(
         self, route: PlannedRoute, above: Any, feeds: Sequence[Pipeline], leaving: PipelineConfig | None

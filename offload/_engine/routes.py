@@ -3,7 +3,8 @@
 Rule 1. A route leads down: from the source, or from a tier to a slower one. So there is no cycle, and routes sorted by their
         destination are upstream first.
 Rule 2. The first route leads from the source to the first tier, whatever else is configured.
-Rule 3. With a chain there is a route from each tier to the next, as long as each tier can be read as a source.
+Rule 3. With a chain there is a route from each tier to the next, as long as each tier can be read as a source. A page store
+        can, but not with ``on_evict``: it does not report what it evicts.
 Rule 4. With ``chain = "on_evict"`` a route that starts at a tier stores what that tier evicts, and nothing else by itself. So
         only one route may start at a tier, and the tier must report its evictions.
 Rule 5. A tier that feeds others by eviction must evict: the routes into it have ``on_destination_full = "evict"``. If there are

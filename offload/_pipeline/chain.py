@@ -5,7 +5,8 @@ Rule 2. A chain never splits: behind the first commit a cancel changes nothing, 
         committed gate.
 Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
         reservation holds it, :class:`backends.abc.HoldingReservation`) to the end of that route's copy, whose pipeline has
-        the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed.
+        the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed. A page
+        store has to be asked: there each route holds what has passed its policies (:mod:`offload._pipeline.page_hold`).
 Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and
         the copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
         for what is held wait for something that ends, and they themselves for ``destination_timeout`` at most.
@@ -16,12 +17,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import trio
 
-from backends.abc import EVICTED, Blocks, Key, Source, StrongBlocks
+from backends.abc import EVICTED, Blocks, Key, PageTier, Source, StrongBlocks, WeakBlocks
 
 from .._errors import DrainUnproven, PipelineClosed, TransferFailed
 from .container import OffloadContainer, depths_of
@@ -29,6 +30,7 @@ from .containment import give_back
 from .handle import TransferHandle
 from .lifecycle import Status
 from .marks import place_of
+from .page_hold import held_pages_of
 from .result import TransferResult
 from .settlement import Settlement
 
@@ -47,14 +49,18 @@ class Route(Protocol):
         """Enqueue blocks that cannot be cancelled any more. Raises if this pipeline has closed, or can never hold so many."""
         ...
 
+    async def enqueue_pages(self, blocks: WeakBlocks) -> TransferHandle:
+        """Enqueue blocks of a page store, whose pages the route holds itself. Raises like :meth:`enqueue_committed`."""
+        ...
+
 
 @attrs.define(eq=False)
 class Chain:
     """The pipelines that copy on from one destination, and the containers whose blocks they have."""
 
     routes: Sequence[Route]
-    tier: Source
-    """The destination, which is a source as well."""
+    tier: Source | PageTier
+    """The destination, which is a source as well, or a page store."""
     settlement: Settlement
     following: int = 0
     """Containers whose routes are under way."""
@@ -78,9 +84,12 @@ class Chain:
                 depths = depths_of([container])
                 container.onward = [self._held(container.completed, depths) for _ in self.routes]
 
-    def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> StrongBlocks:
+    def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> Blocks:
         """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
-        place = place_of(self.tier)
+        place: Any = place_of(self.tier)
+        held_pages = held_pages_of(place)
+        if held_pages is not None:
+            return WeakBlocks(held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
         try:
             refs = place.upgrade(keys)
         except Exception:
@@ -133,11 +142,12 @@ class Chain:
         self.settlement.settle(container)
 
     async def _run_route(
-        self, route: Route, blocks: StrongBlocks, container: OffloadContainer, results: dict[str, TransferResult]
+        self, route: Route, blocks: Blocks, container: OffloadContainer, results: dict[str, TransferResult]
     ) -> None:
         """Enqueue these blocks on one route and wait for its end. The route owns the holds on the blocks from now on."""
+        enqueue = route.enqueue_pages if isinstance(blocks, WeakBlocks) else route.enqueue_committed
         try:
-            handle = await route.enqueue_committed(blocks)
+            handle = await enqueue(blocks)  # type: ignore[arg-type]
         except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other
             results[route.name] = _failed(container.completed, error)
         else:

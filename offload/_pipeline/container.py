@@ -29,7 +29,7 @@ from .lifecycle import GATE, IllegalMove, Phase, Request, Status
 if TYPE_CHECKING:
     from trio_util import AsyncValue
 
-    from backends.abc import Blocks, StrongBlocks
+    from backends.abc import Blocks
 
     from ..abc import Precondition
     from .cancellation import CancellationToken
@@ -90,9 +90,10 @@ class OffloadContainer:
     error: BaseException | None = None
     """Why the whole container failed."""
     lease: Callable[[], None] | None = None
-    """Releases what a policy locked for it."""
-    onward: Sequence[StrongBlocks] = ()
-    """What arrived, held at the destination once for each route of the chain; empty once the routes have them."""
+    """Releases what a policy locked for it, and what is held for it (:meth:`hold`)."""
+    onward: Sequence[Blocks] = ()
+    """What arrived, held at the destination once for each route of the chain; weak where that has to be asked for it.
+    Empty once the routes have them."""
     routes: Mapping[str, TransferResult] | None = None
     """The results of the chain's routes, by pipeline."""
     cancel_token: CancellationToken | None = None
@@ -158,6 +159,17 @@ class OffloadContainer:
         if reasons:
             self.keys = [key for key in self.keys if key not in reasons]
             self.filtered = {**self.filtered, **reasons}
+
+    def hold(self, release: Callable[[], None]) -> None:
+        """Have ``release`` called at the end of this container, before it is told. It must not raise."""
+        lease = self.lease
+
+        def release_all() -> None:
+            release()
+            if lease is not None:
+                lease()
+
+        self.lease = release_all
 
     def refs_of(self, keys: Sequence[Key]) -> list[int]:
         """The refs of some of this container's blocks; weak ones are upgraded, one counted ref each."""

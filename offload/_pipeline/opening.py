@@ -9,7 +9,7 @@ from typing import cast
 
 import trio
 
-from backends.abc import Source, TransferExecutor
+from backends.abc import PageTier, Source, TransferExecutor
 from maru.exception_groups import raise_unwrapped
 
 from .._config import PipelineConfig
@@ -69,7 +69,7 @@ class _OpenPipeline:
 
 
 def open_pipeline(
-    source: Source,
+    source: Source | PageTier,
     destination: TransferExecutor,
     *,
     policies: Sequence[Policy | AsyncPolicy] = (),
@@ -86,7 +86,8 @@ def open_pipeline(
     Cancelling the scope around the block does the same, within ``drain_timeout``.
 
     Args:
-        source: where blocks are read from.
+        source: where blocks are read from; a page store (:class:`backends.abc.PageTier`) only by a chain, or by
+            :meth:`offload.Engine.pass_on`.
         destination: where they are written to.
         policies: called in order, once per container; all must let a block pass.
         config: the settings; the defaults are those of :class:`offload.PipelineConfig`.

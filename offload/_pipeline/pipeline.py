@@ -20,7 +20,7 @@ from typing import Protocol
 
 import trio
 
-from backends.abc import Blocks, Key, Source, TransferExecutor, WeakBlocks
+from backends.abc import Blocks, Key, PageTier, Source, TransferExecutor, WeakBlocks
 from backends.threads import keep_threads
 
 from .._config import PipelineConfig
@@ -37,7 +37,8 @@ from .chain import Chain
 from .channel import CancellableChannel
 from .container import OffloadContainer
 from .handle import TransferHandle
-from .marks import marks_of, place_of
+from .marks import marks_of
+from .page_hold import PageHold, origin_of
 from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
 from .settlement import Settlement
@@ -57,7 +58,7 @@ class Pipeline:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | PageTier,
         destination: TransferExecutor,
         policies: Sequence[Policy | AsyncPolicy],
         config: PipelineConfig,
@@ -68,7 +69,7 @@ class Pipeline:
     ) -> None:
         self.name: str = name
         self.config: PipelineConfig = config
-        self.source: Source = source
+        self.source: Source | PageTier = source
         self.destination: TransferExecutor = destination
         self.hooks: Hooks = Hooks(instruments)
         self._policies = policies
@@ -76,7 +77,7 @@ class Pipeline:
         self._marks = marks_of(destination)
         self._settlement = Settlement(self._marks, self._budget, self.hooks)
         self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
-        self._origin = place_of(source)
+        self._origin = origin_of(source)
         self._link(load_priority)
         self._closed = False
         self._enqueued = self._dropped = self._swept_late = 0
@@ -214,6 +215,17 @@ class Pipeline:
         """Store blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
         handle = await self.enqueue(blocks, NO_WAIT)
         handle._container.claim()  # no checkpoint since it was put into the first channel: nobody has seen it open
+        return handle
+
+    @trio.lowlevel.enable_ki_protection
+    async def enqueue_pages(self, blocks: WeakBlocks) -> TransferHandle:
+        """Store blocks of the page store that this pipeline starts at: like :meth:`enqueue`, with their pages held meanwhile.
+
+        They are held from when the policies have passed them. What is not there then counts as evicted.
+        """
+        hold = PageHold(self.source)  # type: ignore[arg-type]
+        handle = await self.enqueue(blocks, hold)
+        hold.container = handle._container  # no checkpoint since it was put into the first channel: no stage has had it
         return handle
 
     def _needs_no_room(self, size: int, cancel_token: CancellationToken | None) -> bool:

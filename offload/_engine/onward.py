@@ -1,0 +1,94 @@
+"""Copying on what another process has stored in a tier: into the tiers behind it, as what a route has stored there.
+
+    engine of a daemon --commit--> page store --its daemon is told--> pass_on --> the routes of the chain that start there
+
+A route that stores into a tier feeds the next ones itself (:mod:`offload._pipeline.chain`). What comes into a page store from
+another process passes no route of this engine; so whoever is told of it calls :meth:`OnwardRoutes.pass_on`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+from backends.abc import Key, ReadableTier, WeakBlocks, check_keys
+
+from .._pipeline.handle import TransferHandle
+from .._pipeline.page_hold import held_pages_of
+from .._pipeline.pipeline import Pipeline
+from .tenants import TenantTags
+
+if TYPE_CHECKING:
+    from .engine import OpenRoute
+
+
+class OnwardRoutes:
+    """The routes of an engine that lead on from what is stored in a tier. Made by the engine (:attr:`offload.Engine.onward`).
+
+    With ``chain = "on_store"`` there is one from each tier to the next that can be read, and those that were configured.
+    """
+
+    def __init__(self, tiers: Mapping[str, ReadableTier], routes: Sequence[OpenRoute], tags: TenantTags | None) -> None:
+        """Not to be called: an engine makes it."""
+        named = {route.plan.name: route.pipeline for route in routes}
+        fed: dict[str, dict[str, None]] = {}
+        for route in routes:
+            fed.setdefault(route.plan.to, {}).update(dict.fromkeys(route.plan.feeds))
+        self._pipelines: dict[str, list[Pipeline]] = {
+            tier: [named[name] for name in names] for tier, names in fed.items()
+        }
+        self._tiers = tiers
+        self._tags = tags
+
+    def __repr__(self) -> str:
+        return f"<OnwardRoutes from {', '.join(tier for tier, fed in self._pipelines.items() if fed) or 'no tier'}>"
+
+    def of(self, tier: str) -> Sequence[Pipeline]:
+        """The pipelines that lead on from what is stored in this tier."""
+        return self._pipelines.get(tier, ())
+
+    async def pass_on(self, tier: str, keys: Sequence[Key], *, tenant: str = "") -> Sequence[TransferHandle]:
+        """Copy blocks on that another process has stored in a page store, along each route that leads on from there.
+
+        Waits for room in these routes, not for the copies. The handles, one for each route and portion of the keys, say what
+        became of the blocks: one that is not there counts as evicted. There is none where no route leads on. Cancelled while it
+        waits, the portions that had room go on.
+
+        Args:
+            tier: the name of a tier that has its blocks in pages (:class:`backends.abc.PageTier`).
+            keys: of the blocks, all different.
+            tenant: of the blocks, for tiers that need it.
+
+        Raises:
+            ValueError: no page store has this name, or a key is longer than any tier accepts.
+            backends.abc.DuplicateKeys: a key is named twice.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+            PipelineClosed: the engine is closing.
+        """
+        check_keys(keys)
+        held_pages = held_pages_of(self._tiers.get(tier))
+        if held_pages is None:
+            raise ValueError(f"tier = {tier!r}: must be a page store, of {', '.join(self._tiers)}")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        handles: list[TransferHandle] = []
+        for pipeline in self.of(tier):
+            most = pipeline.config.budget_blocks
+            for start in range(0, len(keys), most):
+                portion = WeakBlocks(held_pages, keys[start : start + most], None)
+                handles.append(await self._enqueue(pipeline, portion, tenant))
+        if not handles:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        return handles
+
+    async def _enqueue(self, pipeline: Pipeline, blocks: WeakBlocks, tenant: str) -> TransferHandle:
+        if self._tags is None:
+            return await pipeline.enqueue_pages(blocks)
+        end = self._tags.bring(blocks.keys, tenant)
+        try:
+            handle = await pipeline.enqueue_pages(blocks)
+        except BaseException:
+            end()
+            raise
+        return self._tags.until_settled(handle, end)

@@ -1,0 +1,92 @@
+"""Holding pages of a tier that has to be asked for them, before a pipeline copies on from there.
+
+A tier of this process is a source: the pipeline takes a ref of each block at its commit, without waiting. A page store
+(:class:`backends.abc.PageTier`) is asked, which takes a message, and may find a block gone. So its blocks enter a pipeline as
+weak ones, and that they are held is their precondition:
+
+    admission -> awaiting: pin what has passed the policies -> batching -> transfer: upgrade, copy -> settled: released
+
+Rule 1. What is held stays held until its container has settled, whatever its end; a copy has refs of its own.
+Rule 2. What is not there is left out, and counts as evicted at the upgrade.
+Rule 3. A tier that does not answer fails the container. That is not to say that its blocks are gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from backends.abc import PageTier, Source, StrongBlocks
+
+from .._health.breaker_tier import BreakerLease
+from ..abc import Precondition
+from .marks import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backends.abc import HeldSource, ReadableTier
+
+    from .container import OffloadContainer
+
+
+def held_pages_of(place: object) -> HeldSource | None:
+    """The held pages of a page store, with a breaker before it or not; ``None`` for any other place."""
+    inner = place_of(place)
+    return inner.held_pages if isinstance(inner, PageTier) else None
+
+
+def origin_of(place: Source | PageTier) -> Source:
+    """What a pipeline that starts at this place reads from: the place without its breaker, or its held pages."""
+    held_pages = held_pages_of(place)
+    return cast("Source", place_of(place)) if held_pages is None else held_pages
+
+
+class PageHold(Precondition):
+    """The pages of a container are held. Released with what else the container holds.
+
+    Args:
+        tier: asked for them; behind its breaker, so that it cannot take for ever.
+
+    Attributes:
+        container: the container, to be set before its stages run.
+    """
+
+    def __init__(self, tier: PageTier) -> None:
+        self.container: OffloadContainer | None = None
+        self._tier = cast("ReadableTier", tier)
+        self._pages = cast("HeldSource", origin_of(tier))
+
+    def is_set(self) -> bool:
+        """Never: the tier has to be asked."""
+        return False
+
+    async def wait(self) -> None:
+        """Hold those pages that are there. Cancelled, or where the tier does not answer, none is held."""
+        container = self.container
+        assert container is not None
+        held: list[StrongBlocks] = []
+        release = _releasing(held)
+        try:
+            wanted = list(container.keys)
+            while wanted:
+                held.append(self._taken(await self._tier.pin(wanted)))
+                # A pin ends at the first that is not there. Of those behind it, the tier is asked which ones are.
+                wanted = wanted[len(held[-1]) + 1 :]
+                if wanted:
+                    there = await self._tier.contains(wanted)
+                    wanted = [key for key in wanted if key in there]
+        except BaseException:
+            release()
+            raise
+        container.hold(release)
+
+    def _taken(self, lease: Any) -> StrongBlocks:
+        return self._pages.take(lease.inner if isinstance(lease, BreakerLease) else lease)
+
+
+def _releasing(held: list[StrongBlocks]) -> Callable[[], None]:
+    def release() -> None:
+        while held:
+            held.pop().release()
+
+    return release
