@@ -156,6 +156,12 @@ _DAEMON_COUNTERS: Final = (
     ("pages.given_up_blocks", "Those that their engine has given up"),
     ("pages.filtered_blocks", "Blocks that were to be announced, and were there already or not wanted"),
     ("pages.read_blocks", "Blocks that engines have read in the page store themselves, as told every third of a lease"),
+    (
+        "pages.passed_on_blocks",
+        "Blocks of engines that were copied on from the page store, once for each tier behind it",
+    ),
+    ("pages.gone_blocks", "Those that were gone from the page store before they were copied on"),
+    ("pages.not_passed_on_blocks", "Those that a tier behind did not take, or that were damaged"),
     ("events.batches", "Batches of KV events in this epoch"),
     ("events.heartbeats", "Batches without events"),
     ("events.replays", "Requests for missed KV events that were answered"),

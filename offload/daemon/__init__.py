@@ -4,8 +4,8 @@ Blocks outlive the engines that stored them. An engine comes by :mod:`offload.cl
 
 To read it: ``_messages`` is what both sides say, ``_sessions`` what an engine holds and the order in which it is given back,
 ``_memory`` how the memory of engines is read and written, ``_service`` what is done for each message, ``_stores`` for those
-that store, ``_reads`` for those that read, ``_pages`` for pages that engines write themselves, ``_server`` the tasks around it,
-``_events`` what routers are told, ``_command`` the command.
+that store, ``_reads`` for those that read, ``_pages`` for pages that engines write themselves, ``_onward`` for
+where these go on to, ``_server`` the tasks around it, ``_events`` what routers are told, ``_command`` the command.
 
 What operators say is in ``_admin_messages``, what is done for it in ``_admin``; their commands are ``_operator_commands``.
 """

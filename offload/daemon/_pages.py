@@ -2,7 +2,7 @@
 
     reserve_write   policies, what is there already, the quota -> the rest counts as coming
     (the engine writes pages of its own region and registers them with the page store: no message of this protocol)
-    commit          what was registered counts as there; nothing is coming any more
+    commit          what was registered counts as there; nothing is coming any more; it goes on to the tiers behind
 
 A page of the page store belongs to the process that writes it. So which process maps what, late writers and leases are the page
 store's; here is what makes such a block one of the daemon's.
@@ -28,6 +28,7 @@ from backends.abc import Key, check_keys
 
 from ._engine import DaemonEngine
 from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut
+from ._onward import OnwardCommits
 from ._quotas import REASON, Account, Quotas
 from ._sessions import Session
 from ._stores import Stores
@@ -43,6 +44,8 @@ _log = logging.getLogger("offload.daemon")
 class Announced:
     """Blocks that an engine writes itself, and has not told the end of."""
 
+    tier: str
+    """The name of the page store."""
     keys: Sequence[Key]
     """Those that were not filtered, as they are stored."""
     account: Account | None
@@ -59,13 +62,16 @@ class Pages:
         engine: the tiers and pipelines.
         quotas: of tenants.
         stores: makes room within them.
+        onward: passes on what was committed.
         is_on: whether engines may.
 
     Attributes:
         counts: blocks, by what became of them.
     """
 
-    def __init__(self, engine: DaemonEngine, quotas: Quotas, stores: Stores, *, is_on: bool = True) -> None:
+    def __init__(
+        self, engine: DaemonEngine, quotas: Quotas, stores: Stores, onward: OnwardCommits, *, is_on: bool = True
+    ) -> None:
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "stored_blocks",
@@ -80,6 +86,7 @@ class Pages:
         self._engine = engine
         self._quotas = quotas
         self._stores = stores
+        self._onward = onward
         self._is_on = is_on
         self._last = 0
 
@@ -117,7 +124,9 @@ class Pages:
 
     def reserve_nowait(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved | None:
         """Like :meth:`reserve`; ``None`` where it would have to wait: for a policy, for the page store, or for room."""
-        tier, keys, account = self._asked(session, request)
+        if not self._onward.has_room:
+            return None
+        name, tier, keys, account = self._asked(session, request)
         there = tier.contains_from_thread(keys)
         wanted = [key for key in keys if there is not None and key not in there]
         if there is None or (account is not None and account.shortage(wanted, self._quotas.block_bytes)):
@@ -125,16 +134,20 @@ class Pages:
         said = self._engine.require().pipelines[0].ask_policies_nowait(wanted)  # last: it is asked once
         if said is None:
             return None
-        return self._announce(session, request, epoch, keys, {**dict.fromkeys(there, "present"), **said[0]}, said[1])
+        reasons = {**dict.fromkeys(there, "present"), **said[0]}
+        return self._announce(session, request, epoch, name, keys, reasons, said[1])
 
     async def reserve(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved:
-        """Announce blocks. Cancelled, nothing is announced, though blocks of the tenant may have gone for it.
+        """Announce blocks, once those that were committed before have room in the routes that lead on.
+
+        Cancelled, nothing is announced, though blocks of the tenant may have gone for it.
 
         Raises:
             Refusal: see :meth:`place`.
             ValueError: these are no keys, or one is named twice.
         """
-        tier, keys, account = self._asked(session, request)
+        name, tier, keys, account = self._asked(session, request)
+        await self._onward.wait_room()
         reasons = dict.fromkeys(await self._there(tier, keys, unless=()), "present")
         said, unlock = (
             await self._engine.require().pipelines[0].ask_policies([key for key in keys if key not in reasons])
@@ -148,21 +161,22 @@ class Pages:
                 unlock()
             raise
         # No checkpoint from here on: what has gone makes room for these.
-        return self._announce(session, request, epoch, keys, reasons, unlock)
+        return self._announce(session, request, epoch, name, keys, reasons, unlock)
 
-    def _asked(self, session: Session, request: ReserveWrite) -> tuple[MaruTier, list[Key], Account | None]:
-        """The page store, what is to be written there, and what it counts against."""
-        _, tier = self._its_tier()
+    def _asked(self, session: Session, request: ReserveWrite) -> tuple[str, MaruTier, list[Key], Account | None]:
+        """The page store and its name, what is to be written there, and what it counts against."""
+        name, tier = self._its_tier()
         distinct_keys(request.keys)
         keys = stored_keys(session.tenant, request.keys)
         check_keys(keys)
-        return tier, keys, self._quotas.of(session.tenant)
+        return name, tier, keys, self._quotas.of(session.tenant)
 
     def _announce(
         self,
         session: Session,
         request: ReserveWrite,
         epoch: int,
+        tier: str,
         keys: Sequence[Key],
         reasons: dict[Key, str],
         unlock: Callable[[], None] | None,
@@ -176,7 +190,7 @@ class Pages:
             reasons.update((wanted[at], REASON) for at in refused)
             wanted = [key for key in wanted if key not in reasons]
         self._last += 1
-        session.announced[self._last] = Announced(wanted, account, coming, unlock)
+        session.announced[self._last] = Announced(tier, wanted, account, coming, unlock)
         self.counts["filtered_blocks"] += len(reasons)
         filtered = [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
         return Reserved(request.seq, epoch, self._last, filtered)
@@ -199,7 +213,7 @@ class Pages:
         del session.announced[request.reservation]
         for fate in Fate:
             self.counts[f"{fate.name.lower()}_blocks"] += fates.count(fate)
-        self._end(announced, [key for key, fate in zip(announced.keys, fates, strict=True) if fate])
+        self._end(session, announced, [key for key, fate in zip(announced.keys, fates, strict=True) if fate])
         return len(fates)
 
     async def give_back(self, session: Session) -> None:
@@ -208,15 +222,16 @@ class Pages:
             _, announced = session.announced.popitem()
             there: Collection[Key] = announced.keys
             try:
-                if announced.account is not None:  # else nothing counts them
+                if announced.account is not None or self._onward.leads_on(announced.tier):  # else nobody wants to know
                     there = await self._there(self._its_tier()[1], announced.keys, unless=announced.keys)
             except Refusal:
                 pass
             finally:
                 self.counts["unknown_blocks"] += len(announced.keys)
-                self._end(announced, [key for key in announced.keys if key in there])
+                self._end(session, announced, [key for key in announced.keys if key in there])
 
-    def _end(self, announced: Announced, there: Sequence[Key]) -> None:
+    def _end(self, session: Session, announced: Announced, there: Sequence[Key]) -> None:
+        self._onward.begin(announced.tier, there, session.tenant)
         if announced.account is not None:
             self._quotas.settled(announced.account, announced.coming, there)
         if announced.unlock is not None:

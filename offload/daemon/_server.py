@@ -249,7 +249,7 @@ class Daemon:
         service.draining = True
         if self.pinned_pool is not None:
             self.pinned_pool.drain()
-        with trio.move_on_after(self.config.drain_timeout):
+        with trio.move_on_after(self.config.drain_timeout) as patience:
             for session in service.sessions:
                 for under_way in list(session.requests.values()):
                     await under_way.over.wait()
@@ -263,6 +263,8 @@ class Daemon:
             for session in service.sessions:
                 service.end(session, "the daemon ends")
             await service.wait_given_back()
+        with trio.move_on_at(patience.deadline):
+            await service.onward.wait_over()
         self._dropped = Dropped(stores, len(left) - stores)
         for tell in self._tell_drained:
             tell(self._dropped)

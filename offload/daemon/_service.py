@@ -67,6 +67,7 @@ from ._messages import (
     encode,
     negotiate,
 )
+from ._onward import OnwardCommits
 from ._pages import Pages
 from ._quotas import Quotas
 from ._reads import Reads
@@ -125,7 +126,8 @@ class Service:
         self._nursery = nursery
         self._last_memory = 0
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
-        self.pages: Pages = Pages(engine, self.quotas, self.stores, is_on=engine_pages)
+        self.onward: OnwardCommits = OnwardCommits(engine, nursery)
+        self.pages: Pages = Pages(engine, self.quotas, self.stores, self.onward, is_on=engine_pages)
         self.reads: Reads = Reads(engine, self.quotas, limits, epoch=epoch, start=self._start)
         self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
             request: getattr(self.reads if hasattr(Reads, name) else self, name)

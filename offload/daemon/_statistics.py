@@ -25,7 +25,7 @@ def counters(service: Service, session: Session | None, daemon_engine: DaemonEng
         "turned_away": service.sessions.turned_away,
         "sessions_given_back": service.sessions.given_back,
     }
-    values |= {f"pages.{name}": count for name, count in service.pages.counts.items()}
+    values |= {f"pages.{name}": count for name, count in (service.pages.counts | service.onward.counts).items()}
     values["pages.announced"] = sum(len(one.announced) for one in sessions)
     values |= service.quotas.counters()
     if session is not None:

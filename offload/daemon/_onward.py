@@ -1,0 +1,115 @@
+"""Blocks that engines have committed, on their way to the tiers behind the page store.
+
+    commit --told--> room in each route that leads on --> its pipeline holds the pages and copies --> counted
+
+What a commit tells is in the page store already, so it is not the engine that waits where a route has no room: the next
+announcement does (:meth:`OnwardCommits.wait_room`), as a store waits for the room of its chain.
+
+Rule 1. Nothing here ends before its copies have, so that a daemon that drains can wait for all of it.
+Rule 2. A block that was not copied on is in the page store as before. It is counted by why: gone from there before its turn, or
+        not taken by the tier behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import trio
+
+from backends.abc import Key
+
+from .._engine.onward import OnwardRoutes
+from .._pipeline.handle import TransferHandle
+from ._engine import DaemonEngine
+
+_log = logging.getLogger("offload.daemon")
+_THERE: Final = ("present", "pending")
+"""Why a block is not copied that is in the next tier, or on its way there."""
+
+
+class OnwardCommits:
+    """Passes on what engines have committed.
+
+    Args:
+        engine: the tiers and pipelines.
+        nursery: of the tasks.
+
+    Attributes:
+        counts: blocks, once for each route, by what became of them.
+    """
+
+    def __init__(self, engine: DaemonEngine, nursery: trio.Nursery) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(("passed_on_blocks", "gone_blocks", "not_passed_on_blocks"), 0)
+        self._engine = engine
+        self._nursery = nursery
+        self._waiting = 0  # commits that wait for room
+        self._under_way = 0
+        self._changed = trio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all that was committed is in the routes by now."""
+        return not self._waiting
+
+    async def wait_room(self) -> None:
+        """Wait until all that was committed is in the routes. Always a checkpoint."""
+        await trio.lowlevel.checkpoint()
+        while self._waiting:
+            await self._changed.wait()
+
+    async def wait_over(self) -> None:
+        """Wait until nothing is under way any more. Always a checkpoint."""
+        await trio.lowlevel.checkpoint()
+        while self._under_way:
+            await self._changed.wait()
+
+    def leads_on(self, tier: str) -> bool:
+        """Whether a route leads on from what is committed into this tier."""
+        engine = self._engine.engine
+        return engine is not None and bool(engine.onward.of(tier))
+
+    def begin(self, tier: str, keys: Sequence[Key], tenant: str) -> None:
+        """Pass on these blocks of a page store, where a route leads on from it. Returns at once; never raises."""
+        engine = self._engine.engine
+        if engine is not None and keys and self.leads_on(tier):
+            self._waiting += 1
+            self._under_way += 1
+            self._nursery.start_soon(self._pass_on, engine.onward, tier, keys, tenant)
+
+    async def _pass_on(self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str) -> None:
+        try:
+            for handle in await self._enqueued(routes, tier, keys, tenant):
+                await handle.wait()
+                self._count(tier, handle)
+        finally:
+            self._under_way -= 1
+            self._wake()
+
+    async def _enqueued(
+        self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str
+    ) -> Sequence[TransferHandle]:
+        try:
+            return await routes.pass_on(tier, keys, tenant=tenant)
+        except Exception as error:  # the engine is closing, say; what is in the page store stays there
+            self.counts["not_passed_on_blocks"] += len(keys)
+            _log.warning("%d blocks of %s are not passed on: %r", len(keys), tier, error)
+            return ()
+        finally:
+            self._waiting -= 1
+            self._wake()
+
+    def _count(self, tier: str, handle: TransferHandle) -> None:
+        progress = handle.progress
+        unwanted = sum(reason not in _THERE for reason in handle.filtered_blocks.values())
+        failed = progress.failed + progress.remaining + unwanted
+        self.counts["passed_on_blocks"] += progress.completed
+        self.counts["gone_blocks"] += progress.evicted
+        self.counts["not_passed_on_blocks"] += failed
+        if failed:
+            _log.warning("%d blocks of %s were not passed on: %r", failed, tier, handle)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
