@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from backends.abc import EVICTED, Blocks, Key, PageTier, Source, StrongBlocks, WeakBlocks
+from backends.abc import EVICTED, Blocks, HeldSource, Key, PageTier, Source, StrongBlocks, WeakBlocks
 
 from .._errors import DrainUnproven, PipelineClosed, TransferFailed
 from .container import OffloadContainer, depths_of
@@ -64,6 +64,7 @@ class Chain:
     settlement: Settlement
     following: int = 0
     """Containers whose routes are under way."""
+    _held_pages: HeldSource | None = attrs.Factory(lambda chain: held_pages_of(chain.tier), takes_self=True)
     _scope: trio.CancelScope = attrs.Factory(trio.CancelScope)
     _nursery: trio.Nursery | None = None
 
@@ -86,10 +87,9 @@ class Chain:
 
     def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> Blocks:
         """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
+        if self._held_pages is not None:
+            return WeakBlocks(self._held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
         place: Any = place_of(self.tier)
-        held_pages = held_pages_of(place)
-        if held_pages is not None:
-            return WeakBlocks(held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
         try:
             refs = place.upgrade(keys)
         except Exception:
