@@ -182,6 +182,7 @@ class Indexes:
         memory = await trio.to_thread.run_sync(make_index_file, self._home, number, bytes_for(keys))
         before = self._files.get(tenant)
         self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
+        self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
         self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
         self._files[tenant] = _File(number, keys)
         self._due.set()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from maru import Deleted, MaruConfig, MaruHandler, ServerConfig, ServerRefused, Stored, open_server
+from maru import Deleted, Loaded, MaruConfig, MaruHandler, ServerConfig, ServerRefused, Stored, open_server
 from maru._index import IndexReader
 from maru._pool.descriptors import fetch_index_descriptor
 from tests.support.maru_processes import Server
@@ -137,6 +137,27 @@ async def test_an_index_grows_into_a_new_file_and_the_old_one_says_so(
         assert len(new.find(keys)) == len(keys)
         assert server.statistics().indexes.grown >= 1
         assert len([name for name in os.listdir(pool) if name.startswith("maru.index.")]) == 1
+
+
+async def test_uses_that_were_noted_before_an_index_grew_are_counted(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maru._server.indexes.LEAST_KEYS", 16)
+    rarely = 1.0  # else the server counts them of itself, before the index grows
+    async with open_server(config(pool, watermark_interval=rarely)) as server, client(pool) as handler:
+        early = [f"early {number}" for number in range(8)]
+        await put(handler, early)
+        used = early[:4]
+        await handler.batch_exists(early)  # gets the index
+        await filled(handler)
+        assert await handler.batch_get_into(used, [bytearray(PAGE) for _ in used]) == [Loaded.LOADED] * len(used)
+        assert server.statistics().indexes.grown == 0
+        later = [f"later {number}" for number in range(PAGES - 16)]
+        await put(handler, later)
+        await until(lambda: server.statistics().indexes.grown > 0)
+        await put(handler, [f"last {number}" for number in range(20)])  # 8 of them have no room
+        there = await handler.batch_exists(early)
+        assert there[:4] == [True] * 4 and not all(there[4:])
 
 
 async def test_a_tenant_sees_its_own_names_only(pool: Path) -> None:
