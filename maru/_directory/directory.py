@@ -503,10 +503,13 @@ class Directory:
         """From now on what clients hold by these boards stays as if it were pinned, and what they note there was used."""
         self._guard.boards = boards
 
-    def note_uses(self) -> None:
-        """Count what was used without a message since this was called last. Evictions do so themselves."""
+    def note_uses(self, by: int | None = None) -> None:
+        """Count what was used without a message since this was called last, by this session or by all.
+
+        Evictions do so themselves, for all.
+        """
         self.settle()
-        self._evictor.note_uses()
+        self._evictor.note_uses(by)
 
     def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
         """Those of these keys that are here, where they lie, and whether they may be read without a pin. No use of them."""

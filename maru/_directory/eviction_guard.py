@@ -48,8 +48,8 @@ class Holds(Protocol):
         """These were claimed, are not held, and stay all the same."""
         ...
 
-    def take_uses(self) -> Iterable[Sequence[str]]:
-        """What was used, for each client the deepest of a prefix first."""
+    def take_uses(self, by: int | None = None) -> Iterable[Sequence[str]]:
+        """What was used by this session, or by all; for each client the deepest of a prefix first."""
         ...
 
 
@@ -199,9 +199,9 @@ class EvictionGuard:
         held = 0 if boards is None or location is None else boards.holders(location.generation)
         return self.pinned.get(key, 0) + held
 
-    def take_uses(self) -> Iterable[Sequence[str]]:
-        """What was used without a message: for each client, the deepest of a prefix first."""
-        return () if self.boards is None else self.boards.take_uses()
+    def take_uses(self, by: int | None = None) -> Iterable[Sequence[str]]:
+        """What this session, or all, used without a message: for each client, the deepest of a prefix first."""
+        return () if self.boards is None else self.boards.take_uses(by)
 
     # --- quiet time -----------------------------------------------------------------------------------------------
 

@@ -78,10 +78,10 @@ class Evictor:
             self._guard.give_up_region(region)
         return []
 
-    def note_uses(self) -> None:
-        """Count what was read without a message, before something is chosen by the order of use."""
+    def note_uses(self, by: int | None = None) -> None:
+        """Count what this session, or all, read without a message, before something is chosen by the order of use."""
         located = self._state.located
-        for names in self._guard.take_uses():
+        for names in self._guard.take_uses(by):
             there = [name for name in reversed(names) if name in located]
             self._state.use(there, [located[name] for name in there])
             self._counters.found += len(there)

@@ -94,10 +94,11 @@ class Boards:
         """These were claimed and stay after all: they can be held again."""
         self._indexes.unmark(names, generations)
 
-    def take_uses(self) -> list[list[str]]:
-        """The names that were used since this was called last: for each client, the deepest of a prefix first."""
+    def take_uses(self, by: int | None = None) -> list[list[str]]:
+        """The names that this session, or each, has used since they were taken last: the deepest of a prefix first."""
+        boards = self._open.values() if by is None else filter(None, [self._open.get(by)])
         return [
             names
-            for one in self._open.values()
+            for one in boards
             if (uses := one.board.take_uses()) and (names := self._indexes.names_at(one.tenant, uses))
         ]

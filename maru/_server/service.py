@@ -424,9 +424,14 @@ class Service:
                 self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
 
     def keep_ahead(self, now: float) -> None:
-        """Evict ahead for those who have stored since this was called last. It comes with their next answer."""
+        """For those who have stored since this was called last: count what they have read, and evict ahead of what comes next.
+
+        What is evicted comes with their next answer.
+        """
         while self.stored:
             session_id, _ = self.stored.popitem()
+            # Behind what it has stored: so the head of a prefix is used later than the end of it, as it has to be.
+            self.directory.note_uses(session_id)
             self.directory.keep_ahead(session_id, now)
 
     # --- what the shell takes -------------------------------------------------------------------------------------

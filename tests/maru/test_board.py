@@ -187,6 +187,15 @@ def test_uses_come_to_the_server_the_deepest_first_and_once(host: Host) -> None:
     assert host.boards.take_uses() == []
 
 
+def test_uses_of_one_client_can_be_taken_alone(host: Host) -> None:
+    one, other = host.client(1), host.client(2)
+    one.note_used(host.reader.find(["n0"]))
+    other.note_used(host.reader.find(["n5"]))
+    assert host.boards.take_uses(2) == [["n5"]]
+    assert host.boards.take_uses(3) == []  # who has no board
+    assert host.boards.take_uses() == [["n0"]]
+
+
 def test_of_more_uses_than_the_ring_has_the_latest_are_seen(host: Host) -> None:
     client = host.client()
     every = host.reader.find(NAMES)

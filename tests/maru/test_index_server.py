@@ -160,6 +160,19 @@ async def test_uses_that_were_noted_before_an_index_grew_are_counted(
         assert there[:4] == [True] * 4 and not all(there[4:])
 
 
+async def test_uses_are_counted_behind_the_next_store_of_who_noted_them(pool: Path) -> None:
+    rarely = 1.0
+    async with open_server(config(pool, watermark_interval=rarely)) as server, client(pool) as handler:
+        keys = [f"k{number}" for number in range(4)]
+        await put(handler, keys)
+        await handler.batch_exists(keys)  # gets the index
+        await filled(handler)
+        before = server.statistics().service.directory.found
+        assert await handler.batch_get_into(keys, [bytearray(PAGE) for _ in keys]) == [Loaded.LOADED] * len(keys)
+        await put(handler, ["new"])
+        assert server.statistics().service.directory.found == before + len(keys)
+
+
 async def test_a_tenant_sees_its_own_names_only(pool: Path) -> None:
     async with (
         open_server(config(pool)),
