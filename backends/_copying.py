@@ -243,22 +243,24 @@ async def load_pages(
 ) -> list[int] | None:
     """Copy pages of a tier into ``there``, or let the destination copy them into its places from ``start`` on.
 
-    In place or in a thread. Cancelled, it returns when the copy is over.
+    In place, or in a thread when it is its turn. Cancelled, it returns when the copy is over.
 
     Returns:
         The xxh3-64 of each block, if wanted.
     """
-    if there is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
+    if there is None:
+        sums: list[int] | None = await run(deliver, pages, destination, start, None, summed)
+        return sums
+    if in_place.takes(len(pages), pages.page_bytes, inline_bytes):
         return await in_place.copy(there, pages, summed)
-    sums: list[int] | None = await run(deliver, pages, destination, start, there, summed)
-    return sums
+    return await in_place.run_beside(run, _copied_to, there, pages, summed)
 
 
 def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
     """Copy pages into ``there``, or let the destination copy them. Runs in a copy thread. Returns checksums if ``summed``."""
-    beside = len(pages) > 1 and len(pages) * pages.page_bytes >= BESIDE_BYTES
     if there is not None:
-        return _copied_by_halves(there, pages, summed) if beside else _copied(there, pages, summed)
+        return _copied_to(there, pages, summed, alone=True)
+    beside = _is_large(pages)
     copy_and_sum_there = getattr(destination, "copy_in_and_sum", None) if summed else None
     if copy_and_sum_there is not None:
         with kept_if_unproven(pages):
@@ -268,6 +270,15 @@ def deliver(pages: Pages, destination: Destination, start: int, there: Pages | N
         with kept_if_unproven(pages):
             destination.copy_in(start, pages)
         return sums() if summed else None
+
+
+def _is_large(pages: Pages) -> bool:
+    return len(pages) > 1 and len(pages) * pages.page_bytes >= BESIDE_BYTES
+
+
+def _copied_to(destination: Pages, source: Pages, summed: bool, alone: bool) -> list[int] | None:
+    # Beside other copies a second thread has no processor of its own.
+    return (_copied_by_halves if alone and _is_large(source) else _copied)(destination, source, summed)
 
 
 def _copied_by_halves(destination: Pages, source: Pages, summed: bool) -> list[int] | None:

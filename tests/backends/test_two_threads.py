@@ -1,16 +1,24 @@
-"""A large load is copied and summed in two threads; what comes of it is the same as in one."""
+"""A large load is copied and summed in two threads; what comes of it is the same as in one. Loads at one time take turns."""
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import attrs
 import pytest
+import trio
+import trio.testing
 
-from backends import _copying
+from backends import _copying, slots
 from backends import pages as pages_module
 from backends._copying import deliver
+from backends.abc import LOADED
+from backends.memory import MemoryTier
 from backends.pages import Pages, checksums, copy_and_sum, new_pages
-from backends.threads import run_beside
+from backends.slots import PagesDestination
+from backends.testing import payload_of
+from backends.threads import keep_threads, run_beside
 
 SIZE = 256
 
@@ -113,3 +121,152 @@ def test_at_the_exit_the_second_thread_has_ended():
         gate.set()
         raise KeyError
     assert order == ["ended"]
+
+
+# --- loads beside a copy take turns -------------------------------------------------------------------------------------
+
+
+BLOCK = slots.PORTION_BYTES // 4
+KEYS = tuple(b"%032d" % number for number in range(10))  # three portions, the last one short
+
+
+@attrs.define(eq=False)
+class Copying:
+    """The copies that threads make, which wait until they may."""
+
+    may: threading.Event = attrs.Factory(threading.Event)
+    running: int = 0
+    begun: threading.Semaphore = attrs.Factory(lambda: threading.Semaphore(0))
+    most: int = 0
+    halves: int = 0
+    _lock: threading.Lock = attrs.Factory(threading.Lock)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self._lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.begun.release()
+        assert self.may.wait(30)
+        yield
+        with self._lock:
+            self.running -= 1
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
+    """Two loads may be copied beside one in place; a load is large, so that it could be copied by halves."""
+    seen, copied, by_halves = Copying(), _copying._copied, _copying._copied_by_halves
+
+    def copy(*args: object) -> object:
+        with seen.one():
+            return copied(*args)  # type: ignore[arg-type]
+
+    def copy_by_halves(*args: object) -> object:
+        seen.halves += 1
+        return by_halves(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("backends._in_place.BESIDE", 2)
+    monkeypatch.setattr(_copying, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(_copying, "_copied", copy)
+    monkeypatch.setattr(_copying, "_copied_by_halves", copy_by_halves)
+    return seen
+
+
+class Loads:
+    """Loads of one tier at once, each of all its blocks into memory of its own."""
+
+    def __init__(self, n: int) -> None:
+        self.tier = MemoryTier(len(KEYS) * BLOCK, BLOCK)
+        for key in KEYS:
+            self.tier.put(key, payload_of(key, BLOCK))
+        self.buffers = [[bytearray(BLOCK) for _ in KEYS] for _ in range(n)]
+        self.scopes = [trio.CancelScope() for _ in range(n)]
+        self.done: list[int] = []
+
+    async def load(self, at: int) -> None:
+        with self.scopes[at]:
+            async with await self.tier.pin(KEYS) as lease:
+                outcomes = await self.tier.load(lease, PagesDestination.over(self.buffers[at]))
+            assert outcomes == [LOADED] * len(KEYS)
+            self.done.append(at)
+
+    def arrived(self, at: int) -> bool:
+        return self.buffers[at] == [bytearray(payload_of(key, BLOCK)) for key in KEYS]
+
+    def is_untouched(self, at: int) -> bool:
+        return not any(any(buffer) for buffer in self.buffers[at])
+
+
+async def wait_running(copying: Copying, n: int) -> None:
+    """Wait until so many more copies have begun."""
+    for _ in range(n):
+        assert await trio.to_thread.run_sync(copying.begun.acquire, True, 30)
+
+
+async def test_of_many_loads_at_once_no_more_are_copied_than_may_be(copying: Copying) -> None:
+    loads = Loads(7)
+    async with keep_threads(), trio.open_nursery() as nursery:
+        for at in range(7):
+            nursery.start_soon(loads.load, at)
+        await wait_running(copying, 2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (copying.running, len(loads.done)) == (2, 1)  # that one was copied in place
+        copying.may.set()
+    assert all(map(loads.arrived, range(7)))
+    assert copying.most == 2
+    assert copying.halves == 0  # beside other copies there is no processor for it
+
+
+async def test_a_load_that_is_cancelled_before_its_turn_copies_nothing_and_takes_no_turn(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots.SlotTier, "inline_bytes", -1)
+    loads = Loads(4)
+    async with keep_threads(), trio.open_nursery() as nursery:
+        for at in range(4):
+            nursery.start_soon(loads.load, at)
+            await trio.testing.wait_all_tasks_blocked()
+        await wait_running(copying, 2)
+        loads.scopes[2].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert loads.scopes[2].cancelled_caught  # at once, while the others are still being copied
+        copying.may.set()
+    assert sorted(loads.done) == [0, 1, 3]
+    assert loads.is_untouched(2)
+    assert all(map(loads.arrived, loads.done))
+    assert loads.tier.statistics().held_blocks == 0
+
+
+async def test_a_load_that_is_cancelled_while_it_is_copied_gives_its_turn_back_when_the_copy_is_over(
+    copying: Copying,
+) -> None:
+    loads = Loads(5)
+    async with keep_threads(), trio.open_nursery() as nursery:
+        for at in range(5):
+            nursery.start_soon(loads.load, at)
+        await wait_running(copying, 2)
+        for scope in loads.scopes:
+            scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert copying.running == 2
+        copying.may.set()
+    again = Loads(3)
+    again.tier = loads.tier
+    async with keep_threads(), trio.open_nursery() as nursery:
+        for at in range(3):
+            nursery.start_soon(again.load, at)
+    assert all(map(again.arrived, range(3)))
+    assert copying.most == 2
+
+
+async def test_a_load_in_a_thread_is_copied_by_halves_where_nothing_is_copied_beside_it(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots.SlotTier, "inline_bytes", -1)
+    loads = Loads(1)
+    copying.may.set()
+    async with keep_threads():
+        await loads.load(0)
+    assert loads.arrived(0)
+    assert (copying.halves, copying.most >= 1) == (1, True)
