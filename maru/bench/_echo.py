@@ -19,7 +19,7 @@ from types import TracebackType
 
 import zmq
 
-from ._processes import PATIENCE, Child, scratch
+from ._processes import PATIENCE, Child, Clock, scratch
 
 _PACKET_BYTES = 64 << 10
 
@@ -53,14 +53,14 @@ class Caller:
         self._socket.connect(address)
         self.lockstep([b"hello"])
 
-    def lockstep(self, messages: Sequence[bytes]) -> float:
-        """Send each and wait until it is back; messages per second."""
+    def lockstep(self, messages: Sequence[bytes], clock: Clock = perf_counter) -> float:
+        """Send each and wait until it is back; messages per second of this clock."""
         send, receive = self._socket.send_multipart, self._socket.recv_multipart
-        start = perf_counter()
+        start = clock()
         for message in messages:
             send((b"", message))
             receive()
-        return len(messages) / (perf_counter() - start)
+        return len(messages) / (clock() - start)
 
     def pipelined(self, messages: Sequence[bytes], window: int) -> float:
         """The same with so many on their way at all times."""
@@ -98,14 +98,14 @@ class PacketCaller:
         self._socket.connect(path)
         self._socket.setblocking(True)  # a timeout would cost a poll for each packet
 
-    def lockstep(self, messages: Sequence[bytes]) -> float:
-        """Send each and wait until it is back; messages per second."""
+    def lockstep(self, messages: Sequence[bytes], clock: Clock = perf_counter) -> float:
+        """Send each and wait until it is back; messages per second of this clock."""
         send, receive = self._socket.send, self._socket.recv
-        start = perf_counter()
+        start = clock()
         for message in messages:
             send(message)
             receive(_PACKET_BYTES)
-        return len(messages) / (perf_counter() - start)
+        return len(messages) / (clock() - start)
 
     def __enter__(self) -> PacketCaller:
         return self

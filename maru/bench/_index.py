@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from pathlib import Path
 from typing import Final
 
 from .._client.blocking import MaruHandler
@@ -33,7 +32,7 @@ from .._index import (
 )
 from ._keys import keys_of
 from ._measure import Effort, in_turn, noisiest
-from ._processes import BenchFailed, Child, server
+from ._processes import BenchFailed, Child, processor_time, server
 from ._row import Goal, Row
 
 AT_ONCE: Final = 28
@@ -145,12 +144,12 @@ def _read(
 ) -> dict[str, float]:
     """Processor time of a lookup in so many readers at once, and of the server for each of them, in microseconds."""
     arguments = ("-m", "maru.bench._reader", address, str(AT_ONCE), str(seconds))
-    before = _processor_time(server_pid)
+    before = processor_time(server_pid)
     with ThreadPoolExecutor(readers) as threads:
         children = [threads.submit(Child, arguments) for _ in range(readers)]
         while not all([child.done() for child in children]):
             meanwhile()
-    spent = _processor_time(server_pid) - before
+    spent = processor_time(server_pid) - before
     said = [child.result().ready for child in children]
     for child in children:
         child.result().stop()
@@ -158,12 +157,6 @@ def _read(
     if asked := sum([one["asked"] for one in said]):
         raise BenchFailed(f"{asked} of {lookups} lookups were asked for by message: the index has changed meanwhile")
     return {name: statistics.median([one["us"] for one in said]), f"{name}.server": spent / lookups * 1e6}
-
-
-def _processor_time(pid: int) -> float:
-    """Seconds that a process has run, all of its threads."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum([int((thread / "schedstat").read_text().split()[0]) for thread in threads]) / 1e9
 
 
 def _inside(effort: Effort) -> Iterator[Row]:

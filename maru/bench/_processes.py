@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from .._ending import EnvironmentFault
 from .._errors import PoolUnusable
@@ -27,12 +27,19 @@ from .._pool.placement import find_place
 
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""
+Clock: TypeAlias = Callable[[], float]
+"""Seconds, since some time: elapsed, or of processors."""
 SERVER: Final = ("-c", "from maru.server_cli import main; main()")
 
 
 def environment() -> dict[str, str]:
     """Ours, but that bytecode is kept: what is installed has it, and without it a start takes half as long again."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def processor_time(*processes: int) -> float:
+    """Seconds that all threads of these processes have worked until now, as Linux names the clock of another process."""
+    return sum(time.clock_gettime((~process << 3) | 2) for process in processes)
 
 
 class BenchFailed(EnvironmentFault):

@@ -5,14 +5,18 @@ Unix socket; and over the channel of this host, beside an echo of packets. (A ha
 uses the channel: what is beside it there is ZeroMQ's echo.) A *single* operation is EXISTS of one key, through the handlers.
 Batches have 64 keys, go through a bare client (`_bare`), and count from the arguments to the decoded reply; the server writes
 its journal. Where a goal compares with the published server, the row's goal is the figure that follows from that server's own.
+
+Rates are elapsed. What a message costs beside its echo is processor time of all processes that it passes: the difference of
+two elapsed times is smaller than what else the machine does meanwhile, and may be negative.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Final, Literal
 
 import trio
@@ -36,10 +40,10 @@ from .._wire import (
 )
 from . import _codec, _ready
 from ._bare import Bare
-from ._echo import Caller, PacketCaller, echo
+from ._echo import Caller, Echo, PacketCaller, echo
 from ._keys import keys_of
 from ._measure import Effort, Sample, in_trio, in_turn, noisiest
-from ._processes import BenchFailed, server
+from ._processes import BenchFailed, Clock, Server, processor_time, server
 from ._row import Goal, Row
 
 Transport = Literal["tcp", "ipc"]
@@ -63,7 +67,7 @@ _LOCKSTEP: Final[Mapping[tuple[str, Transport], float]] = {
 }
 _PIPELINED: Final = {"trio": 0.70, "blocking": 0.95}
 _CHECKPOINTS: Final = 24
-"""What a message to the server may cost in Python on both ends together, beside the echo of its channel."""
+"""What a message to the server may cost in Python of all processes that it passes, without its echo."""
 _THEIRS: Final = 120_000
 """Keys that the published server looked up in a second, in batches of 64, on the machine the goals were drawn on."""
 
@@ -74,7 +78,8 @@ def rows(effort: Effort) -> Iterator[Row]:
         transports: tuple[Transport, ...] = ("tcp", "ipc")
         for transport in transports:
             yield from _single(transport, bare.addresses[transport], ours.addresses[transport], effort)
-        yield from _channel(bare.addresses["channel"], ours.addresses["ipc"], effort)
+        yield from _channel(bare, ours, effort)
+        yield from _relayed(bare, ours, effort)
         for transport in transports:
             yield from _batches(transport, bare.addresses[transport], ours.addresses[transport], effort)
     yield from _codec.rows(effort)
@@ -125,56 +130,88 @@ def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Itera
         )
 
 
-def _channel(bare: str, ours: str, effort: Effort) -> Iterator[Row]:
+def _channel(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
     """Over the channel of this host, beside an echo of packets. What is left of it is Python, of both ends."""
+    calls, address = effort.size(4_096, 2 * _WINDOW), ours.addresses["ipc"]
+    [key] = keys_of(1)
+    messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
+    with (
+        PacketCaller(bare.addresses["channel"]) as caller,
+        MaruHandler(server_url=address, pool_size=0, index="off") as handler,
+    ):
+        measured = in_turn(
+            "single, channel",
+            effort,
+            {
+                "trio": in_trio(_trio_lockstep, address, key, calls),
+                "echo": lambda: caller.lockstep(messages),
+                "blocking": lambda: _blocking_lockstep(handler, key, calls),
+            },
+        )
+        python = _python("channel", caller, bare.pid, address, (ours.pid,), effort)
+    for face in ("trio", "blocking"):
+        name = f"rpc.single.lockstep.{face}.channel"
+        yield _row(name, measured[face], "bare echo of packets", measured["echo"], None)
+    for face in ("trio", "blocking"):
+        yield _python_row(f"rpc.python.{face}.channel", python, face, _CHECKPOINTS)
+
+
+def _relayed(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
+    """Over TCP, which is relayed, beside ZeroMQ's echo. What is left of it is Python, of both ends and of the relay."""
+    with Bare(ours.addresses["ipc"]) as client:
+        relay: int = client.ask(Code.DESCRIBE, None).sections["relay"]["pid"]
+    address = ours.addresses["tcp"]
+    with Caller(bare.addresses["tcp"]) as caller:
+        python = _python("tcp", caller, bare.pid, address, (ours.pid, relay), effort)
+    with MaruHandler(server_url=address, pool_size=0, index="off") as handler:
+        calls, [key], clock = effort.size(4_096, 2 * _WINDOW), keys_of(1), partial(processor_time, relay)
+        relays = in_turn(
+            "processor time, relay", effort, {"relay": lambda: 1e6 / _blocking_lockstep(handler, key, calls, clock)}
+        )
+    for face in ("trio", "blocking"):
+        yield _python_row(f"rpc.python.{face}.tcp", python, face, _CHECKPOINTS)
+    yield _python_row("rpc.relay.tcp", python | relays, "relay", None)
+
+
+def _python(
+    transport: str, caller: Caller | PacketCaller, echoing: int, address: str, serving: Sequence[int], effort: Effort
+) -> dict[str, Sample]:
+    """Microseconds of processor time that a message costs more than its echo, by face; and a checkpoint of trio."""
     calls = effort.size(4_096, 2 * _WINDOW)
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
-    with PacketCaller(bare) as caller, MaruHandler(server_url=ours, pool_size=0, index="off") as handler:
+    of_echo = partial(processor_time, os.getpid(), echoing)
+    of_ours = partial(processor_time, os.getpid(), *serving)
 
-        def beside_echo() -> dict[str, float]:
-            # All within one repetition: what is left when one is taken from another is small beside the noise of either.
-            echo, checkpoints = caller.lockstep(messages), trio.run(_checkpoints, calls)
-            rates = {
-                "trio": trio.run(_trio_lockstep, ours, key, calls),
-                "blocking": _blocking_lockstep(handler, key, calls),
-            }
-            left = {f"{face}.left": (1 / rate - 1 / echo) * 1e6 for face, rate in rates.items()}
-            return {"echo": echo, "checkpoint": 1e6 / checkpoints, **rates, **left}
+    def beside_echo() -> dict[str, float]:
+        # All within one repetition: how fast a processor is changes between two of them.
+        echo = caller.lockstep(messages, of_echo)
+        rates = {
+            "trio": trio.run(_trio_lockstep, address, key, calls, of_ours),
+            "blocking": _blocking_lockstep(handler, key, calls, of_ours),
+        }
+        spent = {face: (1 / rate - 1 / echo) * 1e6 for face, rate in rates.items()}
+        return {"checkpoint": 1e6 / trio.run(_checkpoints, calls), **spent}
 
-        measured = in_turn("single, channel", effort, {"channel": beside_echo})
-    checkpoint = measured["checkpoint"]
-    for face in ("trio", "blocking"):
-        yield _row(
-            f"rpc.single.lockstep.{face}.channel", measured[face], "bare echo of packets", measured["echo"], None
-        )
-        left = measured[f"{face}.left"]
-        yield Row(
-            f"rpc.python.{face}.channel",
-            left.median,
-            "us",
-            "a checkpoint of trio",
-            checkpoint.median,
-            Goal("ratio", "<=", _CHECKPOINTS),
-            noisiest(left, checkpoint),
-        )
+    with MaruHandler(server_url=address, pool_size=0, index="off") as handler:
+        return in_turn(f"processor time, {transport}", effort, {"python": beside_echo})
 
 
 async def _checkpoints(calls: int) -> float:
-    """Checkpoints per second, of a task that is alone."""
-    start = perf_counter()
+    """Checkpoints per second of processor time, of a task that is alone."""
+    start = process_time()
     for _ in range(calls):
         await trio.lowlevel.checkpoint()
-    return calls / (perf_counter() - start)
+    return calls / (process_time() - start)
 
 
-async def _trio_lockstep(address: str, key: str, calls: int) -> float:
+async def _trio_lockstep(address: str, key: str, calls: int, clock: Clock = perf_counter) -> float:
     async with TrioHandler(server_url=address, pool_size=0, index="off") as handler:
         await handler.exists(key)
-        start = perf_counter()
+        start = clock()
         for _ in range(calls):
             await handler.exists(key)
-        return calls / (perf_counter() - start)
+        return calls / (clock() - start)
 
 
 async def _trio_pipelined(address: str, key: str, calls: int) -> float:
@@ -191,11 +228,11 @@ async def _trio_pipelined(address: str, key: str, calls: int) -> float:
         return calls / (perf_counter() - start)
 
 
-def _blocking_lockstep(handler: MaruHandler, key: str, calls: int) -> float:
-    start = perf_counter()
+def _blocking_lockstep(handler: MaruHandler, key: str, calls: int, clock: Clock = perf_counter) -> float:
+    start = clock()
     for _ in range(calls):
         handler.exists(key)
-    return calls / (perf_counter() - start)
+    return calls / (clock() - start)
 
 
 def _blocking_pipelined(handler: MaruHandler, key: str, calls: int) -> float:
@@ -348,6 +385,12 @@ def _drop(client: Bare, token: bytes, batches: Sequence[Sequence[str]]) -> None:
 def _row(name: str, ours: Sample, limit_name: str, limit: Sample, least: float | None) -> Row:
     goal = None if least is None else Goal("ratio", ">=", least)
     return Row(name, ours.median, "calls/s", limit_name, limit.median, goal, noisiest(ours, limit))
+
+
+def _python_row(name: str, measured: Mapping[str, Sample], what: str, most: float | None) -> Row:
+    ours, checkpoint = measured[what], measured["checkpoint"]
+    goal = None if most is None else Goal("ratio", "<=", most)
+    return Row(name, ours.median, "us", "a checkpoint of trio", checkpoint.median, goal, noisiest(ours, checkpoint))
 
 
 def _beside(name: str, samples: Mapping[str, Sample], subject: str, least: float | None) -> Row:

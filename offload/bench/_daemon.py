@@ -23,7 +23,7 @@ from typing import Final
 
 from maru.bench._echo import PacketCaller, echo
 from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest
-from maru.bench._processes import BenchFailed, Child
+from maru.bench._processes import BenchFailed, Child, processor_time
 from maru.bench._row import Goal, Row
 
 from ._daemon_client import CACHE_BYTES
@@ -152,19 +152,14 @@ def _one_round(daemon: Child, clients: Sequence[Child], rounds: Iterator[int], b
 def _at_once(daemon: Child, clients: Sequence[Child], command: str, blocks: int) -> Figures:
     """Have all of them do it: blocks per second of all together, and seconds of processor time for each block."""
     pids = [daemon.pid, *(client.pid for client in clients)]
-    worked, begun = sum(map(_processor_time, pids)), time.perf_counter()
+    worked, begun = processor_time(*pids), time.perf_counter()
     for client in clients:
         client.say(command)
     done = sum(client.hear(_PATIENCE)["blocks"] for client in clients)
     seconds = time.perf_counter() - begun
     if done != len(clients) * blocks:
         raise BenchFailed(f"{command}: {done} blocks of {len(clients) * blocks}")
-    return {"rate": done / seconds, "processor": (sum(map(_processor_time, pids)) - worked) / done}
-
-
-def _processor_time(pid: int) -> float:
-    """Seconds that all threads of a process have worked, as Linux names the clock of another process."""
-    return time.clock_gettime((~pid << 3) | 2)
+    return {"rate": done / seconds, "processor": (processor_time(*pids) - worked) / done}
 
 
 def _memmove(nbytes: int, block_bytes: int) -> Callable[[], Figures]:
