@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, cast, overload, runtime_checkable
 
+import attrs
 import trio
 from xxhash import xxh3_64_intdigest
 
@@ -252,6 +254,9 @@ def AllOf(*policies: AnyPolicy) -> AnyPolicy:
     The leases of members become one. If a later member raises or is cancelled, those taken so far are released before the
     exception goes on.
 
+    Where the members up to one that has to wait have rejected all blocks, or have answered for all others, the pipeline needs
+    no task and no deadline for it. Each member is asked once.
+
     Returns:
         An :class:`offload.abc.AsyncPolicy` if a member is one, else a plain policy.
 
@@ -291,6 +296,28 @@ def in_thread(policy: Policy) -> AsyncPolicy:
     if isinstance(plain, AsyncPolicy):
         raise TypeError(f"{policy!r} is async already: in_thread takes a plain policy")
     return ThreadedPolicy(plain)
+
+
+@attrs.frozen(eq=False)
+class Evaluation:
+    """What is left of an evaluation that has to wait. Either of the two functions must be called, once."""
+
+    finish: Callable[[], Awaitable[Reasons | Leased]]
+    """Goes on, and returns the answer. Raising or cancelled, it has released all locks."""
+    abandon: Callable[[], None]
+    """Releases the locks that were taken until now: nobody waits for the answer any more."""
+
+
+def begin(policy: AsyncPolicy, keys: Sequence[Key]) -> Reasons | Leased | Evaluation:
+    """Ask a policy as far as it can tell without waiting. What a combination has asked until then, it does not ask again."""
+    if isinstance(policy, _AsyncJoined):
+        return policy.begin(keys)
+    answer = policy.evaluate_nowait(keys)
+    return Evaluation(partial(policy.evaluate, keys), _take_no_lock) if answer is None else answer
+
+
+def _take_no_lock() -> None:
+    """What a single policy that has yet to wait leaves behind: nothing."""
 
 
 def timed(policy: AnyPolicy, limit: float, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
@@ -467,23 +494,43 @@ class _AsyncJoined(AsyncPolicy):
         return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
-        fold = self._fold(keys)
-        waited = False
+        await trio.lowlevel.checkpoint()
+        begun = self.begin(keys)
+        return await begun.finish() if isinstance(begun, Evaluation) else begun
+
+    def begin(self, keys: Sequence[Key]) -> Reasons | Leased | Evaluation:
+        """Ask member by member, up to the first one that has to wait."""
+        fold, members = self._fold(keys), iter(self._policies)
         try:
-            for policy in self._policies:
-                if isinstance(policy, AsyncPolicy):
-                    fold.take(await policy.evaluate(fold.rest))
-                    waited = True
-                else:
-                    fold.take(policy(fold.rest))
+            for policy in members:
+                answer = begin(policy, fold.rest) if isinstance(policy, AsyncPolicy) else policy(fold.rest)
+                if isinstance(answer, Evaluation):
+                    return Evaluation(partial(self._finish, fold, answer, members), partial(_abandon, fold, answer))
+                fold.take(answer)
                 if not fold.rest:
                     break
-            if not waited:
-                await trio.lowlevel.checkpoint()
         except BaseException:
             fold.give_back()
             raise
         return fold.answer()
+
+    async def _finish(self, fold: _Fold, begun: Evaluation, members: Iterator[AnyPolicy]) -> Reasons | Leased:
+        """Wait for this member's answer, and ask those behind it."""
+        try:
+            fold.take(await begun.finish())
+            while fold.rest and (policy := next(members, None)) is not None:
+                fold.take(await policy.evaluate(fold.rest) if isinstance(policy, AsyncPolicy) else policy(fold.rest))
+        except BaseException:
+            fold.give_back()
+            raise
+        return fold.answer()
+
+
+def _abandon(fold: _Fold, begun: Evaluation) -> None:
+    """Release the locks of a combination whose evaluation does not go on, the latest first."""
+    with ExitStack() as stack:
+        stack.callback(fold.give_back)
+        stack.callback(begun.abandon)
 
 
 def _joined(name: str, fold: type[_Fold], policies: Sequence[AnyPolicy]) -> AnyPolicy:

@@ -2,8 +2,8 @@
 
 It takes containers off the queue, a few per tick so that a cancel need not wait for a burst, calls the policies once for all of
 a container's blocks, and marks those that passed as pending at the destination, all in one step. Only an async policy gets a
-task and a deadline, and that only where it cannot tell without waiting. The number of such tasks is limited, and containers
-behind them stay cancellable in the queue.
+task and a deadline, and that only where it cannot tell without waiting; what was asked until then is not asked again. The
+number of such tasks is limited, and containers behind them stay cancellable in the queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._config import PipelineConfig
 from .._errors import PipelineClosed, PolicyFailed
 from .._instruments import Hooks
 from ..abc import AsyncPolicy, Leased, Policy, Reasons
-from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer, timed
+from ..policies import NOTHING_REJECTED, AllOf, Evaluation, as_policy, begin, read_answer, timed
 from .channel import CancellableChannel
 from .container import OffloadContainer
 from .containment import escaping_part
@@ -129,29 +129,30 @@ class Admission:
                 container = self.inbound.pop()
                 if self.hooks.admission:
                     self.hooks.fire("admission", container)
-                if self._is_decided(policy, container):
+                begun = self._begin(policy, container)
+                if begun is None:
                     permits.release()
                     continue
                 # Before its task starts, so that a cancel in between is not lost: the scope is cancelled when it is entered.
                 container.cancel_scope = trio.CancelScope(deadline=trio.current_time() + self.config.policy_timeout)
                 self.waiting += 1
-                nursery.start_soon(self._evaluate, policy, container, container.cancel_scope, permits)
+                nursery.start_soon(self._evaluate, begun, container, container.cancel_scope, permits)
 
-    def _is_decided(self, policy: AsyncPolicy, container: OffloadContainer) -> bool:
-        """Whether the policy could tell without waiting: then the container has gone on, or has settled."""
+    def _begin(self, policy: AsyncPolicy, container: OffloadContainer) -> Evaluation | None:
+        """What is left to wait for; None where the policy could tell: then the container has gone on, or has settled."""
         try:
-            answer = policy.evaluate_nowait(container.keys) if container.phase.proceeds else _NOTHING
+            answer = begin(policy, container.keys) if container.phase.proceeds else _NOTHING
         except Exception as error:
             self._refuse(container, "error", error)
-            return True
-        if answer is None:
-            return False
+            return None
+        if isinstance(answer, Evaluation):
+            return answer
         if self._admit(container, answer):
             self.outbound.send([container])
-        return True
+        return None
 
     async def _evaluate(
-        self, policy: AsyncPolicy, container: OffloadContainer, scope: trio.CancelScope, permits: trio.Semaphore
+        self, begun: Evaluation, container: OffloadContainer, scope: trio.CancelScope, permits: trio.Semaphore
     ) -> None:
         answer: Reasons | Leased = _NOTHING
         error: BaseException | None = None
@@ -159,7 +160,9 @@ class Admission:
         try:
             if container.phase.proceeds:
                 with scope:
-                    answer = await policy.evaluate(container.keys)
+                    answer = await begun.finish()
+            else:
+                begun.abandon()
         except Exception as exc:
             error = exc
         except BaseException as exc:

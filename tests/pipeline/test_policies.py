@@ -76,6 +76,20 @@ class Waiting(AsyncPolicy):
         return self.policy(keys)
 
 
+class Telling(AsyncPolicy):
+    """Like the policy it is given, without waiting."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    async def evaluate(self, keys):
+        await trio.lowlevel.checkpoint()
+        return self.policy(keys)
+
+    def evaluate_nowait(self, keys):
+        return self.policy(keys)
+
+
 class Lock:
     """A policy that takes a lock for what it lets through."""
 
@@ -299,9 +313,11 @@ def test_several_policies_decide_by_the_book(rejected, several):
 def test_async_members_decide_like_plain_ones(rejected, several, data):
     policies = [Rejecting(str(position), *keys) for position, keys in enumerate(rejected)]
     slow = data.draw(st.integers(0, len(policies) - 1))
-    mixed = several(*(Waiting(p) if i == slow or data.draw(st.booleans()) else p for i, p in enumerate(policies)))
+    kinds = st.sampled_from([lambda policy: policy, Waiting, Telling, AllOf, lambda policy: AnyOf(Waiting(policy))])
+    mixed = several(*((Waiting if i == slow else data.draw(kinds))(p) for i, p in enumerate(policies)))
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(mixed.evaluate, KEYS, clock=clock) == by_the_book(several, rejected)
+    assert all(len(policy.asked) <= 1 for policy in policies)
 
 
 @pytest.mark.parametrize("several", [AllOf, AnyOf])
@@ -484,7 +500,8 @@ async def pipeline_with(policy):
     source = MemoryTier(256, 16)
     for key in (*KEYS, b"broken"):
         source.put(key, key.ljust(16))
-    async with offload.open_pipeline(source, MemoryTier(256, 16), policies=[policy]) as pipeline:
+    config = offload.PipelineConfig(policy_timeout=10)
+    async with offload.open_pipeline(source, MemoryTier(256, 16), policies=[policy], config=config) as pipeline:
         yield pipeline, source
 
 
@@ -507,3 +524,110 @@ async def test_what_is_cancelled_before_such_an_answer_is_cancelled(autojump_clo
         handle = pipeline.enqueue_nowait(source.weak([b"a", b"b"]), offload.NO_WAIT)
         handle.request_cancel()
         assert (await handle.wait()).status is offload.Status.CANCELLED and not policy.waited
+
+
+class AdmissionTasks(trio.abc.Instrument):
+    """The tasks that admission starts while it is in use, by name."""
+
+    def __init__(self):
+        self.started = []
+
+    def task_spawned(self, task):
+        if ".admission." in task.name:
+            self.started.append(task.name)
+
+    def __enter__(self):
+        trio.lowlevel.add_instrument(self)
+        return self.started
+
+    def __exit__(self, *_):
+        trio.lowlevel.remove_instrument(self)
+
+
+async def test_a_plain_member_that_rejects_all_leaves_nothing_to_wait_for():
+    for policy in (
+        AllOf(Rejecting("no", *KEYS), Waiting(broken)),
+        AllOf(PassAll(), Rejecting("no", *KEYS), Waiting(broken)),
+        AllOf(AnyOf(Rejecting("no", *KEYS), Telling(Rejecting("no", *KEYS))), Waiting(broken)),
+        AllOf(Rejecting("no", A, B), Telling(Rejecting("no", C, D)), Waiting(broken)),
+    ):
+        async with pipeline_with(policy) as (pipeline, source):
+            with AdmissionTasks() as started:
+                decided = await pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT).wait()
+            assert decided.filtered == dict.fromkeys(KEYS, "no") and started == []
+
+
+async def test_a_plain_member_that_lets_all_through_leaves_nothing_to_wait_for():
+    async with pipeline_with(AnyOf(PassAll(), Waiting(broken))) as (pipeline, source):
+        with AdmissionTasks() as started:
+            decided = await pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT).wait()
+        assert list(decided.completed) == KEYS and started == []
+
+
+async def test_members_before_one_that_waits_are_asked_once(autojump_clock):
+    plain, telling, behind = Rejecting("plain", A), Rejecting("telling", B), Rejecting("behind", C)
+    policy = AllOf(plain, Telling(telling), AllOf(Waiting(PassAll()), PassAll()), behind)
+    async with pipeline_with(policy) as (pipeline, source):
+        decided = await pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT).wait()
+    assert decided.filtered == {A: "plain", B: "telling", C: "behind"} and list(decided.completed) == [D]
+    assert plain.asked == [KEYS] and telling.asked == [[B, C, D]] and behind.asked == [[C, D]]
+
+
+@pytest.mark.parametrize("several", [AllOf, lambda *members: AllOf(PassAll(), AllOf(*members))])
+async def test_a_cancel_right_behind_a_lock_releases_it_before_anybody_waits(several, autojump_clock):
+    """The container is cancelled while the members that need not wait are asked, and its task has not begun."""
+    lock, handles = Lock(), []
+
+    def cancel(keys):
+        handles[0].request_cancel()
+        return NOTHING_REJECTED
+
+    async with pipeline_with(several(lock, cancel, Waiting(broken))) as (pipeline, source):
+        handles.append(pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT))
+        assert (await handles[0].wait()).status is offload.Status.CANCELLED
+        assert lock.log == ["lock"] and pipeline.statistics().policy_errors == 0
+    assert trio.current_time() == 0
+
+
+@pytest.mark.parametrize("moment", [0, 0.5])
+async def test_a_cancel_while_a_member_waits_releases_what_was_locked_at_once(moment, autojump_clock):
+    lock = Lock()
+    async with pipeline_with(AllOf(lock, Waiting(Lock()), broken)) as (pipeline, source):
+        handle = pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT)
+        while not lock.held:
+            await trio.lowlevel.checkpoint()
+        await trio.sleep(moment)
+        await handle.cancel()
+        assert (await handle.wait()).status is offload.Status.CANCELLED and lock.log == ["lock"]
+
+
+async def test_a_pipeline_that_ends_while_a_member_waits_holds_no_lock(autojump_clock):
+    lock = Lock()
+    with trio.move_on_after(0.5) as scope:
+        async with pipeline_with(AllOf(lock, Waiting(PassAll()))) as (pipeline, source):
+            pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT)
+            await trio.sleep_forever()
+    assert scope.cancelled_caught and lock.log == ["lock"]
+
+
+async def test_a_member_that_raises_before_anybody_waits_leaves_no_lock_behind(autojump_clock):
+    lock = Lock()
+    async with pipeline_with(AllOf(lock, broken, Waiting(broken))) as (pipeline, source):
+        decided = await pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT).wait()
+    assert decided.filtered == dict.fromkeys(KEYS, "error") and lock.log == ["lock"]
+
+
+async def test_a_lock_that_cannot_be_released_by_a_cancel_keeps_no_other(autojump_clock):
+    def release():
+        raise OSError("stuck")
+
+    before, handles = Lock(), []
+
+    def stuck(keys):
+        handles[0].request_cancel()
+        return Leased(NOTHING_REJECTED, release)
+
+    async with pipeline_with(AllOf(before, AllOf(stuck, Waiting(broken)))) as (pipeline, source):
+        handles.append(pipeline.enqueue_nowait(source.weak(KEYS), offload.NO_WAIT))
+        assert (await handles[0].wait()).status is offload.Status.CANCELLED
+        assert before.log == ["lock"] and pipeline.statistics().policy_errors == 1
