@@ -249,4 +249,6 @@ class Hit:
             return
         if not self._released and self.keys and self._worker.refusal is None:
             warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
+        # Nothing reads it any more, or that would refer to it: a read is left here where a signal has struck as it ended.
+        self._reads.clear()
         self.release()
