@@ -165,6 +165,13 @@ class Registry(Room):
         """Tell ``watcher`` of every change; see :class:`maru.kv_events.KeyBook`."""
         return self._watchers.add(watcher)
 
+    @property
+    def is_told_to_nobody(self) -> bool:
+        """Whether no task waits for room, nothing watches the keys, and victims go nowhere."""
+        return not (
+            self._waiters.requests or self._watchers.all or self._leaving or self._evictions.spiller is not None
+        )
+
     # --- holding --------------------------------------------------------------------------------------------------
 
     def pin_from_thread(

@@ -68,6 +68,14 @@ class DirectTier(ABC):
             Whether all of them are there, and are what was stored. If not, a load in the tier's own thread finds out why.
         """
 
+    def stores_at_once(self, n: int, block_bytes: int) -> bool:
+        """Whether room for so many blocks now, and their copy from host memory, wait for nothing and wake no task.
+
+        If so, ``reserve_nowait`` and the ``transfer`` of what it gives may be called in another thread, while the tier's own
+        waits for events. They may still find that there is no room.
+        """
+        return False
+
     @property
     @abstractmethod
     def is_waited_for(self) -> bool:

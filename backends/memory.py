@@ -21,7 +21,7 @@ from ._errors import PlaceClosed
 from .abc import Key
 from .direct import DirectTier
 from .pages import Pages, copy_pages
-from .slots import SlotTier
+from .slots import PORTION_BYTES, SlotTier
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -144,6 +144,16 @@ class MemoryTier(SlotTier, DirectTier):
         self._populated = populate
         self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
+
+    def stores_at_once(self, n: int, block_bytes: int) -> bool:
+        """Whether a store of so many blocks waits for nothing; see :meth:`backends.direct.DirectTier.stores_at_once`."""
+        size = self.block_bytes
+        return (
+            block_bytes == size
+            and n * size <= PORTION_BYTES
+            and self._in_place.takes(n, size, self.inline_bytes)
+            and self.pool.is_told_to_nobody
+        )
 
     # --- populating later -----------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def attach(instruments: Iterable[object], opened: Pipeline | Engine) -> None:
 class HookTable:
     """The instruments of a pipeline or an engine, by hook. Each hook is an attribute: what to call, in the order of adding."""
 
-    __slots__ = ("_instruments",)
+    __slots__ = ("_instruments", "in_any_thread")
 
     names: ClassVar[tuple[str, ...]] = ()
     """Of the hooks."""
@@ -103,6 +103,7 @@ class HookTable:
         return None
 
     def _arrange(self) -> None:
+        self.in_any_thread: bool = all([getattr(one, "in_any_thread", False) for one, _ in self._instruments])
         for name in self.names:
             setattr(self, name, tuple([used[name] for _, used in self._instruments if name in used]))
 

@@ -104,6 +104,10 @@ class Instrument(Protocol):
     """An observer with optional hooks: define the ones you want. None may block; one that raises is removed.
 
     Every hook is called synchronously on the trio thread. Hooks named after a stage are called when a container enters it.
+
+    With an attribute ``in_any_thread`` that is true, an instrument (or a policy) says that it may also be called by a thread
+    that stores through :mod:`offload.from_thread`, while the trio thread waits for events: never two at once, and outside of a
+    trio run. Where one does not say so, such stores are made in the trio thread.
     """
 
     def admission(self, container: OffloadContainer) -> None:

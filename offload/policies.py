@@ -39,6 +39,7 @@ class PassAll:
     """Rejects nothing."""
 
     __slots__ = ()
+    in_any_thread = True
 
     def __repr__(self) -> str:
         return "PassAll()"
@@ -76,6 +77,7 @@ class _PresentNow:
     """The presence filter of a tier that has ``contains_nowait``."""
 
     __slots__ = ("_contains", "_tier")
+    in_any_thread = True
 
     def __init__(self, tier: _KnowsAtOnce) -> None:
         self._tier = tier

@@ -206,6 +206,10 @@ class Engine:
             raise
         return self._tags.until_settled(handle, end)
 
+    def store_at_once(self, blocks: Blocks) -> TransferHandle | None:
+        """Store blocks that may be read now in this call, if that waits for nothing: see :meth:`Pipeline.enqueue_at_once`."""
+        return self.pipelines[0].enqueue_at_once(blocks) if self._tags is None else None
+
     async def drain(self) -> None:
         """Wait until everything stored before this call has settled in all of its tiers, and promotions under way have ended.
 

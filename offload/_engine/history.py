@@ -143,6 +143,8 @@ class History:
     """What has happened to blocks, the last of each kind."""
 
     def __init__(self) -> None:
+        # By the clock itself: what a thread stores in the place of the trio thread may evict, outside of any run.
+        self._now = trio.lowlevel.current_clock().current_time
         self.tombstones: Tombstones = Tombstones()
         self.deletions: Deletions = Deletions()
         self.refusals: Refusals = Refusals()
@@ -162,28 +164,26 @@ class History:
 
     def dropped(self, name: str, to: str) -> Callable[[Sequence[Key], str], None]:
         """Returns a function that records blocks which left a tier without a copy in the next one."""
-        return lambda keys, reason: self.tombstones.note(
-            name, keys, trio.current_time(), f"not copied to {to}: {reason}"
-        )
+        return lambda keys, reason: self.tombstones.note(name, keys, self._now(), f"not copied to {to}: {reason}")
 
     def deleted(self, name: str, keys: Sequence[Key], why: str = "") -> None:
         """Record that these blocks were deleted from a tier."""
         if keys:
-            self.deletions.note(name, keys, trio.current_time(), why)
+            self.deletions.note(name, keys, self._now(), why)
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """Note that this was loaded from a tier, and is not what its key stands for."""
-        self.mismatches.note(mismatch.tier, (mismatch.key,), trio.current_time(), mismatch.what)
+        self.mismatches.note(mismatch.tier, (mismatch.key,), self._now(), mismatch.what)
 
     def left_out(self, left: LeftOut, keys: Sequence[Key]) -> None:
         """Note that these were left to be computed, by a lookup or by a load that was given up."""
-        self.left_outs.note(left.tier, keys, trio.current_time(), str(left))
+        self.left_outs.note(left.tier, keys, self._now(), str(left))
 
     def _evicted(self, name: str, keys: Sequence[Key]) -> None:
-        self.tombstones.note(name, keys, trio.current_time())
+        self.tombstones.note(name, keys, self._now())
 
     def _refused(self, name: str, reasons: Mapping[Key, str], failed: Mapping[Key, BaseException]) -> None:
-        now = trio.current_time()
+        now = self._now()
         if reasons:
             self.refusals.note(name, reasons, now)
         if failed:

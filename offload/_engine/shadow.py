@@ -80,6 +80,8 @@ class _StoredBlock:
 class StoredSamples:
     """The samples of some of the blocks that were stored. An instrument of the pipelines that lead from the source."""
 
+    in_any_thread = True
+
     def __init__(self, source: Source, every: int) -> None:
         place: Any = source
         self._source: Source = source

@@ -121,6 +121,11 @@ class Breaker:
         return max(self._in_a_row, *self._of_kind.values())
 
     @property
+    def is_well(self) -> bool:
+        """Whether one more answered call would change nothing."""
+        return self.state is _CLOSED and not self._suspect
+
+    @property
     def health(self) -> Health:
         """The state as an immutable value."""
         next_probe = self._until if self.state is _OPEN else None
@@ -182,7 +187,7 @@ class Breaker:
             self._open(now, cause)
 
     def _answered(self, call: Call, now: float) -> None:
-        if not self._suspect and self.state is _CLOSED:
+        if self.is_well:
             return  # the common case
         self._in_a_row = self._of_kind[call] = 0
         self._suspect.discard(call)

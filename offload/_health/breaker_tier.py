@@ -272,6 +272,18 @@ class BreakerTier(ForwardingTier):
             raise
         return BreakerReservation(runner, reservation, permit)
 
+    def stores_at_once(self, n: int, block_bytes: int, clock: trio.abc.Clock) -> bool:
+        """Whether a store waits for nothing and wakes no task; see :meth:`backends.direct.DirectTier.stores_at_once`.
+
+        Args:
+            n: how many blocks.
+            block_bytes: the size of each.
+            clock: of the engine's run, by which verdicts are noted in a thread that has none.
+        """
+        direct, runner = self.direct, self._runner
+        runner.clock = clock
+        return direct is not None and runner.wakes_nobody and direct.stores_at_once(n, block_bytes)
+
 
 class _Forwarding:
     """A lease or a reservation of a tier behind a breaker. Other attributes are those of the wrapped object."""

@@ -38,6 +38,8 @@ class BreakerRunner:
     config: BreakerConfig
     breaker: Breaker = attrs.field(init=False)
     availability: Availability = attrs.field(init=False)
+    clock: trio.abc.Clock | None = attrs.field(init=False, default=None)
+    """What tells the time to a thread that acts for the trio thread."""
     _waiting: dict[trio.CancelScope, None] = attrs.field(init=False, factory=dict)
     """Calls that wait for room, in order: the order of a set would differ between runs."""
 
@@ -64,6 +66,19 @@ class BreakerRunner:
     def is_probing(self) -> bool:
         """Whether a probe is under way."""
         return self.breaker.state is _HALF_OPEN
+
+    @property
+    def wakes_nobody(self) -> bool:
+        """Whether all calls may pass, and no call waits that would end if the tier broke."""
+        return self.breaker.state is _CLOSED and not self._waiting
+
+    def _now(self) -> float:
+        try:
+            return trio.current_time()
+        except RuntimeError:
+            if self.clock is None:
+                raise
+            return self.clock.current_time()
 
     # --- permits ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +120,7 @@ class BreakerRunner:
 
     def raise_unavailable(self) -> NoReturn:
         """Raise :class:`TierUnavailable` with the cause and the time of the next probe."""
-        raise self.unavailable(trio.current_time())
+        raise self.unavailable(self._now())
 
     def unavailable(self, now: float) -> TierUnavailable:
         """The error of a call to a broken tier, with the cause and the time of the next probe."""
@@ -115,8 +130,10 @@ class BreakerRunner:
     def release(self, permit: int, call: Call, verdict: Verdict, cause: str = "") -> None:
         """Release a permit with the verdict on the call."""
         breaker = self.breaker
+        if verdict is _ANSWERED and breaker.is_well:
+            return  # before the clock is read
         was = breaker.state
-        breaker.release(permit, call, verdict, trio.current_time(), cause)
+        breaker.release(permit, call, verdict, self._now(), cause)
         if breaker.state is not was:
             self._announce(was)
 

@@ -56,12 +56,15 @@ class Admission:
     """Answers of plain policies that held the loop for longer than that."""
     blocking: str = ""
     """The policy that gave the latest of them."""
+    in_any_thread: bool = attrs.field(init=False)
+    """Whether its policies answer at once, in any thread that has the pipeline to itself."""
     _mark: Callable[[Sequence[Key]], Collection[Key]] = attrs.field(init=False)
     _policy: Policy | None = attrs.field(init=False, default=None)
     _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self._mark = self.settlement.marks.mark
+        self.in_any_thread = all([getattr(policy, "in_any_thread", False) for policy in self.policies])
         policies = [
             timed(as_policy(policy), self.config.policy_timeout, self._held_the_loop) for policy in self.policies
         ]
@@ -99,12 +102,13 @@ class Admission:
                     break
                 # One by one: what runs in between may cancel those that are still inside.
                 container = inbound.pop()
-                if self._passes(container):
+                if self.step(container):
                     passed.append(container)
             if passed:
                 self.outbound.send(passed)
 
-    def _passes(self, container: OffloadContainer) -> bool:
+    def step(self, container: OffloadContainer) -> bool:
+        """Ask the policies that need not wait, and act on the answer. Whether the container goes on; else it has settled."""
         if self.hooks.admission:
             self.hooks.fire("admission", container)
         answer: Reasons | Leased = _NOTHING

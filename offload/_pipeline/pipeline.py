@@ -29,6 +29,7 @@ from .._instruments import Hooks
 from ..abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike, Reasons
 from ..preconditions import NO_WAIT, as_precondition
 from .admission import Admission
+from .at_once import AtOnce
 from .awaiting import Awaiting
 from .batching import Batching, ReadyChannel
 from .budget import Budget
@@ -106,6 +107,7 @@ class Pipeline:
             chain=self._chain,
             priority=self._priority,
         )
+        self._at_once = AtOnce(config, settlement, hooks, self._admission, self._transfer, load_priority)
         self._stages: Sequence[_Stage] = (self._admission, self._awaiting, self._batching, self._transfer)
 
     def __repr__(self) -> str:
@@ -144,6 +146,32 @@ class Pipeline:
             blocks.release()
             raise
         return self._admit(blocks, awaited, cancel_token)
+
+    def enqueue_at_once(self, blocks: Blocks) -> TransferHandle | None:
+        """Store blocks that may be read now, all stages in this call, if none of them waits for anything; else ``None``.
+
+        For a thread that has the pipeline to itself, if need be another one than its own (:mod:`offload._pipeline.at_once`).
+        A handle that has not ended was admitted and has found no room: the trio thread is to call :meth:`resume` of it.
+        """
+        size = len(blocks.keys)
+        ours = blocks.source is self._origin or blocks.source is self.source
+        if self._closed or not ours or not self._at_once.allows(blocks) or not self._budget.take_nowait(size):
+            return None
+        self._enqueued += 1
+        container = OffloadContainer(self._enqueued, blocks, None, blocks.keys)
+        self._settlement.live[container] = None
+        if self.hooks.enqueued:
+            self.hooks.fire("enqueued", container)
+        self._at_once.carry(container)
+        return TransferHandle(container, self._settlement)
+
+    def resume(self, handle: TransferHandle) -> None:
+        """Go on the ordinary way with what :meth:`enqueue_at_once` has admitted. On the trio thread."""
+        container = handle._container
+        if not container.status.terminal:
+            self._admission.outbound.send([container])
+            if self._sweeper_sleeps:
+                self._busy.set()
 
     def enqueue_many(
         self, many: Iterable[Blocks], precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None

@@ -175,8 +175,25 @@ class Slot:
                 if (leaving := escaping_part(error)) is not None:
                     raise leaving from leaving.__cause__
             if reservation is not None and flat is not None:
+                self._ends_at = min(stage.clock.current_time() + stage.config.transfer_timeout, stage.cutoff)
+                stage.expire_at(self._ends_at)
                 await self._copy(batch, flat, reservation)
             return
+
+    async def carry_reserved(self, batch: OffloadBatch, reservation: Reservation) -> None:
+        """Transfer a batch that has its room, to a destination that waits for nothing: without a bound. It settles."""
+        stage = self.stage
+        if stage.hooks.transfer:
+            stage.hooks.fire("transfer", batch)
+        try:
+            self._block_bytes = stage.source.block_bytes
+            flat = self._commit(batch, reservation)
+        except Exception as error:
+            give_back(reservation.release)
+            self._one_by_one(batch, error)
+            return
+        if flat is not None:
+            await self._copy(batch, flat, reservation)
 
     # -- 1. reserve --------------------------------------------------------------------------------------------------
 
@@ -359,8 +376,6 @@ class Slot:
         self.copying = flat
         if hooks.xfer_start:
             hooks.fire("xfer_start", batch)
-        self._ends_at = min(trio.current_time() + stage.config.transfer_timeout, stage.cutoff)
-        stage.expire_at(self._ends_at)
         # Until the copy has proven its end: whatever takes us out of it in between leaves it unproven.
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None
@@ -406,7 +421,7 @@ class Slot:
             for container in containers:
                 stage.settlement.release(container)
 
-        entry = stage.quarantine.add(flat.keys, reason, trio.current_time(), release)
+        entry = stage.quarantine.add(flat.keys, reason, stage.clock.current_time(), release)
         for container in containers:
             container.error = DrainUnproven(f"{reason}; {entry!r}")
             container.error.__cause__ = cause

@@ -35,6 +35,7 @@ class Transfer:
     when these have ended."""
     priority: PriorityReceiver | None = None
     """How the slots yield to loads, where they do. It is ``inbound`` then."""
+    clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
     """The time at which every wait of a slot ends: the end of a shutdown's drain."""

@@ -75,7 +75,7 @@ def open_engine(
     """Open an engine in a new thread: ``with offload.from_thread.open_engine(host, [disk]) as engine``.
 
     While it is open, only that thread may use the source and the tiers, except as :meth:`Engine.store` allows. Policies and
-    instruments are called in that thread, and must not wait for the engine.
+    instruments are called in that thread, and must not wait for the engine (see :meth:`Engine.store` for the one exception).
 
     Args:
         source: as for :func:`offload.open_engine`, like all arguments without a description here.
@@ -202,7 +202,12 @@ class Engine:
         tenant: str = "",
         cancel_token: CancellationToken | None = None,
     ) -> StoreFuture:
-        """Store blocks of the source. Never blocks; the stages run in the engine's thread.
+        """Store blocks of the source. Never blocks; the stages run in the engine's thread, or at once in this one.
+
+        At once, so that the future is done on return, where nothing may have to wait: ``NO_WAIT``, up to 512 KiB of
+        ``source.external`` blocks for a tier in memory with none behind it, no policy or instrument that wants the engine's
+        thread (:class:`offload.abc.Instrument`), and an engine's thread that has nothing to do. Never in the main thread,
+        where a signal may strike.
 
         Whether there is room is decided in this call, by the engine's own count: all futures that are not done (and, once
         :meth:`poll` or :meth:`fileno` is in use, not polled) may have ``budget_blocks`` blocks together. Only this method feeds
@@ -229,7 +234,7 @@ class Engine:
         if precondition is not NO_WAIT and type(precondition) is not Event:
             precondition = worker.checked(blocks, precondition)
         future = StoreFuture(worker, blocks, precondition, tenant, cancel_token)
-        mailbox = worker.mailbox
+        mailbox, acts = worker.mailbox, False
         with worker.lock:
             entered = worker.entered + len(blocks.keys)
             fits = (
@@ -239,7 +244,17 @@ class Engine:
             )
             if fits:
                 worker.entered = entered
+                acts = precondition is NO_WAIT and worker.loop_lock.take_nowait()
+                if not acts:
+                    mailbox.messages.append(future)
+        if acts:
+            try:
+                # The engine cannot end meanwhile, so what is left to it here is not forgotten.
+                if worker.store_at_once(future):
+                    return future
                 mailbox.messages.append(future)
+            finally:
+                worker.loop_lock.release()
         if not fits:
             try:
                 worker.refuse(future)

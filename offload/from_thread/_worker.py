@@ -42,6 +42,7 @@ from ..abc import Precondition, PreconditionLike
 from ..preconditions import as_precondition
 from ._calls import CallFuture, Hit
 from ._future import Future, StoreFuture
+from ._loop_lock import LoopLock
 from ._mailbox import Notifier, ThreadBoundary
 from ._reads import ThreadReads
 
@@ -66,6 +67,8 @@ program that never polls gets an error, instead of running out of memory."""
 
 class _SettlementWatch:
     """An instrument that ends the future of each container that settles."""
+
+    in_any_thread = True
 
     def __init__(self, futures: dict[OffloadContainer, StoreFuture], settle: Callable[[StoreFuture], None]) -> None:
         self._futures = futures
@@ -121,6 +124,7 @@ class EngineWorker(ThreadBoundary):
         self._poll_lock = threading.Lock()
         self._notifier: Notifier | None = None
         self.reads: ThreadReads = ThreadReads(self)
+        self.loop_lock: LoopLock = LoopLock()
 
     # --- beginning ------------------------------------------------------------------------------------------------
 
@@ -178,12 +182,16 @@ class EngineWorker(ThreadBoundary):
     async def _live(self) -> None:
         """Run until the engine is closed. Messages and calls start tasks of the nursery meanwhile."""
         self.mailbox.attach()
+        self.loop_lock.attach()
         # The flag and the refusal change under one lock: a close before this line wins, and the engine never opens.
         with self.lock:
             if not self._leaving:
                 self.refuse_with(None)
         self._opened.set()
-        await self._leave.wait()
+        try:
+            await self._leave.wait()
+        finally:
+            self.loop_lock.detach()
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +213,30 @@ class EngineWorker(ThreadBoundary):
             self._settle(message)
         else:
             self._futures[handle._container] = message
+
+    def store_at_once(self, future: StoreFuture) -> bool:
+        """Store in this thread what need not wait. With the lock of the loop taken, and room in the budget.
+
+        Returns:
+            Whether it is done, or under way in the engine's thread. If not, it is to be sent there.
+        """
+        if future._cancelled or self.mailbox.wake_pending or not self.is_open:  # what was sent before goes before
+            return False
+        engine = self.engine
+        try:
+            handle = engine.store_at_once(future.blocks)
+        except Exception as error:
+            self._settle(future, Status.FAILED, error)
+            return True
+        if handle is None:
+            return False
+        future._admitted(handle)
+        if handle.status.terminal:
+            self._settle(future)
+        else:
+            self._futures[handle._container] = future
+            self.mailbox.call(partial(engine.pipelines[0].resume, handle))
+        return True
 
     def _settle(self, future: StoreFuture, status: Status | None = None, error: BaseException | None = None) -> None:
         if status is None:

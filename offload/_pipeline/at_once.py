@@ -1,0 +1,99 @@
+"""Stores that wait for nothing: all stages of one container in one step, without a task and without a channel.
+
+Who calls this has the pipeline to itself until it returns: its trio thread, or a thread that acts in its place while that one
+waits for events (:mod:`offload.from_thread._loop_lock`). So no task of trio may be woken here, and none may be waited for:
+
+Rule 1. Only what needs no wait is begun: policies and instruments that may be called in any thread, blocks whose refs are
+        known, a destination that says so (:meth:`backends.direct.DirectTier.stores_at_once`), no chain behind it, no load
+        before it.
+Rule 2. What was admitted and then finds no room goes the ordinary way from there on (:meth:`Pipeline.resume`): its policies
+        have answered, and are not asked again.
+Rule 3. The stages are the same functions that tasks call, with their hooks, marks and counts, in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import attrs
+
+from backends.abc import Blocks, ExternalBlocks, RoomRequest, Unproven
+
+from .._config import PipelineConfig
+from .._health.breaker_tier import BreakerTier
+from .._instruments import Hooks
+from .admission import Admission
+from .container import OffloadBatch, OffloadContainer
+from .priority import LoadPriority
+from .settlement import Settlement
+from .slot import Slot
+from .transfer import Transfer
+
+_log = logging.getLogger("offload.pipeline")
+
+
+@attrs.define(eq=False)
+class AtOnce:
+    """The stages of one pipeline, for containers that need not wait."""
+
+    config: PipelineConfig
+    settlement: Settlement
+    hooks: Hooks
+    admission: Admission
+    transfer: Transfer
+    load_priority: LoadPriority | None
+    _slot: Slot = attrs.field(init=False)
+    _destination: BreakerTier | None = attrs.field(init=False, default=None)
+    """Where they are stored, if that is possible at all."""
+
+    def __attrs_post_init__(self) -> None:
+        self._slot = Slot(self.transfer)
+        destination = self.transfer.destination
+        if isinstance(destination, BreakerTier) and self.transfer.chain is None and self.admission.in_any_thread:
+            self._destination = destination
+
+    def allows(self, blocks: Blocks) -> bool:
+        """Whether a store of these blocks, whose precondition holds, need not wait: rule 1."""
+        destination, refs, source = self._destination, blocks.refs, blocks.source
+        return (
+            destination is not None
+            and self.hooks.in_any_thread
+            and isinstance(blocks, ExternalBlocks)
+            and bool(refs)
+            and (self.load_priority is None or self.load_priority.is_clear)
+            and not self.settlement.draining
+            and destination.stores_at_once(len(blocks.keys), source.block_bytes, self.transfer.clock)
+            and source.views(refs) is not None  # type: ignore[arg-type]  # None is false
+        )
+
+    def carry(self, container: OffloadContainer) -> bool:
+        """Take a container that is allowed through all stages. Whether it has settled: rule 2."""
+        if not self.admission.step(container):
+            return True
+        hooks = self.hooks
+        for name, subscribed in (("awaiting", hooks.awaiting), ("batching", hooks.batching)):
+            if subscribed:
+                hooks.fire(name, container)
+        batch = OffloadBatch([container], list(container.keys))
+        request = RoomRequest(batch.keys, container.blocks.source.block_bytes, self.config.on_destination_full)
+        try:
+            assert self._destination is not None
+            reservation = self._destination.reserve_nowait(request)
+        except Exception:  # the ordinary way asks once more, and tells full from broken
+            return False
+        _run(self._slot.carry_reserved(batch, reservation))
+        return True
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run to its end what by rule 1 waits for nothing. Where it does all the same, its copy counts as unproven."""
+    try:
+        coroutine.send(None)
+        _log.error("a destination that stores at once has waited: what it copies is put into quarantine")
+        coroutine.throw(Unproven("it has waited where nothing waits"))
+    except StopIteration:
+        pass
+    finally:
+        coroutine.close()
