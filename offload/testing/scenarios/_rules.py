@@ -135,7 +135,7 @@ ROWS: Final = (
         "{p.to!r} is where it starts from: name another tier"),
     Row(PipelineSpec, "to", _block_sizes, "{0}: give both the same block_bytes"),
     Row(PipelineSpec, "from", lambda c, p: p.source in c.page_stores,
-        "{p.source!r} is a page store, from which no pipeline starts: let it be the last"),
+        "{p.source!r} is a page store, from which no pipeline starts that is not an engine's: name it among engine.tiers"),
     Row(PipelineSpec, "policies", lambda c, p: c.engine and p.policies, _ITS_OWN),
     Row(PipelineSpec, "chain", lambda c, p: c.engine and p.chain, _ITS_OWN),
     Row(PolicySpec, "who", lambda c, p: p.do == "cancel" and not p.who.strip(),
@@ -270,8 +270,8 @@ def _check_engine_tiers(c: Checker, place: Place) -> None:
             c.wrong(path, "'device' is where blocks come from: name the others")
         elif tier in tiers[:i]:
             c.wrong(path, f"{tier!r} is named twice: once is enough")
-        elif c.one(path, tier, c.tiers, "tier") and i + 1 < len(tiers) and tier in c.page_stores:
-            c.wrong(path, f"{tier!r} is a page store, from which no pipeline starts: let it be the last")
+        else:
+            c.one(path, tier, c.tiers, "tier")
 
 
 def _check_deal(c: Checker, place: Place) -> None:
