@@ -18,7 +18,8 @@ import torch
 
 from backends.pages import new_pages
 from offload import NO_WAIT, ConfigError, from_thread
-from offload.engines.vllm._layers import LayerChunks
+from offload.engines.vllm._naming import ChunkNaming
+from offload.engines.vllm._page_kinds import PageKind, WorkerPages, kind_of
 from offload.engines.vllm._plans import LoadPlan, StepPlan, StorePlan
 from offload.engines.vllm._published import LayerNaming, TokenHashes
 from offload.engines.vllm._requests import BlockGroup, RequestTable
@@ -110,8 +111,20 @@ def caches(shape: Sequence[int], fill: bool = True) -> dict[str, torch.Tensor]:
     return {f"model.layers.{at}.self_attn.attn": new(*shape).to(torch.bfloat16) for at in LAYERS}
 
 
-def chunks_of(layers: dict[str, torch.Tensor]) -> LayerChunks:
-    return LayerChunks(layers, BLOCKS, BLOCK, CHUNK // BLOCK)
+def kind(names: str = "published-blake2b", groups: int = 1, workers: int = 1) -> PageKind:
+    settings = MaruSettings.read({"maru_key_names": names, "maru_kv_chunk_tokens": CHUNK}, BLOCK, 1 << 10, len(LAYERS))
+    return kind_of(settings, [BlockGroup(BLOCK)] * groups, BLOCK, workers)
+
+
+def pages_of(layers: dict[str, torch.Tensor], names: str = "published-blake2b") -> WorkerPages:
+    return kind(names).of_worker([layers], BLOCKS, OURS)
+
+
+def chunks_of(layers: dict[str, torch.Tensor]) -> Any:
+    return pages_of(layers).source
+
+
+OURS = ChunkNaming(model="m", dtype="bfloat16", layout="l")
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -188,6 +201,52 @@ def test_a_page_of_published_names_holds_one_layer():
         MaruSettings.read({"maru_key_names": "kv"}, 16, 4 << 10, 4)
 
 
+class Request:
+    """What vLLM says of a request."""
+
+    def __init__(self, **more: Any) -> None:
+        self.all_token_ids, self.block_hashes = tokens_of(2 * BLOCK), [b"one", b"two"]
+        self.lora_request = self.cache_salt = self.prompt_embeds = None
+        self.mm_features: list[object] = []
+        self.__dict__.update(more)
+
+
+def test_ours_are_named_by_all_and_published_ones_by_tokens():
+    ours, published = kind("hashed"), kind()
+    assert (ours.names_blocks, ours.has_generations) == (True, True)
+    assert (published.names_blocks, published.has_generations) == (False, False)
+    tokens = Request().all_token_ids
+    assert [one.decode() for one in published.hashes(Request())] == [blake2b(tokens[:BLOCK]), blake2b(tokens)]
+    assert [one.decode() for one in kind("published-md5").hashes(Request())] == [md5(tokens[:BLOCK]), md5(tokens)]
+    more: list[dict[str, Any]] = [
+        {"lora_request": object()},
+        {"cache_salt": "a"},
+        {"mm_features": [object()]},
+        {"prompt_embeds": torch.zeros(1)},
+    ]
+    for one in more:
+        assert ours.hashes(Request(**one)) == [b"one", b"two"]
+        assert published.hashes(Request(**one)) == ()  # no name says what it differs by
+
+
+def test_a_worker_has_one_name_for_a_chunk_of_ours_and_one_for_each_published_layer():
+    layers = caches(SHAPES["blocks first"])
+    ours, published = pages_of(layers, "hashed"), pages_of(layers)
+    assert ours.naming is OURS and list(ours.parts) == [OURS]
+    assert [part.keys([b"aa"]) for part in published.parts] == [[b"kv_aa_L0"], [b"kv_aa_L3"]]
+    assert ours.source.block_bytes == len(LAYERS) * published.source.block_bytes
+    assert ours.canary is not None and published.canary is None  # a layout is no part of what the latter are called
+    few = {name: layer[: CHUNK // BLOCK] for name, layer in layers.items()}
+    assert kind("hashed").of_worker([few], CHUNK // BLOCK, OURS).canary is None  # vLLM keeps a block for itself
+
+
+def test_published_pages_are_of_one_group_and_one_worker():
+    for more in ({"groups": 2}, {"workers": 2}):
+        assert kind("hashed", **more).names_blocks
+        with pytest.raises(ValueError, match="one group of KV caches, and one worker; use hashed"):
+            kind(**more)
+
+
 # --- a peer ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,16 +301,16 @@ class Ours:
 
     def __init__(self, url: str, shape: Sequence[int]) -> None:
         self.caches = caches(shape)
-        source = chunks_of(self.caches)
+        pages = pages_of(self.caches)
+        source = pages.source
         said = {"maru_server_url": url, "maru_pool_size": "1M", "maru_key_names": "published-blake2b"}
         said |= {"maru_kv_chunk_tokens": CHUNK}
         settings = MaruSettings.read(said, BLOCK, len(LAYERS) * source.block_bytes * BLOCK // CHUNK, len(LAYERS))
-        place: Any = source
-        self.engine = from_thread.open_engine(place, settings.engine_config(), when_full="drop").start()
+        self.engine = from_thread.open_engine(source, settings.engine_config(), when_full="drop").start()
         options = {"lookup_timeout": SOON, "load_timeout": SOON}
-        self.worker = WorkerHalf(self.engine, source, source.naming, computed=lambda: NO_WAIT, **options)
+        self.worker = WorkerHalf(self.engine, source, pages.naming, computed=lambda: NO_WAIT, **options)
         self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
-        self.scheduler = SchedulerHalf(self.engine, source.naming.by_layer(), self.table, lookup_timeout=SOON)
+        self.scheduler = SchedulerHalf(self.engine, pages.parts, self.table, lookup_timeout=SOON)
 
     def matched(self, name: str, tokens: Sequence[int]) -> int:
         hashes, deadline = TokenHashes(tokens, BLOCK, "published-blake2b"), time.monotonic() + SOON
@@ -335,6 +394,17 @@ def test_a_chunk_of_which_a_layer_is_missing_is_no_hit():
         key = peer.keys(TOKENS)[0]
         peer._put(f"{key}_L0", page_of(peer.caches["model.layers.0.self_attn.attn"], [5, 1, 9]))
         assert ours.matched("r", TOKENS) == 0
+
+
+def test_a_packed_page_of_all_layers_is_no_hit():
+    """As newer published releases store it unless told otherwise: under the hash, without a layer."""
+    with both(SHAPES["latent"]) as (peer, ours):
+        for key in peer.keys(TOKENS):
+            peer._put(key, b"".join(page_of(cache, [5, 1, 9]) for cache in peer.caches.values()))
+        assert ours.matched("r", TOKENS) == 0
+        ours.store(TOKENS, [5, 1, 9, 2, 20, 3])
+        ours.engine.drain()
+        assert peer.matched(TOKENS) == 2  # what is stored here is beside the packed pages, a page for each layer
 
 
 def test_pages_of_another_size_are_no_hit():

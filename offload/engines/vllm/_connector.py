@@ -39,12 +39,11 @@ from ... import from_thread
 from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
-from ._chunks import ChunkCanary, ChunkSource, GroupCaches, NoChunks, layout_of_caches
+from ._chunks import ChunkCanary, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
-from ._layers import LayerChunks
 from ._naming import ChunkNaming, Naming
+from ._page_kinds import PageKind, kind_of
 from ._plans import StepPlan
-from ._published import TokenHashes
 from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
 from ._settings import MaruSettings, Settings, hit_sources
@@ -94,10 +93,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         layers = sum(len(group.layer_names) for group in groups)
         self._settings: Settings = self.settings_type.read(extra, aligned, aligned_bytes, layers)
-        if self._settings.published_names and (len(groups) > 1 or vllm_config.parallel_config.world_size > 1):
-            raise ValueError(
-                "maru_key_names of published pages: they know one group of KV caches, and one worker; use hashed"
-            )
+        workers = vllm_config.parallel_config.world_size
+        self._pages: PageKind = kind_of(self._settings, self._groups, self._hash_tokens, workers)
         self._hit_sources: dict[str, str] = hit_sources(self._settings.engine_config())
         self._scheduler: SchedulerHalf | None = None
         self._reader: from_thread.Engine | None = None
@@ -129,15 +126,15 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
             for group in self._kv_cache_config.kv_cache_groups
         ]
-        source = self._chunks(caches)
         naming = self._naming(layout_of_caches(caches, n_blocks, chunk_tokens))
-        engine = from_thread.open_engine(source, self._settings.engine_config(), when_full="drop").start()
+        pages = self._pages.of_worker(caches, n_blocks, naming)  # all blocks are free: no request has come yet
+        engine = from_thread.open_engine(pages.source, self._settings.engine_config(), when_full="drop").start()
         events = self._watched(engine)
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
         self._worker = WorkerHalf(
             engine,
-            source,
-            source.naming if isinstance(source, LayerChunks) else naming,
+            pages.source,
+            pages.naming,
             lookup_timeout=self._settings.lookup_timeout,
             load_timeout=self._settings.load_timeout,
             computed=_forward_pass if on_device else lambda: NO_WAIT,
@@ -147,24 +144,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker
-        names = source.naming.by_layer() if isinstance(source, LayerChunks) else [naming]
-        self._facts = WorkerFacts(names, source.block_bytes, os.getpid(), name)
-        if isinstance(source, LayerChunks):
-            return  # the name of a layout that other workers know is no part of what published pages are called
-        if n_blocks > source.blocks_per_chunk:  # all of them are free: no request has come yet
-            _check_layout(engine, source.canary(range(n_blocks - source.blocks_per_chunk, n_blocks)), naming)
-
-    def _chunks(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> ChunkSource | LayerChunks:
-        n_blocks, chunk_tokens = self._kv_cache_config.num_blocks, self._settings.chunk_tokens
-        if self._settings.published_names is not None:
-            block_size = self._groups[0].block_size
-            return LayerChunks(caches[0], n_blocks, block_size, chunk_tokens // block_size)
-        return ChunkSource(
-            [
-                GroupCaches(layers, n_blocks, chunk_tokens // group.block_size)
-                for layers, group in zip(caches, self._groups, strict=True)
-            ]
-        )
+        self._facts = WorkerFacts(pages.parts, pages.source.block_bytes, os.getpid(), name)
+        if pages.canary is not None:
+            _check_layout(engine, pages.canary, naming)
 
     def unregister_kv_caches(self) -> None:
         """Before sleep, from vLLM 0.33 on: nothing reads the cache any more. Idempotent."""
@@ -177,8 +159,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
         """What becomes of the keys in the tiers, where vLLM is to tell it."""
         config = self._vllm_config.kv_events_config
-        if config is None or not config.enable_kv_cache_events or self._settings.published_names is not None:
-            return None  # published names do not tell which of vLLM's hashes they stand for
+        if config is None or not config.enable_kv_cache_events or not self._pages.names_blocks:
+            return None
         events = KeyEvents(threading.Lock())
         told = engine.watch_keys(events.watcher)
         untold = sorted(set(self._settings.tiers) - set(told))
@@ -274,25 +256,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
         if self._scheduler is not None:
-            self._scheduler.added(request.request_id, self._hashes(request), request.num_tokens)
-
-    def _hashes(self, request: Any) -> Sequence[bytes]:
-        """What a request's chunks are named by. The first that is given for a request is kept."""
-        names = self._settings.published_names
-        if names is None:
-            hashes: Sequence[bytes] = request.block_hashes
-            return hashes
-        more_than_tokens = request.lora_request or request.cache_salt or request.mm_features
-        if more_than_tokens or request.prompt_embeds is not None:
-            return ()
-        return TokenHashes(request.all_token_ids, self._hash_tokens, names)
+            self._scheduler.added(request.request_id, self._pages.hashes(request), request.num_tokens)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens that can be loaded after those computed already."""
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.matched(
-            request.request_id, self._hashes(request), request.num_tokens, num_computed_tokens
+            request.request_id, self._pages.hashes(request), request.num_tokens, num_computed_tokens
         )
         return matched, bool(matched)
 
@@ -334,9 +305,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Whatever was stored until now is not found any more by this engine. Other engines keep what they have stored.
 
-        Not so with published names, which have no place for that: false.
+        Not so where names have no place for that, as those of published pages: false.
         """
-        if self._scheduler is None or self._settings.published_names is not None:
+        if self._scheduler is None or not self._pages.has_generations:
             return False
         self._scheduler.reset()
         if self._events is not None:
