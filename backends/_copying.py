@@ -25,7 +25,7 @@ from ._in_place import INLINE_BYTES, CopiesInPlace
 from ._unproven import kept_if_unproven
 from .abc import Destination, Key, Source
 from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages
-from .threads import run_beside, run_in_thread, run_in_thread_to_the_end
+from .threads import run_beside, run_halves, run_in_thread, run_in_thread_to_the_end
 
 BOUNCE_BYTES: Final = 8 << 20
 """Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
@@ -282,10 +282,10 @@ def _copied_to(destination: Pages, source: Pages, summed: bool, alone: bool) -> 
 
 
 def _copied_by_halves(destination: Pages, source: Pages, summed: bool) -> list[int] | None:
-    n, half = len(source), len(source) // 2
-    with run_beside(_copied, destination.part(half, n), source.part(half, n), summed) as rest:
-        first = _copied(destination.part(0, half), source.part(0, half), summed)
-        second = rest()
+    def copied(start: int, stop: int) -> list[int] | None:
+        return _copied(destination.part(start, stop), source.part(start, stop), summed)
+
+    first, second = run_halves(copied, len(source))
     return None if first is None or second is None else first + second
 
 

@@ -6,6 +6,7 @@ A tier belongs to one thread, its trio thread. Some can be read without that thr
     pin_from_thread: find, and hold                  catch_up: do what threads have left
     load_from_thread: copy, and verify               note_loaded: count it
     DirectLease.release_from_thread                  catch_up
+    PlacedLease.pages: read them where they lie
 
 Rule 1. What is called in another thread may be interrupted at any bytecode by an exception (KeyboardInterrupt, or what a
         handler of a signal raises). It leaves the tables whole, and a lease that nobody got to know of holds nothing.
@@ -36,6 +37,21 @@ class DirectLease(ABC):
     @abstractmethod
     def release_nowait(self) -> None:
         """Release the blocks, in the tier's own thread. Idempotent."""
+
+
+class PlacedLease(ABC):
+    """A lease of blocks that lie in memory of this process, where any thread may read them. It says so by deriving."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def pages(self) -> Pages:
+        """Where the blocks lie. To be read only; not verified: a load verifies."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise unless the pages still are those of the blocks. In any thread; to be called before a use, and after."""
 
 
 class DirectTier(ABC):

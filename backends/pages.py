@@ -145,7 +145,9 @@ def _adjacent(pages: Pages) -> bool:
 
 
 def checksums(pages: Pages) -> list[int]:
-    """xxh3-64 of each page. May hold the GIL for one page at a time, as xxhash does before its version 4."""
+    """xxh3-64 of each page. Large pages without the GIL; it may be held for one small page at a time."""
+    if pages.page_bytes > WARM_BYTES:
+        return [_checksum(address, pages.page_bytes) for address in pages.addresses]
     digest, page_at = xxhash.xxh3_64_intdigest, (ctypes.c_char * pages.page_bytes).from_address
     return [digest(page_at(address)) for address in pages.addresses]
 
@@ -169,6 +171,13 @@ class PageSum:
     def value(self) -> int:
         """The checksum of all parts, one behind the other."""
         return self._digest.intdigest()
+
+
+def _checksum(address: int, nbytes: int) -> int:
+    """xxh3-64 of one large page: to sum at once holds the GIL, as xxhash does before its version 4."""
+    page_sum = PageSum()
+    page_sum.add(address, nbytes)
+    return page_sum.value()
 
 
 def copy_and_sum(destination: Pages, source: Pages) -> list[int]:

@@ -324,6 +324,13 @@ def run_beside(fn: Callable[[*Ts], T], *args: *Ts) -> Iterator[Callable[[], T]]:
         thread.join()
 
 
+def run_halves(work: Callable[[int, int], T], n: int) -> tuple[T, T]:
+    """Call ``work(start, stop)`` for either half of ``n`` items, one of them in a second thread; returns both results."""
+    half = n // 2
+    with run_beside(work, half, n) as rest:
+        return work(0, half), rest()
+
+
 async def wait_abandoned() -> None:
     """Wait until every abandoned copy of this trio run is over: the memory it used may then be reused.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..abc import Key
-from ..direct import DirectLease
+from ..direct import DirectLease, PlacedLease
 from ..pages import Pages
 from ..tier_base import TierLease
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._tier import MaruTier
 
 
-class MaruLease(TierLease["MaruTier"]):
+class MaruLease(TierLease["MaruTier"], PlacedLease):
     """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin`."""
 
     __slots__ = ("held",)

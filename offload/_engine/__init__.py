@@ -27,6 +27,7 @@ from .config import LoadOrRecompute as LoadOrRecompute
 from .config import Route as Route
 from .engine import Engine as Engine
 from .lookup import Hit as Hit
+from .in_place import BlocksInPlace as BlocksInPlace
 from .load_or_recompute import Advice as Advice
 from .load_or_recompute import LeftOut as LeftOut
 from .loading import LoadResult as LoadResult

@@ -27,9 +27,12 @@ import attrs
 import trio
 
 from backends.abc import Key, ReadableTier, ReadLease, Tier
+from backends.direct import PlacedLease
+from backends.pages import Pages
 
 from .._errors import TierTooSlow
-from .._health import BreakerTier
+from .._health import BreakerLease, BreakerTier
+from .in_place import BlocksInPlace
 from .load_or_recompute import Advice, LeftOut
 
 # --- what was found ---------------------------------------------------------------------------------------------------
@@ -112,6 +115,20 @@ class Hit:
     def runs(self) -> list[tuple[str, int]]:
         """The tiers of the prefix, in order: the name of a tier, and how many blocks are read from it."""
         return [(segment.name, segment.blocks) for segment in self._segments]
+
+    def in_place(self) -> BlocksInPlace | None:
+        """Where its blocks lie, if all of them lie in memory of this process; ``None``: some do not.
+
+        They are not verified: load the hit into what this returns. They are to be read only, while this is held.
+        """
+        # Behind its breaker a tier is as it is: what a wrapper of it makes of its pages is not what lies there.
+        leases = [segment.lease.inner for segment in self._segments if isinstance(segment.lease, BreakerLease)]
+        placed = [lease for lease in leases if isinstance(lease, PlacedLease)]
+        if not placed or len(placed) < len(self._segments):
+            return None
+        parts = [lease.pages.part(0, segment.blocks) for lease, segment in zip(placed, self._segments, strict=True)]
+        addresses = [address for part in parts for address in part.addresses]
+        return BlocksInPlace(placed, Pages(addresses, parts[0].page_bytes, [part.owner for part in parts]))
 
     def hold(self) -> None:
         """From now on the engine releases it at its end, if nothing else does."""

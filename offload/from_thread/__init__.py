@@ -25,6 +25,7 @@ from ._engine import Engine as Engine
 from ._future import StoreFuture as StoreFuture
 from ._calls import LookupFuture as LookupFuture
 from ._calls import Hit as Hit
+from .._engine import BlocksInPlace as BlocksInPlace
 from ._calls import LoadFuture as LoadFuture
 from ._engine import AnyFuture as AnyFuture
 from ._future import Future as Future

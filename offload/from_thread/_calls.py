@@ -16,7 +16,7 @@ import trio
 
 from backends.abc import Destination, Key
 
-from .._engine import Advice, LoadResult
+from .._engine import Advice, BlocksInPlace, LoadResult
 from .._engine import Hit as PinnedHit
 from ._future import Future
 
@@ -196,6 +196,17 @@ class Hit:
     def advice(self) -> Advice | None:
         """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
         return self._pinned.advice
+
+    def in_place(self) -> BlocksInPlace | None:
+        """Where its blocks lie, if all of them lie in memory of this process; ``None``: some do not.
+
+        A load of this hit into what this returns copies nothing, and verifies them. They are to be read only, and as long as
+        this is held: see :meth:`begin_reading`.
+
+        Raises:
+            ValueError: it was released.
+        """
+        return self.pinned.in_place()
 
     @property
     def pinned(self) -> PinnedHit:

@@ -14,8 +14,17 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
 from backends.wrappers import AesGcm
-from offload import NO_WAIT, ConfigError, Engine, EngineConfig, PipelineClosed, PipelineConfig, Route, open_engine
-from offload._engine import engine_knobs
+from offload import (
+    NO_WAIT,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    PipelineClosed,
+    PipelineConfig,
+    Route,
+    knobs,
+    open_engine,
+)
 from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, room
 
 MEMORY = {"type": "memory", "capacity_bytes": 16 * SIZE}
@@ -101,9 +110,10 @@ def test_the_environment_sets_knobs_as_of_any_other_table() -> None:
 
 
 def test_every_knob_is_listed_with_its_bound_and_its_reason() -> None:
-    names = [knob.name for knob in engine_knobs()]
+    listed = knobs(EngineConfig, section="engine")
+    names = [knob.name for knob in listed]
     assert {"engine.promote", "engine.breaker.max_faults", "engine.pipeline.batch_config.max_batch_size"} <= set(names)
-    assert all(knob.bound and knob.reason for knob in engine_knobs())
+    assert all(knob.bound and knob.reason for knob in listed)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.device import DeviceTier
 from backends.pages import WARM_BYTES, Pages, PageSum, checksums
 from backends.planes import TensorPlanes
-from backends.threads import run_beside
+from backends.threads import run_beside, run_halves
 
 from ._naming import layout_text
 
@@ -198,11 +198,9 @@ class ChunkSource(NoChunks):
         pages: Pages,
     ) -> tuple[Copied, Copied | None]:
         """Do this with all of them, or, where it is much, with either half in a thread of its own."""
-        half = len(blocks) // 2 if len(blocks) * self.block_bytes >= BESIDE_BYTES else 0
-        if not half:
+        if len(blocks) < 2 or len(blocks) * self.block_bytes < BESIDE_BYTES:
             return copy(blocks, pages), None
-        with run_beside(copy, blocks[half:], pages.part(half, len(blocks))) as rest:
-            return copy(blocks[:half], pages.part(0, half)), rest()
+        return run_halves(lambda start, stop: copy(blocks[start:stop], pages.part(start, stop)), len(blocks))
 
     def _copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         for group, ids, parts in self._wanted(blocks, pages):

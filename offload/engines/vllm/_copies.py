@@ -1,13 +1,14 @@
-"""What a worker of vLLM's own offloading copies: chunks between its cache and the rows that it shares with the scheduler.
+"""What a worker of vLLM's own offloading copies: chunks between its cache and places that it shares with the scheduler.
 
-The scheduler names a row only where it may be written, or where its bytes are verified and held. So what is copied here is
+A place is a row of host memory, or a page of a tier where the scheduler is in this process. The scheduler names one only where
+it may be written, or where its bytes are verified and held. So what is copied here is
 memory to memory, and cannot fail for want of a block; what raises all the same is a fault of this host, and vLLM is told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Final
@@ -18,12 +19,20 @@ from backends.pages import Pages
 
 from ._arena import Arena
 from ._chunks import ChunkSource
+from ._placed import Placed
 
 IDLE_WAIT: Final = 0.005
 """Seconds that a step without a forward pass waits for a copy, instead of turning round at once and taking the interpreter."""
 
 Columns = Sequence[tuple[ChunkSource, list[list[int | None]], list[int]]]
-"""Of each group of KV caches: its chunks, their blocks (``None``: not to be copied), and their rows."""
+"""Of each group of KV caches: its chunks, their blocks (``None``: not to be copied), and their places."""
+InPlace = Mapping[int, tuple[Placed, int]]
+"""Of the places that are pages of a tier, where they lie."""
+NOWHERE: Final[InPlace] = {}
+
+
+class LostInPlace(RuntimeError):
+    """Pages of a tier were given out anew while they were copied, since its server was silent for longer than its lease."""
 
 
 @attrs.frozen
@@ -61,10 +70,17 @@ class RowCopies:
         self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_blocks_out)
 
     def load(
-        self, job_id: int, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
+        self,
+        job_id: int,
+        blocks: Sequence[int],
+        sizes: Sequence[int],
+        firsts: Sequence[int],
+        places: Sequence[int],
+        in_place: InPlace,
     ) -> None:
-        """Begin to copy rows into blocks."""
-        self._begin(self._loads, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_in)
+        """Begin to copy from places into blocks. ``in_place``: where those lie that are no rows."""
+        columns = self.columns(blocks, sizes, firsts, places)
+        self._begin(self._loads, job_id, columns, ChunkSource.copy_in, in_place)
 
     def columns(
         self, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
@@ -114,8 +130,9 @@ class RowCopies:
         job_id: int,
         columns: Columns,
         copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
+        in_place: InPlace = NOWHERE,
     ) -> None:
-        self._jobs[job_id] = thread.submit(partial(self._copy, job_id, self._computed(), columns, copy))
+        self._jobs[job_id] = thread.submit(partial(self._copy, job_id, self._computed(), columns, copy, in_place))
 
     def _copy(
         self,
@@ -123,14 +140,40 @@ class RowCopies:
         wait_computed: Callable[[], None],
         columns: Columns,
         copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
+        in_place: InPlace,
     ) -> Copied:
         began, nbytes, error = time.perf_counter(), 0, None
         try:
             wait_computed()
             for group, chunks, rows in columns:
                 if rows:
-                    copy(group, chunks, self._arena.pages(rows, self._offset, group.block_bytes))
+                    copy(group, chunks, self._pages(rows, in_place, group.block_bytes))
                     nbytes += group.block_bytes * len(rows)
+            _check_unchanged(in_place)
         except BaseException as raised:
             error = raised
         return Copied(job_id, error, nbytes, time.perf_counter() - began)
+
+    def _pages(self, places: Sequence[int], in_place: InPlace, nbytes: int) -> Pages:
+        """This worker's part of these places."""
+        if not in_place:
+            return self._arena.pages(places, self._offset, nbytes)
+        rows = self._arena.pages([place for place in places if place >= 0], self._offset, nbytes)
+        left, addresses = iter(rows.addresses), []
+        for place in places:
+            if place >= 0:
+                addresses.append(next(left))
+            else:
+                blocks, position = in_place[place]
+                addresses.append(blocks.pages.addresses[position] + self._offset)
+        return Pages(addresses, nbytes, (rows.owner, in_place))
+
+
+def _check_unchanged(in_place: InPlace) -> None:
+    """Raise unless what was read in place was what had been verified: behind the copy."""
+    by_pin: dict[int, tuple[Placed, list[int]]] = {}
+    for blocks, position in in_place.values():
+        by_pin.setdefault(id(blocks), (blocks, []))[1].append(position)
+    for blocks, positions in by_pin.values():
+        if not blocks.unchanged(positions):
+            raise LostInPlace(f"{len(positions)} chunks were overwritten in their tier while they were loaded")

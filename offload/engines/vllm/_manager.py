@@ -1,7 +1,8 @@
 """What vLLM's own offloading asks beside its scheduler: which chunks lie in host memory, and room for others.
 
-A chunk that the tiers have is copied into a row first, and verified there; only then vLLM is told that it is a hit. What vLLM
-has stored lies in a row, where it is a hit at once, and is copied into the tiers behind its back.
+A chunk that the tiers have is verified in host memory first; only then vLLM is told that it is a hit. It is verified where it
+lies, and copied from there, if that is in memory of this process and the worker is in this process, too. Else it is copied into
+a row. What vLLM has stored lies in a row, where it is a hit at once, and is copied into the tiers behind its back.
 
 All of it is called by vLLM's thread. What ends in the engine's thread is put down there, and taken in by a later call.
 """
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import queue
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from backends.abc import ExternalBlocks, Key
 from backends.blocks import BlockPool
 
 from ... import from_thread
+from ..._engine import BlocksInPlace
 from ..._errors import DrainUnproven, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...preconditions import NO_WAIT
@@ -38,8 +40,14 @@ STORED_TOGETHER: Final = 256
 """Chunks in one store: far fewer than the budget of an engine."""
 
 
-def open_host_memory(name: str, row_bytes: int, naming: ChunkNaming, settings: SpecSettings) -> HostMemory:
-    """Make or open the arena of this name, and open the engine over it.
+def open_host_memory(
+    name: str,
+    row_bytes: int,
+    naming: ChunkNaming,
+    settings: SpecSettings,
+    in_place: Callable[[], bool] = lambda: False,
+) -> HostMemory:
+    """Make or open the arena of this name, and open the engine over it. ``in_place``: see :class:`HostMemory`.
 
     Raises:
         ConfigError: an unknown name, or a value that cannot be, in the table of the engine.
@@ -54,6 +62,7 @@ def open_host_memory(name: str, row_bytes: int, naming: ChunkNaming, settings: S
         lookup_timeout=settings.lookup_timeout,
         load_timeout=settings.load_timeout,
         tenant=settings.tenant,
+        in_place=in_place,
     )
 
 
@@ -67,6 +76,7 @@ class HostMemory:
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that it may take to fill rows from the tiers.
         tenant: who may find it.
+        in_place: whether those who copy are in this process, so that they can read pages of tiers where they lie.
     """
 
     def __init__(
@@ -78,12 +88,13 @@ class HostMemory:
         lookup_timeout: float,
         load_timeout: float,
         tenant: str = "",
+        in_place: Callable[[], bool] = lambda: False,
     ) -> None:
         self.counts: FaultLog = FaultLog("host memory", _log)
         self.engine: from_thread.Engine = engine
         self.arena: Arena = arena
         self.table: RowTable = RowTable(BlockPool(len(arena)))
-        self._naming, self._tenant = naming, tenant
+        self._naming, self._tenant, self._in_place = naming, tenant, in_place
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._lookups: dict[str, set[from_thread.LookupFuture]] = {}
         self._sources: dict[str, dict[Key, str]] = {}  # of each request, the tiers that rows were filled from for it
@@ -156,19 +167,58 @@ class HostMemory:
         if hit is not None:
             for tier, why in hit.unavailable.items():
                 self.counts.trouble(f"lookups without {tier}, which is unavailable", why)
-        refused = self.table.refused
-        fill = self.table.found(question, found)
-        if self.table.refused > refused:
-            held = "all of it is held; see cpu_bytes_to_use"
-            self.counts.trouble("chunks found, for which host memory has no room", held, self.table.refused - refused)
+        blocks = hit.in_place() if hit is not None and self._in_place() else None
+        with self._counting_refused():
+            fill = self.table.found(question, found, in_place=blocks is not None)
         self.counts.add("chunks asked for", len(question.keys))
         self.counts.add("chunks found", found)
         if fill is None:
             return
-        if len(fill.keys) == found:
+        if blocks is not None and hit is not None and not fill.rows:
+            self._verify(fill, hit, blocks)
+        elif len(fill.keys) == found:
             self._fill(fill, hit)
         else:  # some lie in a row by now, or have none, and what is loaded is all of a hit
             self._look_up(question.request_id, fill.keys, partial(self._fill, fill))
+
+    @contextlib.contextmanager
+    def _counting_refused(self) -> Iterator[None]:
+        refused = self.table.refused
+        yield
+        if self.table.refused > refused:
+            held = "all of it is held; see cpu_bytes_to_use"
+            self.counts.trouble("chunks found, for which host memory has no room", held, self.table.refused - refused)
+
+    def _verify(self, fill: Fill, hit: from_thread.Hit, blocks: BlocksInPlace) -> None:
+        """Verify chunks where they lie. They stay pinned until nobody holds any of them."""
+        hit.begin_reading(fill)
+        let_go = partial(hit.end_reading, fill)
+        try:
+            loading = self.engine.begin_load(hit, blocks, timeout=self._load_timeout)
+        except OffloadError as error:
+            self.counts.trouble("loads not begun", error)
+            self._verified(fill, blocks, let_go, 0)
+            return
+        loading.add_done_callback(self._later(partial(self._looked_at, fill, blocks, let_go)))
+        self._note_sources(fill, hit)
+
+    def _looked_at(
+        self, fill: Fill, blocks: BlocksInPlace, let_go: Callable[[], None], loading: from_thread.LoadFuture
+    ) -> None:
+        loaded = 0
+        try:
+            loaded = blocks.leading(loading.result(0).loaded)
+        except OffloadError as error:  # what may still read them writes nothing
+            self.counts.trouble("loads that failed", error)
+        self._verified(fill, blocks, let_go, loaded)
+
+    def _verified(self, fill: Fill, blocks: BlocksInPlace, let_go: Callable[[], None], loaded: int) -> None:
+        """So many leading chunks are what was stored. The others may still be had, in another tier, and through rows."""
+        self.counts.add("chunks read in place", loaded)
+        with self._counting_refused():
+            others = self.table.verified(fill, blocks, loaded, let_go)
+        if others is not None:
+            self._look_up(fill.question.request_id, others.keys, partial(self._fill, others))
 
     def _fill(self, fill: Fill, hit: from_thread.Hit | None) -> None:
         loading = None
@@ -182,8 +232,11 @@ class HostMemory:
             self._filled(fill, 0)
         else:
             loading.add_done_callback(self._later(partial(self._loaded, fill)))
-            tiers = [tier for tier, blocks in hit.runs for _ in range(blocks)] if hit is not None else []
-            self._sources.get(fill.question.request_id, {}).update(zip(fill.keys, tiers, strict=False))
+            self._note_sources(fill, hit)
+
+    def _note_sources(self, fill: Fill, hit: from_thread.Hit | None) -> None:
+        tiers = [tier for tier, blocks in hit.runs for _ in range(blocks)] if hit is not None else []
+        self._sources.get(fill.question.request_id, {}).update(zip(fill.keys, tiers, strict=False))
 
     def _loaded(self, fill: Fill, loading: from_thread.LoadFuture) -> None:
         try:
@@ -205,7 +258,7 @@ class HostMemory:
     # --- what vLLM copies -----------------------------------------------------------------------------------------
 
     def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
-        """The rows of chunks that vLLM was told to be there, held until :meth:`loaded`."""
+        """The places of chunks that vLLM was told to be there, held until :meth:`loaded`."""
         self.counts.add("chunks hit", len(keys))
         return self.table.load(request_id, keys)
 

@@ -6,28 +6,33 @@ is *here* only once all of its bytes lie in a row, verified; until then it is *c
     free --take_for_store--> written by a worker --stored----.
     free --found-----------> filled from a tier --filled-----+--> here --evicted--> free
 
+What lies in memory of this process already, in pages of a tier, needs no row: it is verified there, and *here* as it is, as
+long as somebody holds it (:mod:`._placed`). A *place* is a row, or a number below zero for such a page.
+
 Rule 1. What a request was told to be here is held for it until it loads it, or has ended.
 Rule 2. A request asks the tiers for a chunk once. What they did not have it is not asked for again, until it was preempted.
 Rule 3. What does not fit is missing. No request waits for rows that another one holds, or two could wait for each other.
-Rule 4. A row that a worker may be copying when the cache is reset is used again only after ``WITHHELD_STEPS``.
+Rule 4. A place that a worker may be copying when the cache is reset is used again only after ``WITHHELD_STEPS``.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from backends.abc import EVICTED, Key
 
+from ._placed import Placed, PlacedPages
+
 if TYPE_CHECKING:
     from backends.blocks import BlockPool
 
 WITHHELD_STEPS: Final = 16
-"""Steps that a row is withheld after a reset: more than vLLM schedules ahead of its workers, with any depth of a pipeline. The
-workers end what they copy in the first of them."""
+"""Steps that a place is withheld after a reset: more than vLLM schedules ahead of its workers, with any depth of a pipeline.
+The workers end what they copy in the first of them."""
 
 
 class Answer(enum.Enum):
@@ -48,7 +53,7 @@ class _Request:
     """What is known of one request."""
 
     held: dict[Key, int] = attrs.Factory(dict)
-    """Rows that it was told of."""
+    """Places that it was told of."""
     new: list[tuple[int, Key]] = attrs.Factory(list)
     """Chunks that the tiers are to be asked for, each with its position in the sequence."""
     asked: set[Key] = attrs.Factory(set)
@@ -76,14 +81,14 @@ class Question:
 
 @attrs.frozen(eq=False)
 class Fill:
-    """Rows to be filled from the tiers."""
+    """Chunks that are to come from the tiers: into rows, or that are to be verified where they lie."""
 
     question: Question
     """For whom."""
     keys: Sequence[Key]
     """Of the chunks, in order."""
     rows: Sequence[int]
-    """One for each."""
+    """One for each; none where they are verified in place."""
 
 
 @attrs.define(eq=False)
@@ -96,11 +101,13 @@ class RowTable:
     """Counts resets."""
     refused: int = 0
     """Counts chunks that there was no row for."""
+    placed: PlacedPages = attrs.Factory(lambda table: PlacedPages(table.pool.capacity), takes_self=True)
+    """Pages of tiers that are here as they are: at most as many as there are rows."""
     _requests: dict[str, _Request] = attrs.Factory(dict)
-    _coming: dict[Key, int] = attrs.Factory(dict)
+    _coming: set[Key] = attrs.Factory(set)
     _written: dict[Key, int] = attrs.Factory(dict)
     _loading: dict[str, dict[Key, int]] = attrs.Factory(dict)
-    _withheld: list[tuple[int, list[int], list[int]]] = attrs.Factory(list)  # until when: staged rows, held rows
+    _withheld: list[tuple[int, list[int], list[int]]] = attrs.Factory(list)  # until when: staged rows, held places
     _steps: int = 0
 
     # --- what a request can load ----------------------------------------------------------------------------------
@@ -115,7 +122,7 @@ class RowTable:
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.over = True
-            self.pool.release(list(request.held.values()))
+            self._release(request.held.values())
 
     def where(self, request_id: str, key: Key, position: int = 0) -> Answer:
         """Where this chunk is; where that is not known, :meth:`questions` will ask for it.
@@ -125,11 +132,17 @@ class RowTable:
         request = self._requests.get(request_id)
         if request is None:
             return Answer.MISSING
-        if key in request.held:
-            return Answer.HERE
-        (row,) = self.pool.upgrade((key,))
-        if row != EVICTED:
-            request.held[key] = row
+        place = request.held.get(key)
+        if place is not None:
+            if place >= 0 or self.placed.holds(place):
+                return Answer.HERE
+            del request.held[key]  # its tier has lost touch with it
+            self.placed.release((place,))
+        place = self.placed.take(key)
+        if place is None:
+            (place,) = self.pool.upgrade((key,))
+        if place != EVICTED:
+            request.held[key] = place
             return Answer.HERE
         if key in self._coming or key in self._written:
             return Answer.COMING
@@ -156,44 +169,74 @@ class RowTable:
             request.new = []
         return questions
 
-    def found(self, question: Question, found: int) -> Fill | None:
-        """The tiers have so many leading chunks of what they were asked for. Returns what is to be filled, if anything is."""
+    def found(self, question: Question, found: int, *, in_place: bool = False) -> Fill | None:
+        """The tiers have so many leading chunks of what they were asked for. Returns what is to come, if anything is.
+
+        ``in_place``: they lie where they can be used as they are. All of them are, or none.
+        """
         request, keys = question.request, question.keys
         if request.over:
             return None
         request.asked.difference_update(keys)
         request.missing.update(keys[found:])
         wanted = [key for key in keys[:found] if not self._known(key)]
-        rows = self._take(wanted)
-        request.missing.update(wanted[len(rows) :])
-        if not rows:
-            return None
-        wanted = wanted[: len(rows)]
-        self._coming.update(zip(wanted, rows, strict=True))
-        request.fills += 1
-        return Fill(question, wanted, rows)
+        if in_place and len(wanted) == found <= self.placed.room:
+            return self._begin_fill(question, wanted, ()) if wanted else None
+        return self._fill_rows(question, wanted)
 
     def filled(self, fill: Fill, loaded: int, *, safe: bool = True) -> None:
-        """A fill is over: so many leading rows hold what they should.
+        """Rows are filled: so many leading ones hold what they should.
 
         ``safe``: whether no copy goes on into the others. Where that is not known, these rows are never used again.
         """
-        request, current = fill.question.request, fill.question.generation == self.generation
-        if not current:
+        if not self._is_current(fill):
             loaded = 0
         held: list[int] = []
         self.pool.register(fill.keys[:loaded], fill.rows[:loaded], hold=held)
         if safe:
             self.pool.give_back(fill.rows[loaded:])
-        if current:
-            for key in fill.keys:
-                self._coming.pop(key, None)
+        fill.question.request.missing.update(fill.keys[loaded:])
+        self._end_fill(fill, held)
+
+    def verified(self, fill: Fill, blocks: Placed, loaded: int, let_go: Callable[[], None]) -> Fill | None:
+        """Of what was to be verified in place, so many leading chunks are. For the others rows are to be filled.
+
+        Args:
+            fill: what was to be verified.
+            blocks: all of it, where it lies.
+            loaded: how many leading chunks are as they were stored.
+            let_go: is called once nobody holds a page of them any more.
+        """
+        current, request = self._is_current(fill), fill.question.request
+        held = self.placed.add(fill.keys[: loaded if current else 0], blocks, let_go)
+        self._end_fill(fill, held)
+        if not current or request.over or loaded == len(fill.keys):
+            return None
+        return self._fill_rows(fill.question, [key for key in fill.keys[loaded:] if not self._known(key)])
+
+    def _fill_rows(self, question: Question, wanted: Sequence[Key]) -> Fill | None:
+        rows = self._take(wanted)
+        question.request.missing.update(wanted[len(rows) :])
+        return self._begin_fill(question, wanted[: len(rows)], rows) if rows else None
+
+    def _begin_fill(self, question: Question, keys: Sequence[Key], rows: Sequence[int]) -> Fill:
+        self._coming.update(keys)
+        question.request.fills += 1
+        return Fill(question, keys, rows)
+
+    def _end_fill(self, fill: Fill, held: Sequence[int]) -> None:
+        """What was to come is over; these places are held for who has asked."""
+        request = fill.question.request
+        if self._is_current(fill):
+            self._coming.difference_update(fill.keys)
         request.fills -= 1
-        request.missing.update(fill.keys[loaded:])
-        if not request.over:
-            request.held.update(zip(fill.keys, held, strict=False))
+        if request.over:
+            self._release(held)
         else:
-            self.pool.release(held)
+            request.held.update(zip(fill.keys, held, strict=False))
+
+    def _is_current(self, fill: Fill) -> bool:
+        return fill.question.generation == self.generation
 
     def waits(self) -> bool:
         """Whether all requests wait for an answer of the tiers, so that nothing else is to be done."""
@@ -206,21 +249,25 @@ class RowTable:
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
-        """The rows of chunks that the request was told to be here. They are held until :meth:`loaded`."""
-        rows = self.pool.upgrade(keys)
+        """The places of chunks that the request was told to be here. They are held until :meth:`loaded`."""
+        places = [self.placed.take(key, looked_at=True) for key in keys]
+        in_rows = [key for key, place in zip(keys, places, strict=True) if place is None]
+        rows = self.pool.upgrade(in_rows)
         assert EVICTED not in rows, "a chunk that is not here is to be loaded"
-        self.pool.use(keys)
-        self._loading.setdefault(request_id, {}).update(zip(keys, rows, strict=True))
+        self.pool.use(in_rows)
+        left = iter(rows)
+        taken = [next(left) if place is None else place for place in places]
+        self._loading.setdefault(request_id, {}).update(zip(keys, taken, strict=True))
         request = self._requests.get(request_id)
         if request is not None:
-            self.pool.release(list(request.held.values()))
+            self._release(request.held.values())
             request.held.clear()
-        return rows
+        return taken
 
     def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
         """A worker has loaded these."""
         loading = self._loading.get(request_id, {})
-        self.pool.release([loading.pop(key) for key in keys if key in loading])
+        self._release([loading.pop(key) for key in keys if key in loading])
         if not loading:
             self._loading.pop(request_id, None)
 
@@ -263,10 +310,11 @@ class RowTable:
     def step(self) -> None:
         """One step of vLLM is planned."""
         self._steps += 1
+        self.placed.step()
         while self._withheld and self._withheld[0][0] <= self._steps:
             _, staged, held = self._withheld.pop(0)
             self.pool.give_back(staged)
-            self.pool.release(held)
+            self._release(held)
 
     def reset(self) -> None:
         """Nothing is here any more, and nothing that is coming will be."""
@@ -280,9 +328,15 @@ class RowTable:
         self._coming.clear()
         keys = self.pool.list_keys()
         self.pool.forget(keys, self.pool.slots(keys))
+        self.placed.forget()
+
+    def _release(self, places: Iterable[int]) -> None:
+        places = list(places)
+        self.pool.release([place for place in places if place >= 0])
+        self.placed.release(place for place in places if place < 0)
 
     def _known(self, key: Key) -> bool:
-        return key in self._coming or key in self._written or bool(self.pool.contains((key,)))
+        return key in self._coming or key in self._written or key in self.placed or bool(self.pool.contains((key,)))
 
     def _take(self, keys: Sequence[Key]) -> list[int]:
         """Rows for as many leading ones of these as there is room for."""

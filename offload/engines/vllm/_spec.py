@@ -1,8 +1,8 @@
 """``OffloadSpec``: our tiers behind vLLM's own OffloadingConnector. Only this module and ``_connector`` import vLLM.
 
-That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and rows of host memory that
-the manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes; what
-they share is the arena, which has the name of the engine.
+That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and host memory that the
+manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes; what they
+share is the arena, which has the name of the engine. A worker in the process of the scheduler reads pages of tiers, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
-from ._copies import RowCopies
+from ._copies import NOWHERE, InPlace, RowCopies
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
 from ._rows import Answer
@@ -51,8 +51,21 @@ _RESULTS: Final = {
 }
 
 
-class Rows(BlockIDsLoadStoreSpec):
-    """Rows of host memory, as vLLM carries them from its scheduler to its workers."""
+_ONLY_WORKERS: Final[set[str]] = set()
+"""The engines whose only worker is in this process."""
+
+
+class Places(BlockIDsLoadStoreSpec):
+    """Places in host memory, as vLLM carries them from its scheduler to its workers.
+
+    Args:
+        places: a row each, or a number below zero.
+        in_place: where the latter lie. None leave this process.
+    """
+
+    def __init__(self, places: list[int], in_place: InPlace = NOWHERE) -> None:
+        super().__init__(places)
+        self.in_place = in_place
 
 
 class OffloadSpec(OffloadingSpec):
@@ -77,7 +90,10 @@ class OffloadSpec(OffloadingSpec):
 
     @cached_property
     def _manager(self) -> HostManager:
-        memory = open_host_memory(self.config.engine_id, self._row_bytes, self._naming, self._settings)
+        name = self.config.engine_id
+        memory = open_host_memory(
+            name, self._row_bytes, self._naming, self._settings, in_place=lambda: name in _ONLY_WORKERS
+        )
         return HostManager(memory, self.config, self._settings)
 
     @property
@@ -132,9 +148,10 @@ class HostManager(OffloadingManager):
         """Where a hit was before it came into host memory for this request; for vLLM's metrics."""
         return self._hit_sources[self.memory.source(req_context.req_id, bytes(key))]
 
-    def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> Rows:
-        """The rows of hits."""
-        return Rows(self.memory.load(req_context.req_id, [bytes(key) for key in keys]))
+    def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> Places:
+        """The places of hits."""
+        places = self.memory.load(req_context.req_id, [bytes(key) for key in keys])
+        return Places(places, self.memory.table.placed.where(places))
 
     def complete_load(self, keys: Collection[Any], req_context: ReqContext) -> None:
         """The workers have loaded these."""
@@ -152,7 +169,7 @@ class HostManager(OffloadingManager):
         if taken is None:
             return None
         stored, rows, evicted = taken
-        return PrepareStoreOutput(keys_to_store=stored, store_spec=Rows(rows), evicted_keys=evicted)
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=Places(rows), evicted_keys=evicted)
 
     def complete_store(self, keys: Collection[Any], req_context: ReqContext, success: bool = True) -> None:
         """The workers have written these."""
@@ -204,6 +221,9 @@ class RowWorker(OffloadingWorker):
             raise ValueError(f"a chunk of this worker has {widest} bytes, where the scheduler expects {part_bytes}")
         on_device = kv_caches.tensors[0].tensor.device.type == "cuda"
         self._arena = arena
+        self._engine_id = config.engine_id
+        if config.parallel.world_size == 1:
+            _ONLY_WORKERS.add(config.engine_id)
         offset = config.parallel.rank * part_bytes
         self._copies = RowCopies(arena, offset, groups, _started_on_device if on_device else lambda: _nothing)
 
@@ -214,9 +234,10 @@ class RowWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, **more: Any) -> bool:
-        """Begin to copy rows into blocks."""
-        rows = src_spec.block_ids.tolist()
-        self._copies.load(job_id, dst_spec.block_ids.tolist(), dst_spec.group_sizes, dst_spec.block_indices, rows)
+        """Begin to copy places into blocks."""
+        places, blocks = src_spec.block_ids.tolist(), dst_spec.block_ids.tolist()
+        sizes, firsts = dst_spec.group_sizes, dst_spec.block_indices
+        self._copies.load(job_id, blocks, sizes, firsts, places, src_spec.in_place)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -236,6 +257,7 @@ class RowWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """End what is under way."""
+        _ONLY_WORKERS.discard(self._engine_id)
         self._copies.close()
         self._arena.unlink()
 
