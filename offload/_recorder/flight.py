@@ -223,7 +223,9 @@ class FlightRecorder:
             text: more about it. It is in the recording as it is: have no key and no token in it.
         """
         self._noted += 1
-        self._write(Noted(rule[:MOST_TEXT], text[:MOST_TEXT]), 0)
+        if not self._closed:
+            self._ring.append(self._now(), encode(Noted(rule[:MOST_TEXT], text[:MOST_TEXT])))
+            self._spent += self._record_cost
         if self._incidents is None or len(self._saved) >= _MOST_FILES:
             return
         path = self._incidents / f"{os.getpid()}-{len(self._saved) + 1}.incident"
@@ -277,6 +279,14 @@ class FlightRecorder:
         if isinstance(error, Exception):
             self.note("exception", error_text(error))
         self.close()
+
+    def _now(self) -> float:
+        """The time; where no trio runs, which alone knows it, that of the last record."""
+        try:
+            return self._clock()
+        except RuntimeError:
+            recording = self.recording()
+            return recording.entries[-1].at if recording.entries else recording.began
 
     def _write(self, record: AnyRecord, keys: int) -> None:
         if self._closed:

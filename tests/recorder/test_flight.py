@@ -236,6 +236,23 @@ def test_an_exception_that_leaves_the_block_is_noted(tmp_path):
     assert (entry.record.rule, entry.record.text) == ("exception", "ZeroDivisionError")
 
 
+def test_an_exception_that_comes_when_no_trio_runs_leaves_the_block_as_it_is(tmp_path):
+    async def record() -> float:
+        recorder.note("I3")
+        return trio.current_time()
+
+    with pytest.raises(ZeroDivisionError), FlightRecorder(tmp_path / "ring") as recorder:
+        before = trio.run(record)
+        1 // 0  # noqa: B018
+    first, last = read_ring((tmp_path / "ring").read_bytes()).entries
+    assert last.record.text == "ZeroDivisionError"
+    assert last.at == first.at <= before
+    with pytest.raises(ZeroDivisionError), FlightRecorder(tmp_path / "another"):
+        1 // 0  # noqa: B018
+    (only,) = read_ring((tmp_path / "another").read_bytes()).entries
+    assert (only.record.text, only.at) == ("ZeroDivisionError", 0.0)
+
+
 def test_after_it_was_closed_nothing_is_recorded():
     recorder = FlightRecorder(clock=lambda: 0.0)
     recorder.close()
