@@ -19,7 +19,8 @@ from types import TracebackType
 
 import zmq
 
-from ._processes import PATIENCE, Child, Clock, scratch
+from .._scratch import scratch
+from ._processes import PATIENCE, Child, Clock
 
 _PACKET_BYTES = 64 << 10
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from typing import Any, Final, Self, TypeAlias
 from .._ending import EnvironmentFault
 from .._errors import PoolUnusable
 from .._pool.placement import find_place
+from .._scratch import scratch
 
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""
@@ -173,21 +172,6 @@ def home(capacity_bytes: int) -> Iterator[str]:
         print(place.note, file=sys.stderr)
     with scratch("maru-bench", str(place.parent)) as path:
         yield path
-
-
-@contextmanager
-def scratch(prefix: str, parent: str = "") -> Iterator[str]:
-    """A directory of this process for as long as the block lasts.
-
-    ``tempfile`` tells a name after the directory is made, so that a signal in between leaves it behind. Here the name is first.
-    """
-    name = f"{prefix}-{os.getpid()}-{secrets.token_hex(4)}"  # short, since the paths of sockets have a bound
-    path = os.path.join(parent or tempfile.gettempdir(), name)
-    try:
-        os.mkdir(path, 0o700)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
@@ -25,6 +24,7 @@ from typing import Any, Literal
 
 import trio
 
+from maru._scratch import scratch
 from maru.exception_groups import raise_unwrapped
 
 from ..client import open_connection
@@ -253,7 +253,7 @@ async def counters_at_rest(url: str) -> dict[str, float]:
 @contextlib.contextmanager
 def private_directory(home: str) -> Iterator[str]:
     """A directory for the sockets and the pool, which goes at the end."""
-    with tempfile.TemporaryDirectory(prefix="offload-demo-", dir=home) as path:
+    with scratch("offload-demo", home) as path:
         yield f"{path}/run"
 
 

@@ -18,6 +18,7 @@ import click
 import trio
 
 from maru._ending import EnvironmentFault
+from maru._scratch import scratch
 
 from .display import ProgressBars
 
@@ -140,7 +141,7 @@ async def page_store(parent: str, pool: Path | None = None) -> AsyncIterator[Mar
     """A page store in this process, over a temporary pool in a directory, or over one that stays."""
     from maru import ServerConfig, open_server
 
-    with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-", dir=parent) as home:
+    with scratch("offload-demo", parent) as home:
         config = ServerConfig(
             host="",  # a Unix socket is enough
             rm_address="",
@@ -182,7 +183,7 @@ def page_counts(server: MaruServer) -> dict[str, int]:
 @contextlib.contextmanager
 def working_directory(keep: Path | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-") as directory:
+        with scratch("offload-demo") as directory:
             yield Path(directory)
     else:
         keep.mkdir(parents=True, exist_ok=True)

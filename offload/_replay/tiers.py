@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
+from maru._scratch import scratch
 
 from .options import ReplayError, ReplayOptions, TierSpec
 from .units import size_text
@@ -87,7 +86,7 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Read
         raise ReplayError(f"maru: {error}: give it a --capacity, or choose smaller --block-bytes") from error
     if place.note:
         click.echo(place.note, err=True)
-    with tempfile.TemporaryDirectory(prefix=f"offload-replay-{os.getpid()}-", dir=place.parent) as home:
+    with scratch("offload-replay", str(place.parent)) as home:
         config = ServerConfig(
             host="",
             rm_address="",

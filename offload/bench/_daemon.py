@@ -14,13 +14,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
+from maru._scratch import scratch
 from maru.bench._echo import PacketCaller, echo
 from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest
 from maru.bench._processes import BenchFailed, Child, processor_time
@@ -211,7 +211,7 @@ def _one_store(effort: Effort) -> Iterator[Row]:
 @contextmanager
 def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
     """A daemon in a process of its own, over one memory tier."""
-    with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
+    with scratch("offload-bench") as directory:
         with open(f"{directory}/daemon.toml", "w") as file:
             file.write(
                 f'[daemon]\nblock_bytes = {block_bytes}\nlog_level = "error"\n'
@@ -225,7 +225,7 @@ def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
 @contextmanager
 def _daemon_with_pages(block_bytes: int, capacity_bytes: int, clients: int = 1) -> Iterator[Child]:
     """A daemon as it is without a file, with a page store that has room for the regions of these clients."""
-    with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
+    with scratch("offload-bench") as directory:
         command = ["-m", "offload", "serve", "--runtime-dir", f"{directory}/run", "--log-level", "error"]
         command += ["--block-bytes", str(block_bytes), "--host-bytes", str(capacity_bytes // block_bytes * block_bytes)]
         command += ["--maru-pool-size-gb", "0.01", "--engine-pool-size-gb", str(clients / 2)]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
+from maru._scratch import scratch
 from maru.bench._measure import Effort, Sample, in_turn, noisiest
 from maru.bench._processes import Child
 from maru.bench._row import Goal, Row
@@ -162,7 +161,7 @@ def _allocations(pool: MemoryPool, effort: Effort) -> Row:
 @contextmanager
 def _server() -> Iterator[str]:
     """Start a server in a child process. Yields its address."""
-    with tempfile.TemporaryDirectory(prefix=f"pp-{os.getpid()}-") as directory:
+    with scratch("pp") as directory:
         command = ["-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
         command += ["--runtime-dir", directory, "--log-level", "error"]
         with Child(command) as process:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Fp8, Wrapper, Zstd, slot_bytes, wrap
+from maru._scratch import scratch
 from maru.bench._measure import Effort, Sample, in_trio, in_turn, noisiest
 from maru.bench._row import Row
 
@@ -283,7 +283,7 @@ async def _on_disk(blocks: _Blocks, chain: str) -> float:
     """Bytes on disk for each plain byte, with headers and the rounding of the file system."""
     wrappers = _wrappers(chain)
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"offload-bench-{os.getpid()}-"))
+        directory = stack.enter_context(scratch("offload-bench"))
         below = FileTier(directory, 2 * blocks.nbytes + _BLOCKS * 4096)
         stack.callback(below.close)
         await _put(wrap(below, *wrappers, block_bytes=blocks.block_bytes), blocks)

@@ -166,3 +166,25 @@ def test_the_demo_with_a_daemon_verifies_although_an_engine_and_the_daemon_are_k
 def test_options_of_the_other_demo_are_refused_with_a_daemon() -> None:
     status, _ = run_command("--daemon", "--damage=1")
     assert status == 2
+
+
+def test_a_directory_of_a_demo_goes_although_a_signal_comes_right_behind_its_making(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = os.mkdir
+
+    def interrupted(path: Any, mode: int = 0o777, **rest: Any) -> None:
+        make(path, mode, **rest)
+        raise KeyboardInterrupt
+
+    async def run_page_store() -> None:
+        async with processes.page_store(str(tmp_path)):
+            pass
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), processes.working_directory(None):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(run_page_store)
+    assert not list(tmp_path.iterdir())

@@ -255,6 +255,21 @@ def test_a_page_store_of_its_own_gives_the_same_and_leaves_nothing(policy: str) 
     assert not {name for name in os.listdir("/dev/shm") if name.startswith(f"offload-replay-{os.getpid()}-")}
 
 
+def test_a_directory_of_a_replay_goes_although_a_signal_comes_right_behind_its_making(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = os.mkdir
+
+    def interrupted(path: Any, mode: int = 0o777, **rest: Any) -> None:
+        make(path, mode, **rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiers=[TierSpec("maru", None, math.inf)])
+    assert not {name for name in os.listdir("/dev/shm") if name.startswith(f"offload-replay-{os.getpid()}-")}
+
+
 def test_behind_host_memory_the_page_store_catches_what_that_evicts() -> None:
     report = run(tiers=[TierSpec("memory", None, 6 * BLOCK), TierSpec("maru", None, math.inf)])
     assert report.wrong == 0
