@@ -167,10 +167,10 @@ class Hit:
         "__weakref__",
         "_let_go_of",
         "_pinned",
-        "_reads",
         "_released",
         "_worker",
         "keys",
+        "reads",
         "runs",
         "unavailable",
     )
@@ -179,7 +179,7 @@ class Hit:
         self._worker = worker
         self._pinned = pinned
         self._let_go_of = False
-        self._reads: dict[object, None] = {}  # loads that threads make themselves, and have not ended
+        self.reads: dict[object, None] = {}  # loads that threads make themselves, and have not ended
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
         self.unavailable: Mapping[str, Exception] = pinned.unavailable
@@ -225,12 +225,12 @@ class Hit:
         Raises:
             ValueError: it was released; :meth:`end_reading` is due all the same.
         """
-        self._reads[read] = None  # before the look at whether it is released: a release looks at this after it says so
+        self.reads[read] = None  # before the look at whether it is released: a release looks at this after it says so
         return self.pinned
 
     def end_reading(self, read: object) -> None:
         """This reads no more. Idempotent."""
-        self._reads.pop(read, None)
+        self.reads.pop(read, None)
         if self._released:
             self._let_go()
 
@@ -245,7 +245,7 @@ class Hit:
     def _let_go(self) -> None:
         # Twice is harmless, and not at all is not: so it is noted as done behind it, and `__del__` is the second attempt of a
         # thread that a signal has interrupted in here.
-        if not self._reads and not self._let_go_of and not self._worker.forked:
+        if not self.reads and not self._let_go_of and not self._worker.forked:
             self._worker.reads.release(self._pinned)
             self._let_go_of = True
 
@@ -260,6 +260,4 @@ class Hit:
             return
         if not self._released and self.keys and self._worker.refusal is None:
             warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
-        # Nothing reads it any more, or that would refer to it: a read is left here where a signal has struck as it ended.
-        self._reads.clear()
         self.release()

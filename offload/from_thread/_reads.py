@@ -90,6 +90,9 @@ class ThreadReads:
             if result is None or not worker.is_open:
                 return None
         finally:
+            # Python handles a signal where a function of ours begins, and behind a call of one of its own. A signal would keep
+            # the method from being run, and the blocks would be held for ever: so the read ends before it is called.
+            hit.reads.pop(read, None)
             hit.end_reading(read)
         (worker.mailbox.call if load.promotes else worker.mailbox.leave)(load.count)
         return result

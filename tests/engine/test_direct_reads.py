@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -482,11 +483,66 @@ def test_a_signal_at_any_moment_leaves_all_whole(what: str, where: str, tmp_path
             assert is_at_rest(engine, host), f"after {turn} turns"
             assert load_all(engine, keys) == stored
         assert struck > 10
+    closes_whole(host)
+
+
+def closes_whole(host: MemoryTier | FileTier) -> None:
+    """No reader keeps the directory of files open that is none any more."""
     if isinstance(host, FileTier):
         directory = host._open
-        host.close()  # no reader keeps the directory open that is none any more
+        host.close()
         assert directory is not None
         assert directory.root == -1
+
+
+class StrikeAt:
+    """Raises as a signal does, at the nth place where Python handles one: a function begins, or one in C is over."""
+
+    def __init__(self, place: int) -> None:
+        self.left, self.struck = place, False
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and not self.struck:
+            self.left -= 1
+            if self.left < 0:
+                self.struck = True
+                raise Struck
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+@pytest.mark.parametrize("what", ["lookup", "load", "release"])
+@pytest.mark.filterwarnings("ignore:.*dropped without being released:ResourceWarning")
+def test_a_signal_at_each_place_where_one_is_handled_leaves_all_whole(what: str, where: str, tmp_path: Path) -> None:
+    keys = keys_of(3)
+    host = memory(3) if where == "memory" else disk_of(tmp_path, 3)
+    stored = [payload(key) for key in keys]
+    with engine_of(keys, {"host": host}) as engine:
+        _, destination = places(3)
+
+        def act(strike: StrikeAt) -> None:
+            hit = engine.lookup(keys) if what != "lookup" else None
+            sys.setprofile(strike)
+            try:
+                if hit is None:
+                    hit = engine.lookup(keys)  # which is dropped behind this, as all of them
+                elif what == "load":
+                    engine.load(hit, destination)
+                else:
+                    hit.release()
+            except Struck:
+                pass
+            finally:
+                sys.setprofile(None)
+
+        for place in range(1_000):
+            strike = StrikeAt(place)
+            act(strike)
+            assert is_at_rest(engine, host), f"at place {place}"
+            if not strike.struck:
+                break
+        assert 10 < place < 999
+        assert load_all(engine, keys) == stored
+    closes_whole(host)
 
 
 # --- against the end of the engine ------------------------------------------------------------------------------------
