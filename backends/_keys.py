@@ -20,6 +20,11 @@ def check_keys(keys: Sequence[bytes]) -> None:
     """
     if isinstance(keys, bytes | bytearray | memoryview | str):
         raise TypeError(f"keys = {_shown(keys)} is one key: pass a sequence of keys, as in [key]")
+    for key in keys:
+        if type(key) is not bytes or len(key) > MAX_KEY_BYTES:
+            break
+    else:
+        return  # the common case, in one pass
     if not {*map(type, keys)} <= {bytes}:  # a subclass is one as well, and rare
         for key in keys:
             if not isinstance(key, bytes):

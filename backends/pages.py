@@ -64,7 +64,7 @@ def check_apart(pages: Pages | None) -> None:
     if pages is None or not pages.page_bytes:
         return
     addresses, size = pages.addresses, pages.page_bytes
-    if isinstance(addresses, range) and abs(addresses.step) >= size:
+    if len(addresses) < 2 or (isinstance(addresses, range) and abs(addresses.step) >= size):
         return
     order = sorted(range(len(addresses)), key=addresses.__getitem__)
     for one, other in itertools.pairwise(order):

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 MOST_BYTES: Final = 32 << 20
 """More is loaded the ordinary way: beside its copy, a change of thread costs nothing, and stores yield to it."""
 
+_LEASES: Final = (Lease, DirectLease)
 _NOTHING: Final = MappingProxyType[str, Exception]({})
 _log = logging.getLogger("offload.engine")
 
@@ -122,7 +123,7 @@ class DirectReads:
                 left = self.choice.leave_out(rest, start)
                 left_out = rest[0].rank, keys[start : start + rest[0].blocks]
                 _release(rest)
-        found = sum([segment.blocks for segment in segments])
+        found = segments[0].blocks if len(segments) == 1 else sum([segment.blocks for segment in segments])
         keys_found = keys if found == len(keys) else keys[:found]
         unavailable = asking.unavailable or _NOTHING
         hit = Hit(keys_found, segments, unavailable, self.live, tenant, since=since, advice=advice, left_out=left)
@@ -143,11 +144,12 @@ class DirectReads:
         if len(there) != n:
             there = there.part(0, n)
         parts: list[_Part] = []
+        waits_for_disk = promotes = False
         start, now = 0, self.clock.current_time()
         for segment in hit._segments:
             breaker_tier: BreakerTier = segment.tier  # type: ignore[assignment]
             tier, lease = breaker_tier.direct, segment.lease.inner  # type: ignore[attr-defined]
-            if tier is None or not isinstance(lease, Lease | DirectLease) or (ends is not None and tier.waits_for_disk):
+            if tier is None or not isinstance(lease, _LEASES) or (ends is not None and tier.waits_for_disk):
                 return None
             try:
                 permit = breaker_tier.permit_from_thread(now)
@@ -156,9 +158,13 @@ class DirectReads:
             if permit is None:
                 return None
             stop = start + segment.blocks
-            parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, there.part(start, stop)))
+            part = there if segment.blocks == n else there.part(start, stop)
+            parts.append(_Part(segment.rank, breaker_tier, tier, lease, permit, part))
+            waits_for_disk = waits_for_disk or tier.waits_for_disk
+            promotes = promotes or bool(promote and segment.rank)
             start = stop
-        return DirectLoad(hit, parts, there, promote, deadline, self, now, None if self.choice is None else [])
+        seconds: list[float] | None = None if self.choice is None else []
+        return DirectLoad(hit, parts, there, promote, waits_for_disk, promotes, deadline, self, now, seconds)
 
     @staticmethod
     def release_from_thread(hit: Hit) -> bool:
@@ -226,6 +232,13 @@ class _DirectQueries:
 
     def find(self, keys: Sequence[Key]) -> None:
         """Ask for the longest prefix of these, and pin it."""
+        if len(self._places) == 1:  # what the questions come to, without them
+            if keys:
+                [(name, breaker_tier)] = self._places
+                tier = self._allowed(0, name, breaker_tier)
+                if tier is not None:
+                    self._pin(0, name, breaker_tier, tier, keys)
+            return
         questions = search(len(self._places), keys)
         question = next(questions, None)
         while question is not None:
@@ -346,6 +359,10 @@ class DirectLoad:
     _there: Pages
     promote: bool | str
     """Where it is to be promoted to."""
+    waits_for_disk: bool
+    """Whether it waits for more than memory."""
+    promotes: bool
+    """Whether a part of it may have to be promoted, which should not wait until the trio thread wakes by itself."""
     _deadline: float
     _reads: DirectReads
     _began: float
@@ -353,16 +370,6 @@ class DirectLoad:
     """How long each part took; ``None`` where that is not measured."""
     _result: LoadResult | None = None
     _took: float = 0.0
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """Whether it waits for more than memory."""
-        return any([part.tier.waits_for_disk for part in self._parts])
-
-    @property
-    def promotes(self) -> bool:
-        """Whether a part of it may have to be promoted, which should not wait until the trio thread wakes by itself."""
-        return bool(self.promote) and any([part.rank for part in self._parts])
 
     @property
     def size_bytes(self) -> int:

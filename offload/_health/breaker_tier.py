@@ -52,6 +52,7 @@ from .runner import BreakerRunner
 
 Ts = TypeVarTuple("Ts")
 
+_LEASES: Final = (Lease, DirectLease)
 _ANSWERED, _FAULT, _SILENT = Verdict
 _DEFAULTS: Final = BreakerConfig()
 _NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
@@ -96,6 +97,7 @@ class BreakerTier(ForwardingTier):
         self.name: str = name
         self._config = breaker
         self._runner = BreakerRunner(name, breaker)
+        self._direct: tuple[object, DirectTier | None] = (self, None)  # of which `inner`, and what it is: see `direct`
         if isinstance(tier, Tier):
             self.contains_nowait = self._contains_nowait
         # Copies out of a source prove nothing about the tier (a lease's load does), so its methods need no permit.
@@ -204,8 +206,11 @@ class BreakerTier(ForwardingTier):
     @property
     def direct(self) -> DirectTier | None:
         """The tier, if other threads may read it: see :mod:`backends.direct`."""
-        inner = self.inner
-        return inner if isinstance(inner, DirectTier) else None
+        # Of an ABC, `isinstance` costs as much as a look at the tier's table, and each read asks some times.
+        inner, found = self.inner, self._direct
+        if found[0] is not inner:
+            found = self._direct = (inner, inner if isinstance(inner, DirectTier) else None)
+        return found[1]
 
     def permit_from_thread(self, now: float) -> int | None:
         """A permit to call :attr:`direct` in another thread; ``None`` where the trio thread may make a probe.
@@ -322,7 +327,7 @@ class BreakerLease(_Forwarding):
     @property
     def is_released_at_once(self) -> bool:
         """Whether a release waits for nothing, so that :meth:`release_nowait` may be called."""
-        return isinstance(self.inner, Lease | DirectLease)
+        return isinstance(self.inner, _LEASES)
 
     def release_nowait(self) -> None:
         """Release the blocks, where that waits for nothing. Idempotent."""

@@ -366,7 +366,7 @@ class EngineWorker(ThreadBoundary):
     def end_here(self, call: CallFuture[T], value: T) -> None:
         """End a call that the calling thread has answered itself."""
         call.begun = True
-        call.end(value, None, self._note_here)
+        call.end(value, None, self._note_here if self._polling else _note_nowhere)
 
     def wait_for(self, call: CallFuture[T], timeout: float | None, *, after_stores: bool = False) -> T:
         """Begin a call and wait for its end. A timeout or an interrupt ends it and, where its end matters, waits for that."""
@@ -588,6 +588,10 @@ class EngineWorker(ThreadBoundary):
             self._settle(future, Status.FAILED, error)
         for call, _ in _emptied(self._pending_calls.popitem):
             call.end(None, error if call.to_the_end or self.refusal is None else self.refusal(), self._note)
+
+
+def _note_nowhere(future: Future[Any]) -> None:
+    """Nobody polls, and it takes up no room."""
 
 
 def _emptied(take: Callable[[], T]) -> Iterator[T]:

@@ -39,7 +39,11 @@ class LockTable(Generic[H]):
         """A hit holds these keys, one lock each."""
         held = _Held(hit, tuple(keys), len(keys))
         for key in keys:
-            self._by_key.setdefault(key, deque()).append(held)
+            holders = self._by_key.get(key)
+            if holders is None:
+                self._by_key[key] = deque((held,))
+            else:
+                holders.append(held)
 
     def unlock(self, keys: Iterable[Key]) -> list[H]:
         """Drop one lock of each key; one that is not locked is ignored.
@@ -62,8 +66,8 @@ class LockTable(Generic[H]):
 
     def find(self, keys: Sequence[Key]) -> H | None:
         """A hit of exactly these keys, in this order, that still holds all of them."""
+        holders = self._by_key.get(keys[0], ()) if keys else ()
         wanted = tuple(keys)
-        holders = self._by_key.get(wanted[0], ()) if wanted else ()
         return next((held.hit for held in holders if held.keys == wanted and held.left == len(wanted)), None)
 
     def clear(self) -> list[H]:

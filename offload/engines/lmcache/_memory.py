@@ -37,7 +37,7 @@ class ObjectTooLarge(AdapterError):
         )
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # not frozen: five fields would take twice the time to set, for each object of each task
 class Span:
     """Where an object lies."""
 
@@ -157,6 +157,14 @@ class MemoryObjects:
 
     def release(self, refs: Sequence[int]) -> None:
         """Nothing is held by count here."""
+
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
+        """Of none is a sum known."""
+        # Said, since a missing method costs more: it is looked for through a proxy (:mod:`offload._health.attribution`).
+        return [None] * len(refs)
+
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """None is found damaged, as no sum is known."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
         """Where these lie, if each fills its page."""
