@@ -145,9 +145,9 @@ class Chain:
         self, route: Route, blocks: Blocks, container: OffloadContainer, results: dict[str, TransferResult]
     ) -> None:
         """Enqueue these blocks on one route and wait for its end. The route owns the holds on the blocks from now on."""
-        enqueue = route.enqueue_pages if isinstance(blocks, WeakBlocks) else route.enqueue_committed
+        enqueue: Any = route.enqueue_committed if self._held_pages is None else route.enqueue_pages
         try:
-            handle = await enqueue(blocks)  # type: ignore[arg-type]
+            handle = await enqueue(blocks)
         except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other
             results[route.name] = _failed(container.completed, error)
         else:
