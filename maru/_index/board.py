@@ -20,6 +20,8 @@ Rule 4. The server believes nothing that stands here: a number that is nobody's 
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -44,6 +46,7 @@ _USES_AT: Final = _CELLS_AT + CELLS
 BOARD_BYTES: Final = 8 * (_USES_AT + USES)
 
 _LOW: Final = (1 << 32) - 1
+_LOW_HALF: Final = 0 if sys.byteorder == "little" else 1
 
 
 def header_of_board() -> bytes:
@@ -101,10 +104,19 @@ class BoardWriter:
 
     def note_used(self, places: Sequence[int], generations: Sequence[int]) -> None:
         """Note that what stands in these words of the index was used: the deepest of a prefix last."""
-        words, written = self._words, self._written
-        for place, generation in zip(places[::-1], generations[::-1], strict=True):
-            words[_USES_AT + written % USES] = place | (generation & _LOW) << 32
-            written += 1
+        words, written, n = self._words, self._written, len(places)
+        first = written % USES
+        if first + n <= USES and max(generations, default=0) <= _LOW:
+            # Two halves a word, made and written in C: a third of what a loop takes. The count is written behind them.
+            uses = array("I", bytes(8 * n))
+            uses[_LOW_HALF::2] = array("I", places[::-1])
+            uses[1 - _LOW_HALF :: 2] = array("I", generations[::-1])
+            words[_USES_AT + first : _USES_AT + first + n] = memoryview(uses).cast("B").cast("Q")
+            written += n
+        else:
+            for place, generation in zip(places[::-1], generations[::-1], strict=True):
+                words[_USES_AT + written % USES] = place | (generation & _LOW) << 32
+                written += 1
         self._written = words[AT_WRITTEN] = written
 
 
