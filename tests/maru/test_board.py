@@ -206,6 +206,26 @@ def test_of_more_uses_than_the_ring_has_the_latest_are_seen(host: Host) -> None:
     assert len(names) == USES and names[-2:] == ["n0", "n3"]
 
 
+def test_uses_that_go_round_the_end_of_the_ring_are_seen_in_order(host: Host) -> None:
+    client = host.client()
+    for _ in range(USES // 8):
+        client.note_used(host.reader.find(NAMES[:7]))
+    client.note_used(host.reader.find(NAMES[:3]))  # so that one of those that follow is cut in two
+    host.boards.take_uses()
+    for _ in range(64):
+        client.note_used(host.reader.find(NAMES))
+    client.note_used(host.reader.find(["n0", "n1"]))
+    [names] = host.boards.take_uses()
+    assert names == [*NAMES[::-1] * 64, "n1", "n0"]
+
+
+def test_of_a_generation_that_has_more_than_32_bits_the_end_is_noted(host: Host) -> None:
+    client = host.client()
+    host.add(["old", "new"], [7 << 31, (1 << 40) + 9])
+    client.note_used(host.reader.find(["old", "new"]))
+    assert host.boards.take_uses() == [["new", "old"]]
+
+
 def test_a_use_of_what_is_not_there_any_more_is_none(host: Host) -> None:
     client = host.client()
     client.note_used(host.reader.find(["n0", "n1"]))
