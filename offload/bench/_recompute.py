@@ -8,11 +8,13 @@ that chooses. Each answer is compared with that of the first computation.
 The limits are the better of loading and computing, and computing alone, by the same percentile of the same run. The engine that
 chooses is told how long computations take by all three.
 
-Everything is done in one thread, over a tier that copies in it. Time is that thread's processor time, and on top what it
-sleeps, which is skipped: so what else the machine does is not counted, and a percentile says something of the choice.
+Everything is done in one thread, over a memory tier that copies in it. Time is that thread's processor time, and on
+top what it sleeps, which is skipped: so what else the machine does is hardly counted, and a percentile says something of the
+choice. A percentile of two ways is that of a few requests of each, minutes apart on a busy machine. So beside it stands what a
+request takes by choice as a share of the one without a cache beside it: the median of these pairs, which has the least noise.
 
-Below stands the elapsed time of fewer requests, over a memory tier, whose copies have threads of their own. It has no goal: its
-percentile says as much of the machine.
+Below stands the elapsed time of fewer requests, whose copies have threads of their own. It has no goal: its percentile says as
+much of the machine.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeVar, TypeVarTuple
 
 import attrs
 import trio
 from trio.testing import MockClock
 
-from backends.abc import Tier
 from backends.memory import MemoryTier
-from backends.testing import FakeTier, PacedTier
+from backends.testing import PacedTier
 from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest, percentile
 from maru.bench._row import Goal, Row
 
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from ..testing.reference_engine import ReferenceEngine
     from ..testing.reference_engine import Sequence as Generation
 
-MakeTier: TypeAlias = Callable[[int, int], Tier]
-"""Makes a tier for so many blocks of so many bytes."""
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 PACES: Final = (0.05, 0.16, 0.5, 1.6, 5.0)
 """How long a block is loaded, as a share of the time in which it is computed."""
@@ -74,9 +75,9 @@ def rows(effort: Effort) -> Iterator[Row]:
     try:
         prompt = _Prompt.made()
         for pace in PACES:
-            busy = _measured(effort, prompt, pace, effort.size(40, 2), FakeTier, _busy_clock)
+            busy = _measured(effort, prompt, pace, effort.size(40, 2), _InThisThread, _busy_clock)
             yield from _rows_of(f"recompute.{pace:g}", busy)
-            elapsed = _measured(effort, prompt, pace, effort.size(20, 2), _memory_tier, lambda: None)
+            elapsed = _measured(effort, prompt, pace, effort.size(20, 2), MemoryTier, lambda: None)
             for at in ("p50", "p95"):
                 yield _row(f"recompute.{pace:g}.elapsed.{at}", elapsed, at, None)
     finally:
@@ -88,17 +89,23 @@ def _measured(
     prompt: _Prompt,
     pace: float,
     requests: int,
-    make_tier: MakeTier,
+    tier_type: type[MemoryTier],
     clock: Callable[[], MockClock | None],
 ) -> dict[str, Sample]:
     def serve() -> Figures:
-        return trio.run(_serve, prompt, pace, requests, make_tier, clock=clock())
+        return trio.run(_serve, prompt, pace, requests, tier_type, clock=clock())
 
     return in_turn(f"recompute {pace:g}", effort.at_most(3), {"": serve}, warm_up=False)
 
 
-def _memory_tier(blocks: int, block_bytes: int) -> MemoryTier:
-    return MemoryTier(blocks * block_bytes, block_bytes)
+class _InThisThread(MemoryTier):
+    """A memory tier whose copies have no thread, since the time of this one is measured."""
+
+    async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        await trio.lowlevel.checkpoint()
+        return fn(*args)
+
+    to_the_end = off_thread
 
 
 def _busy_clock() -> MockClock:
@@ -114,6 +121,8 @@ def _rows_of(name: str, samples: dict[str, Sample]) -> Iterator[Row]:
     yield _row(f"{name}.p95", samples, "p95", Goal("ratio", "<=", 1.03))
     goal = Goal("ratio", "<=", 1.02)
     yield Row(f"{name}.off.p95", chosen.median, "ms", "no cache", off.median, goal, noisiest(chosen, off))
+    paired = samples["paired"]
+    yield Row(f"{name}.off.paired", paired.median, "of no cache", goal=Goal("value", "<=", 1.02), noise=paired.noise)
     yield _row(f"{name}.p50", samples, "p50", None)
 
 
@@ -199,12 +208,12 @@ async def _request(prompt: _Prompt, engine: Engine | None, chooses: Engine) -> f
     return until_first_token
 
 
-async def _serve(prompt: _Prompt, pace: float, requests: int, make_tier: MakeTier) -> Figures:
+async def _serve(prompt: _Prompt, pace: float, requests: int, tier_type: type[MemoryTier]) -> Figures:
     """Serve so many requests in each of the three ways, in turn; milliseconds, by way and percentile."""
     seconds_per_block = await _seconds_per_block(prompt)
     async with AsyncExitStack() as stack:
-        load = await stack.enter_async_context(_opened(prompt, pace, seconds_per_block, "off", make_tier))
-        opened = _opened(prompt, pace, seconds_per_block, "enforce", make_tier)
+        load = await stack.enter_async_context(_opened(prompt, pace, seconds_per_block, "off", tier_type))
+        opened = _opened(prompt, pace, seconds_per_block, "enforce", tier_type)
         chosen = await stack.enter_async_context(opened)
         for engine in (load, chosen):
             await _store(engine, prompt)
@@ -217,19 +226,21 @@ async def _serve(prompt: _Prompt, pace: float, requests: int, make_tier: MakeTie
                 if way == "load" and number % max(1, round(pace)):
                     continue  # it is slow, and not the better way
                 times[way].append(1e3 * await _request(prompt, ways[way], chosen))
-    return {
+    pairs = [chose / without for chose, without in zip(times["chosen"], times["off"], strict=True)]
+    figures = {
         f"{way} {name}": percentile(values, share)
         for way, values in times.items()
         for name, share in (("p50", 0.5), ("p95", 0.95))
     }
+    return {**figures, "paired": statistics.median(pairs)}
 
 
 def _opened(
-    prompt: _Prompt, pace: float, seconds_per_block: float, mode: ChoiceMode, make_tier: MakeTier
+    prompt: _Prompt, pace: float, seconds_per_block: float, mode: ChoiceMode, tier_type: type[MemoryTier]
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine over one tier, whose loads are paced."""
     block_bytes = prompt.cache.block_bytes
-    tier = PacedTier(make_tier(_BLOCKS, block_bytes), seconds_per_block=pace * seconds_per_block)
+    tier = PacedTier(tier_type(_BLOCKS * block_bytes, block_bytes), seconds_per_block=pace * seconds_per_block)
     config = EngineConfig(
         tiers={"paced": tier},
         shadow_check=0,
