@@ -262,6 +262,11 @@ def test_what_fuzz_finds_is_kept_and_shrinks(here: Path) -> None:
         f"{CACHES}:hasty",
         "--out",
         "small.scenario.toml",
+        # In real time, of which a run that waits for a processor takes any amount: given up, it would be another violation.
+        "--watchdog",
+        "10min",
+        "--budget",
+        "10min",
     )
     assert small["steps"]["after"] < small["steps"]["before"]
     assert small["repeat"] == f"offload scenario run small.scenario.toml --system {CACHES}:hasty"
