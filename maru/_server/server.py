@@ -38,7 +38,7 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._relay.lookup import find_user, tells_users
-from ..kv_events import BlockHash, EventPublisher, KeyBook, PublisherStatistics, publish_events
+from ..kv_events import KeyBook, PublisherStatistics
 from ..transport import (
     ChannelServer,
     ChannelStatistics,
@@ -49,18 +49,15 @@ from ..transport import (
 )
 from .committer import Answer, Committer
 from .endpoints import (
-    ANSWERS_NAME,
     DESCRIPTORS_NAME,
-    EVENTS_NAME,
     RELAYED_NAME,
     addresses,
     connections_of,
-    event_addresses,
-    event_ports,
     socket_options,
     unlink_sockets,
 )
 from .indexes import Indexes, IndexesStatistics
+from .key_events import KeyEvents
 from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .served_time import ServedTime
@@ -153,9 +150,7 @@ class MaruServer:
         self._nursery: trio.Nursery
         self._router: TrioSocket
         self._channel: ChannelServer | None = None
-        self._events: EventPublisher | None = None
-        self._event_endpoints: tuple[str, str] | None = None
-        """Where events are relayed from, over TCP."""
+        self._events = KeyEvents(config, storage.directory, self._most_connections)
         self._reading = trio.CancelScope()
         self._allocating = self._freeing = self._unread = 0
         self._freed = trio.lowlevel.ParkingLot()
@@ -192,9 +187,7 @@ class MaruServer:
     @property
     def kv_events(self) -> tuple[str, str] | None:
         """Where KV events are published, and where readers ask for what they missed; None where they are not."""
-        if self._events is None:
-            return None
-        return self._event_endpoints or (self._events.endpoint, self._events.answers_endpoint)
+        return self._events.endpoints
 
     async def wait_stopping(self) -> None:
         """Wait until a client that is allowed to has asked this server to end."""
@@ -213,7 +206,7 @@ class MaruServer:
             self._indexes.statistics(),
             self._router.statistics(),
             None if self._channel is None else self._channel.statistics(),
-            None if self._events is None else self._events.statistics(),
+            self._events.statistics(),
             self._unread,
         )
 
@@ -294,7 +287,7 @@ class MaruServer:
             nursery.start_soon(functools.partial(trio.to_thread.run_sync, _version, abandon_on_cancel=True))
             nursery.start_soon(self._indexes.run, self._committer)
             if config.kv_events:
-                await nursery.start(self._publish_events, runtime)
+                await nursery.start(self._events.run, runtime)
             task_status.started()
             with self._reading:
                 async with trio.open_nursery() as readers:
@@ -326,36 +319,6 @@ class MaruServer:
         await self._resource_manager.run(
             config.rm_host, config.rm_port, insecure=config.insecure, task_status=task_status
         )
-
-    async def _publish_events(
-        self, runtime: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Tell which keys come and go, until cancelled. It may be told before it is in the journal: a run is an epoch."""
-        config = self.config
-        events, answers = event_addresses(config, runtime)
-        async with (
-            publish_events(
-                {"maru": self._storage.directory},
-                events,
-                answers,
-                topic=config.kv_events_topic,
-                name_of=hash_of_hex if config.kv_events_keys == "hex" else str.encode,
-                options=socket_options(config),
-            ) as self._events,
-            trio.open_nursery() as nursery,
-        ):
-            if config.kv_events_relayed:
-                host, first, second = event_ports(config)
-                self._event_endpoints = (
-                    await nursery.start(self._event_relay(f"{runtime}/{EVENTS_NAME}", "PUB").run, host, first),
-                    await nursery.start(self._event_relay(f"{runtime}/{ANSWERS_NAME}", "ROUTER").run, host, second),
-                )
-            task_status.started()
-            await trio.sleep_forever()
-
-    def _event_relay(self, path: str, kind: str) -> RelaySupervisor:
-        """What takes the readers of KV events: a quarter as many as other clients, of whom nobody asks who they are."""
-        return RelaySupervisor(path, kind=kind, most=max(2, self._most_connections // 4), anybody=True)
 
     async def aclose(self) -> None:
         """Stop reading; wait for allocations and journal writes, for ``drain_timeout`` at most; then end all tasks."""
@@ -553,15 +516,6 @@ class MaruServer:
         if journal is not None:
             sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
         return sections
-
-
-def hash_of_hex(key: str) -> BlockHash | None:
-    """The bytes that a key is the hexadecimal text of, as it is written from bytes; None for any other key."""
-    try:
-        name = bytes.fromhex(key)
-    except ValueError:
-        return None
-    return name if name.hex() == key else None
 
 
 @functools.cache

@@ -189,3 +189,12 @@ def unpack_answer(frames: Sequence[bytes]) -> Answer:
         raise BadEvent(f"no answer to a request for KV events: frames of {[*map(len, frames)]} bytes")
     number = None if frames[2] == END else int.from_bytes(frames[2], "big")
     return Answer(number, frames[3], int.from_bytes(frames[4], "big") if len(frames) == 5 else None)
+
+
+def hash_of_hex(key: str) -> BlockHash | None:
+    """The bytes that a key is the hexadecimal text of, as it is written from bytes; None for any other key."""
+    try:
+        name = bytes.fromhex(key)
+    except ValueError:
+        return None
+    return name if name.hex() == key else None

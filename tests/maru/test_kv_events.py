@@ -17,8 +17,8 @@ import trio
 from backends.blocks import BlockPool
 from maru._config import ServerConfig
 from maru._errors import ConfigError, MaruError, NoAnswer
-from maru._server.server import hash_of_hex
 from maru.kv_events import EventMirror, EventPublisher, open_mirror, publish_events
+from maru.kv_events._messages import hash_of_hex
 from maru.transport import open_socket
 from tests.support.maru_actors import Client, client
 from tests.support.maru_processes import PATIENCE, Server, eventually, temporary_pool

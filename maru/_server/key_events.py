@@ -1,0 +1,77 @@
+"""Which keys a server holds, told to whoever reads KV events: the publisher's sockets, and relays in front of them over TCP.
+
+A key may be told before it is in the journal: readers know a run of the server by its epoch, and ask anew behind its end.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import trio
+
+from .._config import ServerConfig
+from ..kv_events import EventPublisher, KeyBook, PublisherStatistics, publish_events
+from ..kv_events._messages import hash_of_hex
+from .endpoints import ANSWERS_NAME, EVENTS_NAME, event_addresses, event_ports, socket_options
+from .relay_supervisor import RelaySupervisor
+
+_SHARE: Final = 4
+"""Readers of events are this part of all connections, of whom nobody asks who they are."""
+
+
+class KeyEvents:
+    """The KV events of one server.
+
+    Args:
+        config: of the server.
+        keys: what it holds, and what comes and goes.
+        most_connections: over TCP, of all clients together.
+    """
+
+    def __init__(self, config: ServerConfig, keys: KeyBook[str], most_connections: int) -> None:
+        self._config, self._keys = config, keys
+        self._most = max(2, most_connections // _SHARE)
+        self._publisher: EventPublisher | None = None
+        self._relayed: tuple[str, str] | None = None
+
+    @property
+    def endpoints(self) -> tuple[str, str] | None:
+        """Where events are published, and where readers ask for what they missed; None where they are not."""
+        if self._publisher is None:
+            return None
+        return self._relayed or (self._publisher.endpoint, self._publisher.answers_endpoint)
+
+    def statistics(self) -> PublisherStatistics | None:
+        """An immutable snapshot; None where nothing is published."""
+        return None if self._publisher is None else self._publisher.statistics()
+
+    async def run(self, runtime: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Publish until cancelled. ``task_status.started`` means that readers can connect.
+
+        Raises:
+            OSError: it cannot listen where it should.
+        """
+        config = self._config
+        events, answers = event_addresses(config, runtime)
+        async with (
+            publish_events(
+                {"maru": self._keys},
+                events,
+                answers,
+                topic=config.kv_events_topic,
+                name_of=hash_of_hex if config.kv_events_keys == "hex" else str.encode,
+                options=socket_options(config),
+            ) as self._publisher,
+            trio.open_nursery() as nursery,
+        ):
+            if config.kv_events_relayed:
+                host, first, second = event_ports(config)
+                self._relayed = (
+                    await nursery.start(self._relay(f"{runtime}/{EVENTS_NAME}", "PUB").run, host, first),
+                    await nursery.start(self._relay(f"{runtime}/{ANSWERS_NAME}", "ROUTER").run, host, second),
+                )
+            task_status.started()
+            await trio.sleep_forever()
+
+    def _relay(self, path: str, kind: str) -> RelaySupervisor:
+        return RelaySupervisor(path, kind=kind, most=self._most, anybody=True)
