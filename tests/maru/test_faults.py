@@ -656,8 +656,8 @@ print("the end", flush=True)
 ENDS = {
     "forgotten": "kept = use(MaruHandler(**knobs))",
     "in a cycle": "kept = use(MaruHandler(**knobs)); kept = [kept]; kept.append(kept)",
-    "while a thread waits": (
-        "kept = use(MaruHandler(**knobs))\n"
+    "while a thread waits": (  # for an answer: with the index it would hardly ask
+        "kept = use(MaruHandler(**knobs, index='off'))\n"
         "threading.Thread(target=lambda: [kept[0].exists('k') for _ in range(1_000_000)], daemon=True).start()\n"
         "while not kept[0].statistics().calls.waiting: pass"
     ),
