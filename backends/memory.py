@@ -62,6 +62,8 @@ class HostPages:
         if run is None:
             raise PlaceClosed("the memory of this tier was given back")
         n = len(slots)
+        if n == 1:
+            return Pages([run.address + slots[0] * size], size, run)
         if n and slots[-1] - slots[0] == n - 1 and list(slots) == list(range(slots[0], slots[0] + n)):
             start = run.address + slots[0] * size
             return Pages(range(start, start + n * size, size), size, run)

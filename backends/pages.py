@@ -123,7 +123,7 @@ def copy_pages(destination: Pages, source: Pages) -> None:
     size = source.page_bytes
     if destination.page_bytes != size or len(destination) != len(source):
         raise ValueError(f"cannot copy {source!r} to {destination!r}")
-    if _adjacent(destination) and _adjacent(source):
+    if len(source) == 1 or (_adjacent(destination) and _adjacent(source)):
         ctypes.memmove(destination.addresses[0], source.addresses[0], len(source) * size)
         return
     run_to = run_from = run_bytes = 0

@@ -56,11 +56,11 @@ class LoopLock(trio.abc.Instrument):
 
     def take_nowait(self) -> bool:
         """L3. Whether this thread may act now; if so, :meth:`release` is due."""
-        return not self._wanted and threading.get_ident() != _MAIN.ident and self._lock.acquire(blocking=False)
+        return not self._wanted and threading.get_ident() != _MAIN and self._lock.acquire(blocking=False)
 
     def release(self) -> None:
         """L4. The engine's thread may go on."""
         self._lock.release()
 
 
-_MAIN = threading.main_thread()
+_MAIN = threading.main_thread().ident

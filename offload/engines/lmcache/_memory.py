@@ -223,6 +223,7 @@ class ObjectPlaces:
 
 
 def _pages(spans: Sequence[Span], page_bytes: int) -> Pages | None:
-    if any([span.size != page_bytes for span in spans]):
-        return None
+    for span in spans:
+        if span.size != page_bytes:
+            return None
     return Pages([span.address for span in spans], page_bytes, spans)
