@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 
 import pytest
 
@@ -15,8 +16,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("rewrites", [100_000, pytest.param(10_000_000, marks=pytest.mark.long)])
 def test_no_page_that_is_rewritten_is_taken_for_what_it_was(rewrites: int) -> None:
-    counted = hammer(rewrites, readers=2)
-    assert not counted["wrong"] and counted["changed"] > 10 and counted["copies"] > 10_000
+    counted: Counter[str] = Counter()
+    # How many copies are rewritten under a reader depends on when the processes get a processor.
+    while counted["changed"] <= 10:
+        counted.update(hammer(rewrites, readers=2))
+        assert not counted["wrong"] and counted["seconds"] < 600
+    assert counted["copies"] > 10_000
     assert counted["rewrites"] > 0.99 * rewrites
     assert counted["held"] > 1_000 and counted["spared"] > 10
 
