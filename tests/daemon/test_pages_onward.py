@@ -169,6 +169,24 @@ async def test_an_announcement_waits_while_what_was_committed_has_no_room_in_the
         assert told(running, "passed_on") == 65
 
 
+async def test_a_route_that_drops_what_it_has_no_room_for_makes_nobody_wait_and_counts_it(path):
+    disk = FakeTier(64, SIZE)
+    disk.faults.gate = trio.Event()
+    drops = attrs.evolve(AT_ONCE, budget_blocks=64, transfer_timeout=600.0, on_overflow="drop")
+    async with (
+        chained(path, disk=disk, routes=(Route("disk", pipeline=drops),)) as (running, _),
+        opened(running, pool_bytes=256 * SIZE) as pages,
+    ):
+        await store(pages, keys_of(64))
+        await store(pages, keys_of(2, "more"))
+        await until(lambda: told(running, "not_passed_on") == 2, "it was not dropped")
+        assert list(await store(pages, keys_of(1, "late"))) == [STORED]
+        await until(lambda: told(running, "not_passed_on") == 3, "it was not dropped")
+        disk.faults.gate.set()
+        await over(running, 67)
+        assert (told(running, "passed_on"), told(running, "not_passed_on")) == (64, 3)
+
+
 async def test_an_announcement_that_waits_for_the_routes_is_cancelled_anywhere_and_leaves_nothing(path):
     disk = FakeTier(256, SIZE)
     disk.faults.gate = trio.Event()
