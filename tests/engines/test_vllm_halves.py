@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import trio
 
@@ -27,6 +28,7 @@ from offload.engines.vllm._plans import StepPlan
 from offload.engines.vllm._requests import BlockGroup, RequestTable, State
 from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
 from offload.engines.vllm._worker import WorkerHalf
+from tests.engines.test_vllm_host_memory import Waits
 from tests.support.maru_processes import eventually
 
 BLOCKS, BLOCK, CHUNK = 64, 16, 64
@@ -201,6 +203,16 @@ def test_a_partial_hit_is_loaded_and_completed():
         vllm.worker.engine.drain()
         assert vllm.worker.counts.snapshot()["chunks stored"] == 4
         assert vllm.matched("p", 320, name="third") == 256
+
+
+@pytest.mark.parametrize(("finished", "waits"), [((), 1), (("before",), 1), (("second",), 0)])
+def test_a_step_that_only_loads_waits_for_it_unless_it_is_given_up(finished: Sequence[str], waits: int):
+    with instance(memory()) as vllm:
+        stored(vllm)
+        arrived = vllm.worker._arrived = Waits()
+        vllm.scheduler.allocated("second", [blocks_from(32)], vllm.matched("p", 256, name="second"))
+        vllm.step(finished=finished)
+        assert arrived.count == waits
 
 
 def test_what_vllm_has_itself_is_not_written_to():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,6 +156,32 @@ def test_a_request_that_ends_while_it_is_asked_for_leaves_nothing_behind(tmp_pat
             memory.end("r")
         memory.engine.drain(SOON)
         assert nothing_is_held(memory)
+
+
+class Waits(queue.SimpleQueue[Any]):
+    """Counts how often somebody waits for something to come."""
+
+    count = 0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.count += 1
+        return super().get(block, timeout)
+
+
+def test_a_step_that_only_waits_for_the_tiers_waits_once_the_request_before_is_told_to_be_over(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        write(first, KEYS[:4])
+    with opened(disk(tmp_path)) as memory:
+        ended = memory._ended = Waits()
+        memory.begin("over")
+        memory.begin("r")
+        assert [memory.where("r", key, at) for at, key in enumerate(KEYS[:4])] == [Answer.ASKED] * 4
+        memory.planned(())
+        assert ended.count == 0, "as far as anybody knows, the other one is computed"
+        memory.end("over")
+        assert ended.count == 1
+        memory.end("r")
+        assert ended.count == 1, "nobody is left who could wait"
 
 
 def test_a_reset_finds_nothing_that_was_stored_before_and_what_is_stored_then(tmp_path: Path):

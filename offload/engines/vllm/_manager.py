@@ -110,10 +110,11 @@ class HostMemory:
         self.table.begin(request_id)
 
     def end(self, request_id: str) -> None:
-        """A request is over."""
+        """A request is over. vLLM says so at the end of the step behind it: where all others wait for the tiers, wait here."""
         self._cancel_lookups(request_id)
         self._sources.pop(request_id, None)
         self.table.end(request_id)
+        self._wait_for_the_tiers()
 
     def where(self, request_id: str, key: Key, position: int) -> Answer:
         """Where a chunk is. At the end of the step, the tiers are asked for what is not known."""
@@ -132,6 +133,9 @@ class HostMemory:
         for question in self.table.questions():
             self._look_up(question.request_id, question.keys, partial(self._found, question))
         self._take_in()
+        self._wait_for_the_tiers()
+
+    def _wait_for_the_tiers(self) -> None:
         if self.table.waits():
             self._take_in(IDLE_WAIT)
 

@@ -211,17 +211,17 @@ class WorkerHalf:
 
     def received(self, finished: frozenset[str]) -> set[str]:
         """The requests whose loads are over, since the last call. Those of finished requests are cancelled first."""
+        wait = self._idle and bool(self._loads)
         for request_id in finished:
             load = self._loads.get(request_id)
             if load is not None:
-                load.given_up = True
+                wait, load.given_up = False, True
                 if load.future is not None:
                     load.future.request_cancel()
         received: set[str] = set()
-        # Nothing is computed in this step: give the threads that load a chance, rather than to turn round at once.
-        wait = self._idle and bool(self._loads) and not finished
         while True:
             try:
+                # Nothing is computed in this step: give the threads that load a chance, rather than to turn round at once.
                 request_id, loaded = self._arrived.get(timeout=IDLE_WAIT) if wait else self._arrived.get_nowait()
             except queue.Empty:
                 return received
