@@ -42,10 +42,10 @@ SUBJECTS = (
     "ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec",
     "OffloadSpec, from its rows", "daemon", "OffloadSpec, daemon",
 )  # fmt: skip
-SHARED_ENGINES = {"LMCache, adapter": "LMCache", "OffloadSpec, from its rows": "OffloadSpec"}
+SHARED_ENGINES = {"LMCache, adapter": "LMCache"}
 """Subjects that are another one's engine, asked in another way."""
-PRODUCERS = {"without checksums": "MaruKVConnector"}
-"""Subjects that load what another one's producer has stored."""
+PRODUCERS = {"without checksums": "MaruKVConnector", "OffloadSpec, from its rows": "OffloadSpec"}
+"""Subjects that load what another one's producer has stored, or that need none, since they have computed it themselves."""
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -215,6 +215,9 @@ def transfers(server: str, daemon: str, directory: Path, tokens: int) -> dict[st
             "kv_connector_extra_config": {**maru, "checksums": False},
         },
         "OffloadSpec": spec({"engine": {"tiers": tiers}}),
+        "OffloadSpec, from its rows": spec(
+            {"engine": {"tiers": {"host": {"type": "memory", "capacity_bytes": "64 MiB"}}}}
+        ),
         "daemon": {
             **ours,
             "kv_connector": "OffloadConnector",
@@ -260,7 +263,7 @@ def first_tokens(
             for name in random.Random(at).sample(sorted(subjects), len(subjects)):
                 before.get(name, _nothing)()
                 if name == "OffloadSpec, from its rows":
-                    subjects[name].ask(prompt, reset=True)
+                    subjects[name].ask(prompt, reset=True, keep_rows=True)
                     got = subjects[name].ask(prompt, reset=True, keep_rows=True)
                 else:
                     got = subjects[name].ask(prompt, reset=True)
