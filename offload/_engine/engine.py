@@ -206,6 +206,11 @@ class Engine:
             raise
         return self._tags.until_settled(handle, end)
 
+    @property
+    def stores_at_once(self) -> bool:
+        """Whether some stores can be made by :meth:`store_at_once`."""
+        return self._tags is None and self.pipelines[0].stores_at_once
+
     def store_at_once(self, blocks: Blocks) -> TransferHandle | None:
         """Store blocks that may be read now in this call, if that waits for nothing: see :meth:`Pipeline.enqueue_at_once`."""
         return self.pipelines[0].enqueue_at_once(blocks) if self._tags is None else None

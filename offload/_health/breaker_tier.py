@@ -277,6 +277,11 @@ class BreakerTier(ForwardingTier):
             raise
         return BreakerReservation(runner, reservation, permit)
 
+    @property
+    def may_store_at_once(self) -> bool:
+        """Whether the tier has a :meth:`stores_at_once` of its own, and so may say yes."""
+        return self.direct is not None and type(self.direct).stores_at_once is not DirectTier.stores_at_once
+
     def stores_at_once(self, n: int, block_bytes: int, clock: trio.abc.Clock) -> bool:
         """Whether a store waits for nothing and wakes no task; see :meth:`backends.direct.DirectTier.stores_at_once`.
 

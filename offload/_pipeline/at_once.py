@@ -51,8 +51,14 @@ class AtOnce:
     def __attrs_post_init__(self) -> None:
         self._slot = Slot(self.transfer)
         destination = self.transfer.destination
-        if isinstance(destination, BreakerTier) and self.transfer.chain is None and self.admission.in_any_thread:
+        alone = self.transfer.chain is None and self.admission.in_any_thread
+        if alone and isinstance(destination, BreakerTier) and destination.may_store_at_once:
             self._destination = destination
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are stores that it allows."""
+        return self._destination is not None
 
     def allows(self, blocks: Blocks) -> bool:
         """Whether a store of these blocks, whose precondition holds, need not wait: rule 1."""

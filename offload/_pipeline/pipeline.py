@@ -147,6 +147,11 @@ class Pipeline:
             raise
         return self._admit(blocks, awaited, cancel_token)
 
+    @property
+    def stores_at_once(self) -> bool:
+        """Whether :meth:`enqueue_at_once` is of any use here."""
+        return self._at_once.is_possible
+
     def enqueue_at_once(self, blocks: Blocks) -> TransferHandle | None:
         """Store blocks that may be read now, all stages in this call, if none of them waits for anything; else ``None``.
 

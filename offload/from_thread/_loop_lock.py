@@ -26,6 +26,7 @@ class LoopLock(trio.abc.Instrument):
     """The lock of one engine's loop. An instrument of its trio run."""
 
     def __init__(self) -> None:
+        self._attached = False
         self._lock = threading.Lock()  # not reentrant: a finalizer that stores in the middle of a store finds it taken
         self._lock.acquire()
         self._wanted = False
@@ -34,11 +35,13 @@ class LoopLock(trio.abc.Instrument):
 
     def attach(self) -> None:
         """Let other threads act, from the next wait for events on."""
+        self._attached = True
         trio.lowlevel.add_instrument(self)
 
     def detach(self) -> None:
-        """Let no other thread act any more."""
-        trio.lowlevel.remove_instrument(self)
+        """Let no other thread act any more. Harmless where none was let."""
+        if self._attached:
+            trio.lowlevel.remove_instrument(self)
 
     def before_io_wait(self, timeout: float) -> None:
         """L1. Where there is something to do already, it does not wait."""

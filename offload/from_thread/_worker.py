@@ -182,7 +182,8 @@ class EngineWorker(ThreadBoundary):
     async def _live(self) -> None:
         """Run until the engine is closed. Messages and calls start tasks of the nursery meanwhile."""
         self.mailbox.attach()
-        self.loop_lock.attach()
+        if self.engine.stores_at_once:  # elsewhere every step of the loop would pay for a lock that nobody takes
+            self.loop_lock.attach()
         # The flag and the refusal change under one lock: a close before this line wins, and the engine never opens.
         with self.lock:
             if not self._leaving:

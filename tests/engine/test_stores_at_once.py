@@ -59,7 +59,7 @@ def elsewhere(function: Callable[..., R], *args: Any) -> R:
 
 
 def wait_idle(engine: from_thread.Engine) -> None:
-    """Until the engine's thread waits for events, and nothing wakes it. Not in the main thread."""
+    """Until the engine's thread waits for events, and lets other threads act. Not in the main thread."""
     worker = engine._worker
 
     def is_idle() -> bool:
@@ -68,7 +68,8 @@ def wait_idle(engine: from_thread.Engine) -> None:
         worker.loop_lock.release()
         return True
 
-    eventually(is_idle)
+    if worker.engine.stores_at_once:  # elsewhere it lets nobody act, idle or not
+        eventually(is_idle)
 
 
 def store_idle(engine: from_thread.Engine, blocks: Any, **more: Any) -> Any:
@@ -271,6 +272,14 @@ def test_a_store_while_the_engine_is_busy_is_sent() -> None:
         assert future.result(SOON).status is Status.COMPLETE
         holder.result(SOON)
         at_rest(engine, host)
+
+
+def test_an_engine_that_makes_no_such_stores_has_no_lock_to_pay_for() -> None:
+    writer, host, below = Writer(), memory(8), memory(8)
+    with from_thread.open_engine(writer.place, {"host": host, "below": below}) as engine:
+        future = elsewhere(engine.store, writer.blocks(keys_of(1)), NO_WAIT)
+        assert future.result(SOON).status is Status.COMPLETE
+        assert not elsewhere(engine._worker.loop_lock.take_nowait)
 
 
 def test_policies_of_ours_may_be_asked_in_any_thread() -> None:
