@@ -4,7 +4,8 @@ Rule 1. Waking a thread and being woken by it costs more than a small copy, so t
         portions with a checkpoint between: other tasks wait for one portion at most, and a cancellation takes effect between
         two portions, when no copy is under way.
 Rule 2. Loads beside it are copied in threads, on half of the processors at most; further ones take turns. Each thread asks for
-        the interpreter's lock twice for each portion, so that more threads than processors spend their time on changing.
+        the interpreter's lock twice for each portion, so that more threads than processors spend their time on changing. Where
+        nothing is copied on the trio thread, one load more is copied in a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PORTION_BYTES = 512 * 1024
 
 
 BESIDE: Final = max(1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // 2)
-"""Loads of one tier that are copied in threads at a time. The other processors are the trio thread's, and the engines'."""
+"""Loads of one tier that are copied at a time beside the first one. The other processors are the engines'."""
 
 
 class CopiesInPlace:
@@ -37,7 +38,7 @@ class CopiesInPlace:
 
     def __init__(self) -> None:
         self._busy = False
-        self._turns = trio.Semaphore(BESIDE)
+        self._turns = trio.Semaphore(1 + BESIDE)
         self._loads = 0
 
     async def run_beside(self, run: Callable[..., Awaitable[T]], fn: Callable[..., T], *args: Any) -> T:
@@ -73,6 +74,9 @@ class CopiesInPlace:
         if n <= step:
             return copy(destination, source)
         sums: list[int] = []
+        takes_turn = self._turns.value > 0  # it never waits for one
+        if takes_turn:
+            self._turns.acquire_nowait()
         self._busy = True
         try:
             for start in range(0, n, step):
@@ -81,4 +85,6 @@ class CopiesInPlace:
                 sums += copy(destination.part(start, start + step), source.part(start, start + step)) or ()
         finally:
             self._busy = False
+            if takes_turn:
+                self._turns.release()
         return sums if summed else None

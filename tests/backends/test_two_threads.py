@@ -155,7 +155,7 @@ class Copying:
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
-    """Two loads may be copied beside one in place; a load is large, so that it could be copied by halves."""
+    """Two loads may be copied at a time; a load is large, so that it could be copied by halves."""
     seen, copied, by_halves = Copying(), _copying._copied, _copying._copied_by_halves
 
     def copy(*args: object) -> object:
@@ -166,7 +166,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
         seen.halves += 1
         return by_halves(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("backends._in_place.BESIDE", 2)
+    monkeypatch.setattr("backends._in_place.BESIDE", 1)
     monkeypatch.setattr(_copying, "BESIDE_BYTES", 0)
     monkeypatch.setattr(_copying, "_copied", copy)
     monkeypatch.setattr(_copying, "_copied_by_halves", copy_by_halves)
@@ -270,3 +270,22 @@ async def test_a_load_in_a_thread_is_copied_by_halves_where_nothing_is_copied_be
         await loads.load(0)
     assert loads.arrived(0)
     assert (copying.halves, copying.most >= 1) == (1, True)
+
+
+async def test_a_load_that_is_cancelled_between_two_portions_in_place_gives_its_turn_back(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(3)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(loads.load, 0)
+        while loads.is_untouched(0):
+            await trio.lowlevel.checkpoint()
+        loads.scopes[0].cancel()
+    assert not loads.arrived(0)
+    monkeypatch.setattr(slots.SlotTier, "inline_bytes", -1)
+    async with keep_threads(), trio.open_nursery() as nursery:
+        for at in (1, 2):
+            nursery.start_soon(loads.load, at)
+        await wait_running(copying, 2)
+        copying.may.set()
+    assert sorted(loads.done) == [1, 2]
