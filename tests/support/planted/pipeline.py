@@ -148,15 +148,15 @@ def a_policys_lock_is_forgotten(patch):
 
 @_plant("I1", first=109)
 def the_lock_of_a_policy_that_did_not_wait_is_forgotten(patch):
-    is_decided = Admission._is_decided
+    begin = Admission._begin
 
     def forget(self, policy, container):
-        decided = is_decided(self, policy, container)
-        if decided:
+        begun = begin(self, policy, container)
+        if begun is None:
             container.lease = None
-        return decided
+        return begun
 
-    patch.setattr(Admission, "_is_decided", forget)
+    patch.setattr(Admission, "_begin", forget)
 
 
 @_plant("I3")
@@ -486,9 +486,9 @@ def of_many_the_handles_come_in_another_order(patch):
 def the_policy_timeout_is_not_kept_to(patch):
     evaluate = Admission._evaluate
 
-    async def patient(self, policy, container, scope, permits):
+    async def patient(self, begun, container, scope, permits):
         scope.deadline = math.inf
-        await evaluate(self, policy, container, scope, permits)
+        await evaluate(self, begun, container, scope, permits)
 
     patch.setattr(Admission, "_evaluate", patient)
 
