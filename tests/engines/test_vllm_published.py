@@ -396,7 +396,7 @@ def test_a_chunk_of_which_a_layer_is_missing_is_no_hit():
         assert ours.matched("r", TOKENS) == 0
 
 
-def test_a_packed_page_of_all_layers_is_no_hit():
+def test_a_packed_page_of_several_layers_is_no_hit():
     """As newer published releases store it unless told otherwise: under the hash, without a layer."""
     with both(SHAPES["latent"]) as (peer, ours):
         for key in peer.keys(TOKENS):
