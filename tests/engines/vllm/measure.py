@@ -46,6 +46,9 @@ SHARED_ENGINES = {"LMCache, adapter": "LMCache"}
 """Subjects that are another one's engine, asked in another way."""
 PRODUCERS = {"without checksums": "MaruKVConnector", "OffloadSpec, from its rows": "OffloadSpec"}
 """Subjects that load what another one's producer has stored, or that need none, since they have computed it themselves."""
+AGAIN = "no connector, another process"
+"""So far two processes that do the same differ."""
+WITHOUT_HITS = (AGAIN, "MaruKVConnector", "OffloadSpec")
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -339,15 +342,15 @@ def measure(rounds: int, chosen: Sequence[str]) -> dict[str, Any]:
                 for size in SIZES:
                     producer.ask([*tokens(size, "shared", size), 3], settle=True)
                 producer.close()
-            engines = {"plain": Engine(model, None, path / "plain.log")}
+            engines = {name: Engine(model, None, path / f"{name}.log") for name in ("plain", AGAIN)}
             engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in own}
             for engine in engines.values():
                 engine.answer()
                 engine.ask(tokens(300, "warm"), max_tokens=4)
             subjects = {name: engines[SHARED_ENGINES.get(name, name)] for name in chosen}
             loads = first_tokens(engines["plain"], subjects, rounds, {"LMCache, adapter": middle.forget})
-            ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec") if name in engines}
-            alone = without_hits(ours, max(3, rounds // 3))
+            ours = {name: engines[name] for name in ("plain", *WITHOUT_HITS) if name in engines}
+            alone = without_hits(ours, rounds)
             for engine in engines.values():
                 engine.close()
     return {"first token": loads, "without hits": alone}
@@ -395,7 +398,7 @@ def main() -> None:
             print(f"  {name}: {ratios(times[name], perfect)}{processor(times, name, 'perfect load')}")
     for what, times in found["without hits"].items():
         print(f"without a hit, {what}: as a multiple of no connector")
-        for name in ("MaruKVConnector", "OffloadSpec"):
+        for name in WITHOUT_HITS:
             if name in times:
                 print(f"  {name}: {ratios(times[name], times['plain'])}{processor(times, name, 'plain')}")
 
