@@ -53,7 +53,9 @@ def vllm(session: nox.Session) -> None:
     """
     session.install(VLLM)
     # Their wheels do not match the torch that vLLM pins, and break `import vllm`. Nothing here needs them.
-    session.run_install("python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
+    session.run_install(
+        "python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"
+    )
     session.install("-e", ".[test]")
     # For the chain through LMCache. Its pins do not agree with vLLM's, and what it needs of them is there.
     session.install("--no-deps", LMCACHE[0])
