@@ -114,6 +114,17 @@ def test_two_requests_hold_one_page_and_it_goes_with_the_last(server: Server):
         assert nothing_is_pinned(memory)
 
 
+def test_what_a_request_had_in_the_cache_of_vllm_is_pinned_until_it_is_computed(server: Server):
+    """Where there are several groups of KV caches, vLLM asks for more than it loads."""
+    with opened(server) as first:
+        write(first, KEYS[:4])
+    with opened(server) as memory:
+        memory.begin("a")
+        assert ask(memory, "a", KEYS[:4]) == [Answer.HERE] * 4
+        memory.planned((), ["a"])
+        assert nothing_is_pinned(memory)
+
+
 def test_no_more_is_held_in_place_than_there_are_rows(server: Server):
     with opened(server) as first:
         write(first, KEYS[:6])

@@ -73,6 +73,20 @@ def test_what_a_request_was_told_to_be_here_stays_until_it_was_loaded():
     assert taken == KEYS[10:12] and set(new) <= set(rows) and len(evicted) == 2
 
 
+def test_what_a_request_that_is_computed_has_not_loaded_is_held_no_more_and_neither_is_what_comes_then():
+    table = table_of(8, "r")
+    filled(table, KEYS[:2])
+    ask(table, "r", KEYS[2:4])
+    fill = table.found(question(table), 2)
+    assert fill is not None and held(table) == 2
+    table.run("r")
+    assert held(table) == 0
+    table.filled(fill, 2)
+    assert held(table) == 0
+    table.begin("r")  # preempted
+    assert ask(table, "r", KEYS[:4]) == [Answer.HERE] * 4 and held(table) == 4
+
+
 def test_a_request_asks_once_and_again_when_it_was_preempted():
     table = table_of(8, "r")
     ask(table, "r", KEYS[:2])
@@ -232,7 +246,7 @@ def test_no_row_has_two_owners_whatever_happens(seed: int):
 
     for _ in range(300):
         request = rng.choice(requests)
-        what = rng.randrange(9)
+        what = rng.randrange(10)
         if what == 0:
             if request not in loading:
                 table.begin(request)
@@ -269,7 +283,9 @@ def test_no_row_has_two_owners_whatever_happens(seed: int):
             request, job = loading.popitem()
             assert [contents[row] for row in job.values()] == list(job), "the row was overwritten while it was loaded"
             table.loaded(request, job)
-        elif what == 8 and rng.random() < 0.1:
+        elif what == 8:
+            table.run(request)
+        elif what == 9 and rng.random() < 0.1:
             table.reset()
             loading.clear()
             writing.clear()

@@ -125,10 +125,17 @@ class HostMemory:
         """The tier that a row was filled from for this request, by name; nothing for one that was there."""
         return self._sources.get(request_id, {}).get(key, "")
 
-    def planned(self, preempted: Iterable[str]) -> None:
-        """A step is planned: ask the tiers for what came up in it. Where all requests wait for them, wait a little as well."""
+    def planned(self, preempted: Iterable[str], started: Iterable[str] = ()) -> None:
+        """A step is planned: ask the tiers for what came up in it. Where all requests wait for them, wait a little as well.
+
+        Args:
+            preempted: requests that are not computed any more; they may load again.
+            started: requests that are computed from now on.
+        """
         for request_id in preempted:
             self.begin(request_id)
+        for request_id in started:
+            self.table.run(request_id)
         self.table.step()
         for question in self.table.questions():
             self._look_up(question.request_id, question.keys, partial(self._found, question))

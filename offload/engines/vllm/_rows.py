@@ -9,7 +9,7 @@ is *here* only once all of its bytes lie in a row, verified; until then it is *c
 What lies in memory of this process already, in pages of a tier, needs no row: it is verified there, and *here* as it is, as
 long as somebody holds it (:mod:`._placed`). A *place* is a row, or a number below zero for such a page.
 
-Rule 1. What a request was told to be here is held for it until it loads it, or has ended.
+Rule 1. What a request was told to be here is held for it until it loads it, is computed without, or has ended.
 Rule 2. A request asks the tiers for a chunk once. What they did not have it is not asked for again, until it was preempted.
 Rule 3. What does not fit is missing. No request waits for rows that another one holds, or two could wait for each other.
 Rule 4. A place that a worker may be copying when the cache is reset is used again only after ``WITHHELD_STEPS``.
@@ -62,6 +62,8 @@ class _Request:
     """Chunks that they do not have, or that there was no room for."""
     fills: int = 0
     """Fills that are under way for it."""
+    runs: bool = False
+    """Whether it is computed: it loads nothing more, unless it is preempted."""
     over: bool = False
     """Whether it has ended, or was preempted."""
 
@@ -117,12 +119,19 @@ class RowTable:
         self.end(request_id)
         self._requests[request_id] = _Request()
 
+    def run(self, request_id: str) -> None:
+        """A request is computed from this step on. What it was told of and has not loaded, it had in vLLM's own cache."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.runs = True
+            self._let_go_of(request)
+
     def end(self, request_id: str) -> None:
         """A request is over. What it is loading stays held until that is over, too."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.over = True
-            self._release(request.held.values())
+            self._let_go_of(request)
 
     def where(self, request_id: str, key: Key, position: int = 0) -> Answer:
         """Where this chunk is; where that is not known, :meth:`questions` will ask for it.
@@ -230,7 +239,7 @@ class RowTable:
         if self._is_current(fill):
             self._coming.difference_update(fill.keys)
         request.fills -= 1
-        if request.over:
+        if request.over or request.runs:
             self._release(held)
         else:
             request.held.update(zip(fill.keys, held, strict=False))
@@ -260,8 +269,7 @@ class RowTable:
         self._loading.setdefault(request_id, {}).update(zip(keys, taken, strict=True))
         request = self._requests.get(request_id)
         if request is not None:
-            self._release(request.held.values())
-            request.held.clear()
+            self._let_go_of(request)
         return taken
 
     def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
@@ -329,6 +337,10 @@ class RowTable:
         keys = self.pool.list_keys()
         self.pool.forget(keys, self.pool.slots(keys))
         self.placed.forget()
+
+    def _let_go_of(self, request: _Request) -> None:
+        held, request.held = request.held, {}
+        self._release(held.values())
 
     def _release(self, places: Iterable[int]) -> None:
         places = list(places)

@@ -135,7 +135,7 @@ class HostManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned."""
         self.memory.arena.unlink()  # the workers have opened it
-        self.memory.planned(context.preempted_req_ids)
+        self.memory.planned(context.preempted_req_ids, context.new_req_ids)
 
     # --- what is there --------------------------------------------------------------------------------------------
 
