@@ -20,7 +20,7 @@ from .regions import Region
 from .sessions import Session
 from .statistics import Counters
 
-_AHEAD: Final = 16
+_AHEAD: Final = 64
 """Of so many keys of an owner one may go before its page is needed: for larger batches it asks."""
 
 

@@ -230,8 +230,8 @@ def fill(world: World, a: int, n: int, first: int = 0) -> None:
 
 def test_what_an_owner_registers_is_made_up_for_once_it_had_to_ask_for_room():
     world = World()
-    a = world.session(region=1, pages=64)
-    fill(world, a, 64)
+    a = world.session(region=1, pages=256)
+    fill(world, a, 256)
     assert world.keep_ahead(a, world.now) == 0  # it has never asked
     assert world.reclaim(a, 4) == 4
     assert world.keep_ahead(a, world.now) == 0  # it has them
@@ -245,8 +245,8 @@ def test_what_an_owner_registers_is_made_up_for_once_it_had_to_ask_for_room():
 
 def test_an_owner_that_asks_while_pages_are_under_way_has_those_kept_besides_and_asks_no_more():
     world = World()
-    a = world.session(region=1, pages=160)
-    fill(world, a, 160)
+    a = world.session(region=1, pages=640)
+    fill(world, a, 640)
     free: list[int] = []
     asked = 0
     for turn in range(10):
@@ -260,7 +260,7 @@ def test_an_owner_that_asks_while_pages_are_under_way_has_those_kept_besides_and
         free += [place[2] for place in world.pending(a)]  # with the answer
         world.acknowledge(a, 1 << 40)
         world.keep_ahead(a, world.now)  # behind it
-    assert asked == 2 and len(world.list_keys()) == 160 - 8
+    assert asked == 2 and len(world.list_keys()) == 640 - 8
 
 
 def test_for_a_batch_that_is_large_beside_what_there_is_nothing_goes_ahead():
@@ -276,8 +276,8 @@ def test_for_a_batch_that_is_large_beside_what_there_is_nothing_goes_ahead():
 
 def test_an_owner_that_asks_for_much_once_goes_on_to_have_what_it_needs_as_a_rule():
     world = World()
-    a = world.session(region=1, pages=64)
-    fill(world, a, 64)
+    a = world.session(region=1, pages=256)
+    fill(world, a, 256)
     assert world.reclaim(a, 4) == 4
     assert world.reclaim(a, 20) == 20  # more than is worth it
     back = [place[2] for place in world.pending(a)]
@@ -288,8 +288,8 @@ def test_an_owner_that_asks_for_much_once_goes_on_to_have_what_it_needs_as_a_rul
 
 def test_what_is_kept_ahead_fades_while_nobody_asks():
     world = World()
-    a = world.session(region=1, pages=1024)
-    fill(world, a, 1024)
+    a = world.session(region=1, pages=4096)
+    fill(world, a, 4096)
     assert world.reclaim(a, 48) == 48
     free: list[int] = []
     kept = []
@@ -298,7 +298,7 @@ def test_what_is_kept_ahead_fades_while_nobody_asks():
         world.acknowledge(a, 1 << 40)
         assert world.store(a, [f"n{turn}"], offsets=[free.pop()]) == [NEW]
         world.keep_ahead(a, world.now)
-        kept.append(1024 - len(world.list_keys()))
+        kept.append(4096 - len(world.list_keys()))
     assert kept == sorted(kept, reverse=True) and kept[0] == 48 and 20 <= kept[180] <= 28 and kept[-1] <= 4
 
 
