@@ -2,8 +2,8 @@
 
     pin -> take -> the pipeline upgrades, copies, releases -> the holder of the blocks releases -> the pin is over
 
-Who is where the server knows, so a block is pinned before it is copied from, by whoever has the time to ask. What is not held
-is ``EVICTED`` here, though it may be in the page store.
+Only the server knows which block lies where. So a block is pinned before it is copied from, by a caller that can wait for the
+answer. What is not held is ``EVICTED`` here, though it may be in the page store.
 
 Rule 1. A pin ends with the last ref to the last block of its lease.
 Rule 2. A copy is compared with the checksum that the writer of a block has computed. What is damaged is not copied on, is
