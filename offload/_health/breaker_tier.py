@@ -282,16 +282,13 @@ class BreakerTier(ForwardingTier):
         """Whether the tier has a :meth:`stores_at_once` of its own, and so may say yes."""
         return self.direct is not None and type(self.direct).stores_at_once is not DirectTier.stores_at_once
 
-    def stores_at_once(self, n: int, block_bytes: int, clock: trio.abc.Clock) -> bool:
-        """Whether a store waits for nothing and wakes no task; see :meth:`backends.direct.DirectTier.stores_at_once`.
+    def tell_time_by(self, clock: trio.abc.Clock) -> None:
+        """Note verdicts by this clock, of the engine's run, in a thread that stores at once and has no run."""
+        self._runner.clock = clock
 
-        Args:
-            n: how many blocks.
-            block_bytes: the size of each.
-            clock: of the engine's run, by which verdicts are noted in a thread that has none.
-        """
+    def stores_at_once(self, n: int, block_bytes: int) -> bool:
+        """Whether a store waits for nothing and wakes no task; see :meth:`backends.direct.DirectTier.stores_at_once`."""
         direct, runner = self.direct, self._runner
-        runner.clock = clock
         return direct is not None and runner.wakes_nobody and direct.stores_at_once(n, block_bytes)
 
 

@@ -53,6 +53,7 @@ class AtOnce:
         destination = self.transfer.destination
         alone = self.transfer.chain is None and self.admission.in_any_thread
         if alone and isinstance(destination, BreakerTier) and destination.may_store_at_once:
+            destination.tell_time_by(self.transfer.clock)
             self._destination = destination
 
     @property
@@ -70,7 +71,7 @@ class AtOnce:
             and bool(refs)
             and (self.load_priority is None or self.load_priority.is_clear)
             and not self.settlement.draining
-            and destination.stores_at_once(len(blocks.keys), source.block_bytes, self.transfer.clock)
+            and destination.stores_at_once(len(blocks.keys), source.block_bytes)
             and source.views(refs) is not None  # type: ignore[arg-type]  # None is false
         )
 
