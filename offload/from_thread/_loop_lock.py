@@ -30,6 +30,7 @@ class LoopLock(trio.abc.Instrument):
         self._lock = threading.Lock()  # not reentrant: a finalizer that stores in the middle of a store finds it taken
         self._lock.acquire()
         self._wanted = False
+        self._main = threading.main_thread().ident  # of this process: in a child it is the thread that has forked
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -59,11 +60,8 @@ class LoopLock(trio.abc.Instrument):
 
     def take_nowait(self) -> bool:
         """L3. Whether this thread may act now; if so, :meth:`release` is due."""
-        return not self._wanted and threading.get_ident() != _MAIN and self._lock.acquire(blocking=False)
+        return not self._wanted and threading.get_ident() != self._main and self._lock.acquire(blocking=False)
 
     def release(self) -> None:
         """L4. The engine's thread may go on."""
         self._lock.release()
-
-
-_MAIN = threading.main_thread().ident

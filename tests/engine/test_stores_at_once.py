@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -272,6 +273,25 @@ def test_a_store_while_the_engine_is_busy_is_sent() -> None:
         assert future.result(SOON).status is Status.COMPLETE
         holder.result(SOON)
         at_rest(engine, host)
+
+
+def forked() -> int:
+    """In a child: whether its main thread may act, though the engine's thread would let others do so."""
+    child = os.fork()
+    if not child:
+        status = 2
+        try:
+            with from_thread.open_engine(Writer().place, {"host": memory(8)}) as engine:
+                lock = engine._worker.loop_lock
+                eventually(lambda: not lock._lock.locked())
+                status = int(lock.take_nowait())
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_the_thread_that_has_forked_is_the_main_thread_of_the_child() -> None:
+    assert elsewhere(forked) == 0
 
 
 def test_an_engine_that_makes_no_such_stores_has_no_lock_to_pay_for() -> None:
