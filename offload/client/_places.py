@@ -240,10 +240,13 @@ class Staging:
         """The addresses of these slots."""
         return self.memory.pages(self.block_bytes).at(slots)
 
-    async def take(self, most: int) -> list[int]:
-        """Take up to so many slots, at least one, waiting for them in turn."""
+    async def take(self, most: int, least: int = 1) -> list[int]:
+        """Take up to so many slots, and at least ``least``, waiting for them in turn. Cancelled, none is taken.
+
+        Who needs several takes them at once: two that had a part each would wait for one another.
+        """
         async with self._turn:
-            while not self._free:
+            while len(self._free) < least:
                 await self._returned.wait()
             taken, self._free = self._free[:most], self._free[most:]
             return taken

@@ -385,8 +385,7 @@ class DaemonTier(TierBase[DaemonLease]):
             cache = await places.cache_of(staging, session)
             if cache is None:
                 raise DaemonBusy(f"{MAX_PLACES} caches are registered, and a load of {n} blocks needs one more")
-            while len(slots) < n:
-                slots += await staging.take(n - len(slots))
+            slots = await staging.take(n, least=n)
             bad = await self._ask_load(lease, cache, slots)
             await run_in_thread_to_the_end(deliver, staging.pages(slots), destination, 0, there, False)
         except Unproven:

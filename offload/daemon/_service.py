@@ -53,6 +53,7 @@ from ._messages import (
     Refused,
     Registered,
     RegisterKVCache,
+    Release,
     Request,
     ReserveWrite,
     Signal,
@@ -82,6 +83,8 @@ _log = logging.getLogger("offload.daemon")
 _DELETIONS: Final = list(Deletion)
 _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, Delete, PageStore, ReserveWrite})
 """Requests that a daemon refuses while it drains."""
+_ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
+"""Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
 
 
 class Service:
@@ -185,7 +188,8 @@ class Service:
             raise Refusal("version", text)
         if self.draining and type(request) in _BEGINS_WORK:
             raise Refusal("draining", "the daemon is about to end")
-        if len(session.requests) >= self.sessions.limits.requests:
+        most = self.sessions.limits.requests * (2 if type(request) in _ENDS_WORK else 1)
+        if len(session.requests) >= most:
             raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
         return self._handlers[type(request)](session, request)
 

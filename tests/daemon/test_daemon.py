@@ -1,7 +1,10 @@
 """A daemon and its engines in one trio run: what is stored is found and loaded again, and what ends gives back what it held."""
 
+import contextlib
+
 import pytest
 import trio
+import trio.testing
 
 import offload
 from backends.abc import Deletion
@@ -128,8 +131,10 @@ async def test_more_blocks_than_the_staging_area_has_room_for_pass_through_it(pa
         assert buffers == [payload_of(key, SIZE) for key in KEYS]
 
 
-async def test_a_load_that_is_cancelled_while_it_waits_for_the_staging_area_gives_back_what_it_has(path, monkeypatch):
-    monkeypatch.setattr("offload.client._places.STAGING_BYTES", 4 * SIZE)
+@contextlib.asynccontextmanager
+async def stored_from_a_host(path, monkeypatch, slots):
+    """An engine whose daemon has its blocks, and whose staging area has so many slots."""
+    monkeypatch.setattr("offload.client._places.STAGING_BYTES", slots * SIZE)
     async with daemon(path) as server:
         from backends.memory import MemoryTier
 
@@ -138,15 +143,41 @@ async def test_a_load_that_is_cancelled_while_it_waits_for_the_staging_area_give
             host.put(key, payload_of(key, SIZE))
         async with offload.open_engine(host, {"daemon": DaemonTier(server.url)}) as engine:
             assert (await (await engine.store(host.strong(KEYS), NO_WAIT)).wait()).status is Status.COMPLETE
-            staging = engine.tiers["daemon"]._its_places().staging
-            others = await staging.take(3)
-            with trio.CancelScope() as scope:
-                async with await engine.lookup(KEYS[:2]) as hit, trio.open_nursery() as nursery:
-                    nursery.start_soon(engine.load, hit, PagesDestination.over([bytearray(SIZE) for _ in range(2)]))
-                    await until(lambda: not staging._free)  # it has the last slot, and waits for another one
-                    scope.cancel()
-            staging.give_back(others)
-            assert sorted(staging._free) == [0, 1, 2, 3]
+            yield engine, engine.tiers["daemon"]._its_places().staging
+
+
+async def test_a_load_that_is_cancelled_while_it_waits_for_the_staging_area_has_nothing_of_it(path, monkeypatch):
+    async with stored_from_a_host(path, monkeypatch, 4) as (engine, staging):
+        others = await staging.take(3)
+        with trio.CancelScope() as scope:
+            async with await engine.lookup(KEYS[:2]) as hit, trio.open_nursery() as nursery:
+                nursery.start_soon(engine.load, hit, PagesDestination.over([bytearray(SIZE) for _ in range(2)]))
+                await until(lambda: staging._turn.locked())  # there is one slot, and it waits for another one
+                scope.cancel()
+        staging.give_back(others)
+        assert sorted(staging._free) == [0, 1, 2, 3]
+
+
+async def test_loads_that_wait_for_the_staging_area_never_wait_for_one_another(path, monkeypatch):
+    """Each with one slot of two, nobody would give one back."""
+    async with stored_from_a_host(path, monkeypatch, 4) as (engine, staging):
+        others = await staging.take(4)
+        loaded = []
+
+        async def load():
+            async with await engine.lookup(KEYS[:2]) as hit:
+                destination = PagesDestination.over([bytearray(SIZE) for _ in range(2)])
+                loaded.append((await engine.load(hit, destination)).loaded)
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                for _ in range(4):
+                    nursery.start_soon(load)
+                await until(lambda: staging._turn.statistics().tasks_waiting == 3)
+                for slot in others:
+                    staging.give_back([slot])
+                    await trio.testing.wait_all_tasks_blocked()
+        assert loaded == [2] * 4
 
 
 async def test_large_loads_use_one_area_one_after_the_other_and_the_largest_is_kept(path, monkeypatch):

@@ -157,6 +157,26 @@ async def test_more_requests_than_a_session_may_have_are_refused(path, monkeypat
             await connection.ask(lambda s: Lookup(s, KEYS, 1.0), messages.Found)
 
 
+async def test_a_session_with_all_the_requests_that_it_may_have_can_still_signal_cancel_and_release(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        cache = cache_of()
+        number = await registered(connection, cache)
+        session = server._service.sessions.by_token(connection.session.token)
+        found = await connection.ask(lambda s: Lookup(s, KEYS, 1.0), messages.Found)
+        server._service.sessions.limits = attrs.evolve(server._service.sessions.limits, requests=2)
+        for seq in (1001, 1002):
+            key = KEYS[seq - 1001]
+            request = messages.Store(seq, number, [key], messages.packed([0]), waits=True)
+            server._service.handle(session.peer, encode(request))
+        assert (await connection.ask(lambda s: messages.Release(s, [found.hold]), messages.Done)).count == 1
+        assert (await connection.ask(lambda s: messages.Signal(s, 1001), messages.Done)).count == 1
+        assert (await connection.ask(lambda s: messages.Cancel(s, [1002]), messages.Cancelled)).count == 1
+        await until(lambda: not session.requests)
+        for seq in range(2001, 2006):  # nor may it have more of these than its bound
+            server._service.handle(session.peer, encode(messages.Cancel(seq, [])))
+        assert len(session.requests) == 4
+
+
 async def test_engines_beyond_max_sessions_are_turned_away(path):
     async with daemon(path, max_sessions=1) as server:
         async with open_connection(server.url):
