@@ -1,9 +1,10 @@
 """``offload bench daemon``: eight engine processes at one daemon, beside memmove; and an enqueue, beside an echo.
 
 Daemon and engines are processes of their own, the daemon as ``offload serve`` runs it, over one memory tier that has room for
-a round. All engines begin at once, store new blocks, and then load all of them; a rate is that of all blocks until the last
-engine is done. A store is checksummed by the daemon, a load is verified. The memmove copies as many bytes on one thread, from
-and to memory that was written to before and does not fit into a processor's cache.
+a round. All engines begin at once, store new blocks, and then load all of them, each with some requests under way, as engines
+have; a rate is that of all blocks until the last engine is done. *In lockstep* each load ends before the next one is looked up.
+A store is checksummed by the daemon, a load is verified. The memmove copies as many bytes on one thread, from and to memory
+that was written to before and does not fit into a processor's cache.
 
 On a machine that is busy otherwise, ten processes get more of its time than one that copies. So the processor time of daemon
 and engines together stands beside each rate, for a block, beside that of memmove.
@@ -55,19 +56,25 @@ def rows(effort: Effort) -> Iterator[Row]:
 def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
     block_bytes = kib * _KIB
     round_bytes = CLIENTS * blocks * block_bytes
+    commands = (
+        "store",
+        "load",
+        *(("load_lockstep",) if kib > 4 else ()),
+        "delete",
+    )  # a million blocks take a minute each
     with (
         _daemon(block_bytes, int(_SPARE * round_bytes)) as daemon,
         _clients(daemon, CLIENTS, block_bytes, blocks, each) as clients,
     ):
         rounds = itertools.count()
         subjects: dict[str, Callable[[], Figures]] = {
-            f"{n} clients": partial(_one_round, daemon, clients[:n], rounds, blocks) for n in (CLIENTS, 1)
+            f"{n} clients": partial(_one_round, commands, daemon, clients[:n], rounds, blocks) for n in (CLIENTS, 1)
         }
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
         samples = in_turn(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
-    for what, n in itertools.product(("store", "load"), (CLIENTS, 1)):
-        goal = _OF_MEMMOVE if kib >= 256 and n == CLIENTS else None
-        yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what}", goal, samples)
+    for what, n in itertools.product(commands[:-1], (CLIENTS, 1)):
+        goal = _OF_MEMMOVE if kib > 4 and n == CLIENTS and what != "load_lockstep" else None
+        yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what.replace('_', '.')}", goal, samples)
 
 
 def _pages_at_once(effort: Effort) -> Iterator[Row]:
@@ -139,11 +146,13 @@ def _rows(kib: int, figure: str, name: str, goal: Goal | None, samples: Mapping[
     )  # fmt: skip
 
 
-def _one_round(daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int) -> Figures:
-    """Store, load and delete the blocks of a round, all clients at once; how it went, by what was done."""
+def _one_round(
+    commands: Sequence[str], daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int
+) -> Figures:
+    """Have all clients do these with the blocks of a round, at once; how it went, by what was done."""
     number = next(rounds)
     figures: dict[str, float] = {}
-    for what in ("store", "load", "delete"):
+    for what in commands:
         for figure, value in _at_once(daemon, clients, f"{what} {number}", blocks).items():
             figures[f"{what}.{len(clients)}.{figure}"] = value
     return figures

@@ -2,10 +2,11 @@
 
 Its thread knows no trio, as that of an inference engine. It reads commands, a line each, and writes an answer in JSON:
 
-    store ROUND        stores BLOCKS new blocks, EACH at a time, with some stores under way
-    load ROUND         finds them again, EACH at a time, and loads them
-    delete ROUND       deletes them, so that the next round finds room
-    enqueue TIMES      stores single blocks, so many behind each other and so many one at a time: the times of the calls
+    store ROUND          stores BLOCKS new blocks, EACH at a time, with some stores under way
+    load ROUND           finds them again, EACH at a time, and loads them, with some loads under way
+    load_lockstep ROUND  the same, and each load ends before the next lookup begins
+    delete ROUND         deletes them, so that the next round finds room
+    enqueue TIMES        stores single blocks, so many behind each other and so many one at a time: the times of the calls
 
 WAY is how blocks get from its cache to the daemon. ``shared``: the cache is in memory that the daemon has mapped. ``private``:
 it is not, so they pass through the staging area. ``pages``: this process writes and reads pages of the page store itself; it
@@ -21,6 +22,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any, Final
 
 from backends.abc import LOADED, STORED, Deletion
@@ -34,7 +37,7 @@ from ..preconditions import NO_WAIT
 CACHE_BYTES: Final = 64 << 20
 """Of the cache of a client: more than what a processor keeps. Stores go through its first half again and again."""
 _UNDER_WAY: Final = 16
-"""Stores at once."""
+"""Stores at once, or loads, as far as the half of the cache has room for them."""
 _DELETED_AT_ONCE: Final = 2_048
 _PATIENCE: Final = 300.0
 _AT_ONCE: Final = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), budget_blocks=1 << 16)
@@ -75,9 +78,12 @@ def _serve(client: _Client | _PageClient) -> None:
 
 
 class _Rounds:
-    """The keys of a round, in groups."""
+    """The keys of a round, in groups; and the cache, whose first half is stored, and whose second half is loaded into."""
 
-    def __init__(self, name: str, blocks: int, each: int) -> None:
+    def __init__(self, cache: Any, name: str, blocks: int, each: int) -> None:
+        self._cache = cache
+        self._half = CACHE_BYTES // cache.block_bytes // 2
+        self._at_once = min(_UNDER_WAY, self._half // each)
         self._name, self._blocks, self._each = name, blocks, each
 
     def _groups(self, number: int) -> Iterator[tuple[int, Sequence[bytes]]]:
@@ -90,18 +96,19 @@ class _PageClient(_Rounds):
     """Copies blocks of a cache into pages, and out of them."""
 
     def __init__(self, pages: BlockingPages, cache: SharedBlocks, name: str, blocks: int, each: int) -> None:
-        super().__init__(name, blocks, each)
-        self._pages, self._cache = pages, cache
-        self._half = CACHE_BYTES // cache.block_bytes // 2
+        super().__init__(cache, name, blocks, each)
+        self._pages = pages
 
     def store(self, number: int) -> dict[str, float]:
-        """Store the blocks of a round."""
-        done = 0
-        for start, keys in self._groups(number):
-            reservation = self._pages.reserve_write(keys)
-            reservation.fill(self._cache.pages([(start + at) % self._half for at in range(len(keys))]))
-            done += list(self._pages.commit(reservation)).count(STORED)
-        return {"blocks": done}
+        """Store the blocks of a round, some requests at once."""
+        with ThreadPoolExecutor(self._at_once) as threads:
+            return {"blocks": sum(threads.map(self._store, self._groups(number)))}
+
+    def _store(self, group: tuple[int, Sequence[bytes]]) -> int:
+        start, keys = group
+        reservation = self._pages.reserve_write(keys)
+        reservation.fill(self._cache.pages([(start + at) % self._half for at in range(len(keys))]))
+        return list(self._pages.commit(reservation)).count(STORED)
 
     def load(self, number: int) -> dict[str, float]:
         """Load the blocks of a round."""
@@ -116,16 +123,15 @@ class _PageClient(_Rounds):
 
 class _Client(_Rounds):
     def __init__(self, engine: Any, cache: Any, name: str, blocks: int, each: int) -> None:
-        super().__init__(name, blocks, each)
-        self._engine, self._cache = engine, cache
-        self._half = CACHE_BYTES // cache.block_bytes // 2
+        super().__init__(cache, name, blocks, each)
+        self._engine = engine
 
     def store(self, number: int) -> dict[str, float]:
-        """Store the blocks of a round."""
+        """Store the blocks of a round, some requests at once."""
         under_way: deque[Any] = deque()
         done = 0
         for start, keys in self._groups(number):
-            if len(under_way) >= min(_UNDER_WAY, self._half // self._each):  # a block is not written while it is read
+            if len(under_way) == self._at_once:  # a block is not written while it is read
                 done += len(under_way.popleft().result(_PATIENCE).completed)
             ids = [(start + at) % self._half for at in range(len(keys))]
             under_way.append(self._engine.store(self._cache.external(ids, keys), NO_WAIT))
@@ -133,7 +139,30 @@ class _Client(_Rounds):
         return {"blocks": done}
 
     def load(self, number: int) -> dict[str, float]:
-        """Load the blocks of a round."""
+        """Load the blocks of a round, some requests at once."""
+        loading: deque[Any] = deque()
+        done = 0
+        for place, lookup in zip(cycle(range(self._at_once)), self._lookups(number), strict=False):
+            if len(loading) == self._at_once:  # this place is being written to
+                done += loading.popleft().result(_PATIENCE).loaded
+            with lookup.result(_PATIENCE) as hit:
+                start = self._half + place * self._each
+                into = self._cache.into(range(start, start + len(hit)))
+                loading.append(self._engine.begin_load(hit, into, timeout=_PATIENCE))
+        done += sum(future.result(_PATIENCE).loaded for future in loading)
+        return {"blocks": done}
+
+    def _lookups(self, number: int) -> Iterator[Any]:
+        """The lookups of a round, each begun before the one before it is told."""
+        begun: deque[Any] = deque()
+        for _, keys in self._groups(number):
+            begun.append(self._engine.begin_lookup(keys, timeout=_PATIENCE))
+            if len(begun) > 1:
+                yield begun.popleft()
+        yield from begun
+
+    def load_lockstep(self, number: int) -> dict[str, float]:
+        """Load the blocks of a round, each request when the one before has ended."""
         done = 0
         for _, keys in self._groups(number):
             with self._engine.lookup(keys, timeout=_PATIENCE) as hit:
