@@ -2,7 +2,7 @@
 
 It is an instrument of each pipeline, called on the trio thread, and encodes at once: what it has been told of is in the ring
 when the hook returns. What that costs is counted against an :class:`Allowance`. When that is spent, the recorder takes its
-hooks for single containers away, and puts them back when there is enough again.
+hooks of pipelines away, and a task that sleeps until there is enough again puts them back: meanwhile it costs nothing.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ _MOST_FILES: Final = 8
 """Incidents that one recorder saves by itself: the first ones, since those that follow are most often their consequence."""
 _PAY_AT: Final = 0.0005
 """Seconds of recording after which the allowance is looked at."""
-_HOOKS_OF_A_RECORD: Final = 6
-"""Calls of the hook that stays, for what a record costs."""
 _MANY: Final = 1 << 32
 """Preconditions are told apart by so many numbers."""
 _KINDS: Final[dict[str, Blocks]] = {"WeakBlocks": "weak", "StrongBlocks": "strong", "ExternalBlocks": "external"}
@@ -133,12 +131,13 @@ class FlightRecorder:
         self._hasher = KeyHasher()
         self._record_cost, self._key_cost = _costs(self._hasher)
         self._allowance = Allowance(most_share)
-        self._batches = 0
+        self._timer: Callable[[], float] = perf_counter
         self._limited = most_share < 1.0
         self._spent = 0.0
         self._resumes_at = math.inf
         self._thinned_since = 0.0
         self._thinned_containers = 0
+        self._is_waiting = False
         self._noted = 0
         self._incidents = None if incidents is None else Path(incidents)
         self._saved: list[Path] = []
@@ -177,7 +176,8 @@ class FlightRecorder:
         self._watched.append(watch)
         if self._resumes_at == math.inf:
             pipeline.add_instrument(watch)
-        pipeline.add_instrument(_BatchWatch(self))
+        else:
+            self._have_waited()  # the run in which that began may be over
 
     def _watch_engine(self, engine: Engine) -> None:
         for name, tier in engine.tiers.items():
@@ -300,13 +300,11 @@ class FlightRecorder:
 
     def pay(self) -> None:
         """Look at the allowance, and change what is recorded if it is spent, or there is enough again."""
-        now = perf_counter()
+        now = self._timer()
         if not self._limited:
             self._spent = 0.0
             return
-        # The hook that stays while details are left out is called for each batch, and costs a part of a record.
-        before, self._batches = self._batches, sum([watch.batches for watch in self._watched])
-        spent, self._spent = self._spent + (self._batches - before) * self._record_cost / _HOOKS_OF_A_RECORD, 0.0
+        spent, self._spent = self._spent, 0.0
         left = self._allowance.pay(now, spent)
         if self._resumes_at == math.inf:
             if left < 0:
@@ -322,9 +320,25 @@ class FlightRecorder:
         self._resumes_at = self._allowance.resumes_at(now)
         for watch in self._watched:
             watch.leave()
-        self._spent += (
-            perf_counter() - now
-        )  # a pipeline arranges its hooks anew, which takes as long as dozens of records
+        self._have_waited()
+        # A pipeline arranges its hooks anew, which takes as long as dozens of records.
+        self._spent += self._timer() - now
+
+    def _have_waited(self) -> None:
+        """Have this trio run look at the allowance again when there is enough of it: a hook for that would cost each batch."""
+        if not self._is_waiting:
+            self._is_waiting = True
+            trio.lowlevel.spawn_system_task(self._wait)
+
+    async def _wait(self) -> None:
+        try:
+            while self._resumes_at < math.inf and not self._closed:
+                await trio.sleep(max(0.0, self._resumes_at - self._timer()))
+                self.pay()
+        except Exception:  # in a task of the system's it would end the run; as an instrument's, it ends the details
+            _log.exception("%r records no details any more", self)
+        finally:
+            self._is_waiting = False
 
     def _resume(self, now: float) -> None:
         self._resumes_at = math.inf
@@ -332,7 +346,7 @@ class FlightRecorder:
         containers, batches = sum([one for one, _ in counts]), sum([one for _, one in counts])
         self._thinned_containers += containers
         self._write(Thinned(now - self._thinned_since, containers, batches), 0)
-        self._spent += perf_counter() - now
+        self._spent += self._timer() - now
 
 
 # --- hooks ---------------------------------------------------------------------------------------------------------------
@@ -434,17 +448,6 @@ class _PipelineWatch:
             self._recorder.note("unproven", error_text(error))
 
 
-class _BatchWatch:
-    """The hook of one pipeline that stays while details are left out."""
-
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
-
-    def xfer_end(self, batch: OffloadBatch) -> None:
-        if perf_counter() >= self._recorder._resumes_at:
-            self._recorder.pay()
-
-
 class _EngineWatch:
     """The hooks of one engine."""
 
@@ -512,7 +515,7 @@ def _version() -> str:
 
 
 _TRIALS: Final = 64
-_COLD: Final = 2.5
+_COLD: Final = 3.0
 """How much longer than in a warm loop a record takes: 2.1 to 2.2 times was measured, and the limit is one that is kept."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from maru.bench._row import Goal, Row
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status
 from .._pipeline.opening import open_pipeline
+from .._pipeline.pipeline import Pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._straight import StraightLine, through_channels
@@ -59,18 +61,28 @@ class Burst:
         return trio.run(self._ours, destination or NullExecutor(), clock, instruments)
 
     async def _ours(self, destination: NullExecutor | MemoryTier, clock: Clock, instruments: Sequence[object]) -> float:
-        async with open_pipeline(
+        async with self.opened(destination, instruments) as pipeline:
+            return await self.through(pipeline, clock)
+
+    def opened(
+        self, destination: NullExecutor | MemoryTier, instruments: Sequence[object] = ()
+    ) -> AbstractAsyncContextManager[Pipeline]:
+        """A pipeline to this destination."""
+        return open_pipeline(
             self.source,
             destination,
             policies=[PresenceFilter(destination)],
             config=self.config,
             instruments=instruments,
-        ) as pipeline:
-            enqueue = pipeline.enqueue_nowait
-            start = clock()
-            handles = [enqueue(blocks, precondition=NO_WAIT) for blocks in self.groups]
-            await pipeline.drain()
-            seconds = clock() - start
+        )
+
+    async def through(self, pipeline: Pipeline, clock: Clock = time.thread_time) -> float:
+        """Seconds per container, from the first enqueue to the end of the drain. Nothing of it may be there already."""
+        enqueue = pipeline.enqueue_nowait
+        start = clock()
+        handles = [enqueue(blocks, precondition=NO_WAIT) for blocks in self.groups]
+        await pipeline.drain()
+        seconds = clock() - start
         assert all(len(handle.completed_blocks) == BLOCKS for handle in handles)
         return seconds / len(handles)
 

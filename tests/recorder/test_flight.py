@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import trio
+import trio.testing
 
 import offload
 from backends.abc import Unproven
@@ -310,10 +311,10 @@ def test_a_share_is_a_share(most_share):
         FlightRecorder(most_share=most_share)
 
 
-async def test_what_costs_too_much_is_counted_and_details_come_back(autojump_clock, source, monkeypatch):
+async def test_what_costs_too_much_is_counted_and_details_come_back(autojump_clock, source):
     now = [100.0]
-    monkeypatch.setattr("offload._recorder.flight.perf_counter", lambda: now[0])
     recorder = FlightRecorder()
+    recorder._timer = lambda: now[0]
     recorder._record_cost = 0.001  # the whole of what can be saved, twice
     async with offload.open_pipeline(source, FakeTier(), instruments=[recorder]) as pipeline:
 
@@ -328,12 +329,32 @@ async def test_what_costs_too_much_is_counted_and_details_come_back(autojump_clo
         assert recorder.statistics().records == before
         recorder._record_cost = 1e-6
         now[0] += 60.0
-        await store(KEYS[3])
+        await trio.sleep(60)  # nothing has to happen for that
         assert not recorder.statistics().thinned
+        before = recorder.statistics().records
+        await store(KEYS[3])
+        assert recorder.statistics().records > before
     (thinned,) = records(recorder, Thinned)
-    assert (thinned.seconds, thinned.containers) == (60.0, 3)
-    assert recorder.statistics().thinned_containers == 3
+    assert (thinned.seconds, thinned.containers) == (60.0, 2)
+    assert recorder.statistics().thinned_containers == 2
     recorder.close()
+
+
+def test_details_come_back_in_the_run_behind_the_one_in_which_they_cost_too_much(source):
+    now = [100.0]
+    with FlightRecorder() as recorder:
+        recorder._timer = lambda: now[0]
+
+        async def run(seconds):
+            recorder._record_cost = 0.001
+            async with offload.open_pipeline(source, FakeTier(), instruments=[recorder]) as pipeline:
+                await (await pipeline.enqueue(source.weak(KEYS[:1]), NO_WAIT)).wait()
+                now[0] += seconds
+                await trio.sleep(seconds)
+                return recorder.statistics().thinned
+
+        assert trio.run(run, 0.0, clock=trio.testing.MockClock(autojump_threshold=0))
+        assert not trio.run(run, 60.0, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_its_repr_says_where_it_records(tmp_path):
