@@ -4,11 +4,13 @@
           `-----its store has ended-----> forgotten
 
 Rule 1. A block counts once for its tenant, in however many tiers it is: by its key, which begins with the tenant's prefix. What
-        is on its way counts, too; so stores that are under way at the same time do not exceed a quota together.
+        is on its way counts, too; so stores that are under way at the same time do not exceed a quota together. It counts until
+        the last of the stores that bring it has ended, also where it was there before: it may go meanwhile, and come.
 Rule 2. What does not fit makes the tenant's own least recently used blocks go, and never another tenant's. What is held stays.
         Of what does not fit even then, the blocks behind are refused.
-Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is believed. In one that does not, such as a page store,
-        a block counts until it is deleted, or is missing when it is its turn to go: there, what is counted is never too little.
+Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is believed, and nothing else is: an answer to a
+        deletion may be older than what has come since. In one that does not, such as a page store, a block counts until it is
+        deleted, or is missing when it is its turn to go: there, what is counted is never too little.
 Rule 4. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
 """
 
@@ -44,10 +46,13 @@ class Account:
     """Blocks that went to make room for others of this tenant."""
     _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
     """The tiers that have each, as bits; the least recently used first."""
-    _coming: set[Key] = attrs.field(factory=set, repr=False)
+    _coming: dict[Key, int] = attrs.field(factory=dict, repr=False)
+    """How many stores bring each."""
+    _new: set[Key] = attrs.field(factory=set, repr=False)
+    """Those that are coming, and not there."""
 
     def __len__(self) -> int:
-        return len(self._there) + len(self._coming)
+        return len(self._there) + len(self._new)
 
     # --- making room ------------------------------------------------------------------------------------------------
 
@@ -63,33 +68,41 @@ class Account:
     def asked(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
         """These were to go, and this is what all tiers together have answered. What stays is used, or may be: it goes last."""
         for key, answer in zip(keys, answers, strict=True):
+            self.evicted += answer is Deletion.DELETED
             if answer in (Deletion.DELETED, Deletion.MISSING):
-                self._there.pop(key, None)
-                self.evicted += answer is Deletion.DELETED
-            elif key in self._there:
+                self.removed((key,), _UNTOLD)
+            if key in self._there:
                 self._there.move_to_end(key)
 
     def admit(self, keys: Sequence[Key], block_bytes: int) -> tuple[list[Key], list[int]]:
-        """Let blocks come as far as there is room. Returns those that count from now on, and the positions of the refused."""
+        """Let blocks come as far as there is room. Returns those, to be :meth:`settled`, and the positions of the refused."""
         room = self.quota_bytes // block_bytes - len(self)
         coming: dict[Key, None] = {}
         refused: list[int] = []
         for at, key in enumerate(keys):
-            if key in self._there or key in self._coming or key in coming:
+            if key in coming:
                 continue
-            if len(coming) < room:
-                coming[key] = None
-            else:
-                refused.append(at)
-        self._coming.update(coming)
+            if key not in self._there and key not in self._coming:
+                if room <= 0:
+                    refused.append(at)
+                    continue
+                room -= 1
+                self._new.add(key)
+            coming[key] = None
+        for key in coming:
+            self._coming[key] = self._coming.get(key, 0) + 1
         self.refused += len(refused)
         return list(coming), refused
 
     # --- what becomes of blocks -------------------------------------------------------------------------------------
 
     def settled(self, coming: Iterable[Key]) -> None:
-        """The store that these were admitted for has ended: what no tier has told of does not come any more."""
-        self._coming.difference_update(coming)
+        """The store that these were admitted for has ended: what no other one brings does not come any more."""
+        for key in coming:
+            self._coming[key] -= 1
+            if not self._coming[key]:
+                del self._coming[key]
+                self._new.discard(key)
 
     def stored(self, keys: Iterable[Key], place: int) -> None:
         """A tier has these, which counts as a use."""
@@ -97,7 +110,7 @@ class Account:
         for key in keys:
             there[key] = there.get(key, 0) | place
             there.move_to_end(key)
-            self._coming.discard(key)
+            self._new.discard(key)
 
     def removed(self, keys: Iterable[Key], place: int) -> None:
         """A tier does not have these any more."""
@@ -105,14 +118,14 @@ class Account:
             places = self._there.get(key, 0) & ~place
             if places:
                 self._there[key] = places
-            else:
-                self._there.pop(key, None)
+            elif self._there.pop(key, None) is not None and key in self._coming:
+                self._new.add(key)
 
     def deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
         """The tenant has deleted some of these."""
         for key, answer in zip(keys, answers, strict=True):
             if answer in (Deletion.DELETED, Deletion.MISSING):
-                self._there.pop(key, None)
+                self.removed((key,), _UNTOLD)
 
     def used(self, keys: Iterable[Key]) -> None:
         """These were found."""

@@ -69,14 +69,14 @@ def bytes_of(key):
 
 
 @contextlib.asynccontextmanager
-async def paged(path, *, capacity=64 << 20, maru=None, routes=(), behind=None, **knobs):
+async def paged(path, *, capacity=64 << 20, maru=None, routes=(), behind=None, engine=None, **knobs):
     """A daemon with host memory and a page store that it runs itself; ``behind``: the tiers behind that."""
     knobs.setdefault("block_bytes", SIZE)
     place = {"type": "maru", "server_url": f"ipc://{path}/maru/maru.sock", "pool_size": POOL, **(maru or {})}
     tiers = {"host": {"type": "memory", "capacity_bytes": 16 << 20}, "maru": place, **(behind or {})}
     server = ServerConfig(rm_address="", pool_path=f"{path}/maru", capacity_bytes=capacity)
     config = DaemonConfig(runtime_dir=path, **knobs)
-    async with open_daemon(config, engine_config(tiers=tiers, routes=routes), maru=server) as running:
+    async with open_daemon(config, engine_config(tiers=tiers, routes=routes, **(engine or {})), maru=server) as running:
         yield running
 
 

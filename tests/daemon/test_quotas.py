@@ -62,13 +62,24 @@ def test_the_least_recently_used_go_first_and_what_is_held_goes_last():
     account = account_of("a", "b", "c", "d")
     account.used("a")
     assert account.victims(2, ()) == ["b", "c"]
+    account.removed("c", 2)
     account.asked(["b", "c"], [HELD, GONE])
     assert account.victims(9, "d") == ["a", "b"] and account.evicted == 1
 
 
+@pytest.mark.parametrize("answer", [Deletion.MISSING, Deletion.DELETED])
+def test_an_answer_to_a_deletion_does_not_take_away_what_a_tier_has_told_since(answer):
+    account = account_of("a", "b")
+    account.asked("a", [answer])
+    account.deleted("b", [answer])
+    assert len(account) == 2 and account.victims(2, ()) == ["b", "a"]
+    account.removed("ab", 2)
+    assert len(account) == 0
+
+
 def test_what_does_not_fit_is_refused_behind_what_does():
     account = account_of("a", "b")
-    assert account.admit("acdef", 1) == (["c", "d"], [3, 4])
+    assert account.admit("acdef", 1) == (["a", "c", "d"], [3, 4])
     assert account.refused == 2 and len(account) == 4
 
 
@@ -93,6 +104,27 @@ def test_a_block_counts_once_until_the_last_tier_has_lost_it():
     assert len(account) == 0
 
 
+def test_a_block_that_two_stores_bring_counts_until_the_second_one_has_ended():
+    account = account_of()
+    first, _ = account.admit("ab", 1)
+    second, _ = account.admit("ba", 1)
+    account.settled(first)  # it was given up
+    assert len(account) == 2 and account.admit("cde", 1)[0] == ["c", "d"]
+    account.stored("ab", 2)
+    account.settled(second)
+    assert len(account) == 4
+
+
+def test_a_block_that_is_there_and_stored_once_more_counts_while_it_goes():
+    account = account_of("a", "b", "c", "d")
+    coming, _ = account.admit("a", 1)
+    account.removed("a", 2)
+    assert account.shortage("e", 1) == 1
+    account.stored("a", 2)
+    account.settled(coming)
+    assert len(account) == 4
+
+
 def test_no_sequence_of_events_has_an_account_admit_more_than_its_quota():
     dice = random.Random(20)
     for _ in range(200):
@@ -105,8 +137,8 @@ def test_no_sequence_of_events_has_an_account_admit_more_than_its_quota():
                     coming, _ = account.admit(keys, 1)
                     stores.append(coming)
                     assert len(account) <= max(before, account.quota_bytes)
-                case 1 if account._coming:
-                    account.stored([min(account._coming)], 2)
+                case 1 if stores:
+                    account.stored(dice.choice(stores), 2)  # whichever of those that bring a block has brought it
                     assert len(account) == before
                 case 2 if stores:
                     account.settled(stores.pop(dice.randrange(len(stores))))
@@ -118,7 +150,7 @@ def test_no_sequence_of_events_has_an_account_admit_more_than_its_quota():
                     account.asked(victims, [dice.choice(list(Deletion)) for _ in victims])
         for coming in stores:
             account.settled(coming)
-        assert not account._coming
+        assert not account._coming and not account._new
 
 
 class Book:
