@@ -200,7 +200,7 @@ async def test_engines_that_write_pages_lose_and_leak_nothing_whatever_they_do(s
     async with programs(seed, path, tmp_path, of_tenants) as program:
         await program.run()
         await check_the_end(program)
-        assert all(program.done.values()), "this program does not do everything"
+        assert program.done["stored"] and program.done["cancelled"]
 
 
 @pytest.mark.long
