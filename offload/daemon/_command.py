@@ -63,7 +63,7 @@ def check_settings(settings: Settings) -> None:
     """Make what the settings name, without entering it, and drop it again: what is wrong raises.
 
     Raises:
-        offload.ConfigError: a tier, a tenant or a policy cannot be what it is said to be.
+        offload.ConfigError: a tier, a tenant, an instrument or a policy cannot be what it is said to be.
     """
     from backends.closing import closing
 
@@ -71,10 +71,13 @@ def check_settings(settings: Settings) -> None:
     from ._admin import read_token
     from ._config import read_tenants
     from ._engine import unpopulated
+    from ._instruments import make_instrument
 
     read_tenants(settings.daemon.tenants_file)
     if settings.daemon.admin_token_file:
         read_token(settings.daemon.admin_token_file)
+    for name in settings.daemon.instruments:
+        make_instrument(name)
     block_bytes = settings.daemon.block_bytes or 4_096  # the size that the first cache would say
     for name, tier in unpopulated(settings.engine.tiers).items():
         with closing(make_tier(f"tiers.{name}", tier, block_bytes)):

@@ -170,6 +170,26 @@ class DaemonConfig:
         "Serve pinned memory as well, as offload pinned-pool does; its settings are in [pinned_pool], and its sockets in this "
         "runtime_dir, unless another one is set there.",
     )
+    flight_recorder: str = _knob.text(
+        "",
+        "a path",
+        r"[^\x00]*",
+        "A file for the last minutes of what pipelines decide, which `offload incident save` reads while the daemon runs, and "
+        "after it was killed. Keys are hashed. It takes at most one hundredth of the loop's time. Empty: none.",
+    )
+    flight_recorder_bytes: int = _knob.size(
+        16 << 20,
+        1 << 20,
+        64 << 20,
+        "Size of that file, from the start. 16 MiB are minutes of some hundred stores a second.",
+    )
+    instruments: tuple[str, ...] = _knob.texts(
+        (),
+        "a list of module:attribute",
+        r"[^\x00:,]+:[^\x00:,]+",
+        "Further observers of the pipelines, each made by calling what it names: offload.opentelemetry:SpanInstrument, or one "
+        "of yours.",
+    )
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
 
     def __attrs_post_init__(self) -> None:

@@ -53,6 +53,7 @@ class DaemonEngine:
         instruments: of its pipelines.
 
     Attributes:
+        instruments: those that :meth:`run` will give to the pipelines.
         caches: what engines have registered.
         page_store: the page store that the daemon runs itself, if it does.
         engine: ``None`` until the tiers are open.
@@ -62,7 +63,7 @@ class DaemonEngine:
     """
 
     def __init__(self, config: EngineConfig, block_bytes: int, instruments: Sequence[object] = ()) -> None:
-        self._instruments = instruments
+        self.instruments: list[object] = list(instruments)
         self.caches: Caches = Caches(block_bytes)
         self.page_store: MaruServer | None = None
         self.engine: Engine | None = None
@@ -122,7 +123,7 @@ class DaemonEngine:
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
         config = attrs.evolve(self._config, source=self.caches, block_bytes=0, tiers=unpopulated(self._config.tiers))
-        async with open_engine(config, instruments=self._instruments) as engine:
+        async with open_engine(config, instruments=self.instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
             self.engine = engine
             self.opened.set()

@@ -45,6 +45,7 @@ from ._admin import Admin, open_admin, read_token
 from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
+from ._instruments import open_instruments
 from ._messages import MAX_FRAME_BYTES, Refusal
 from ._service import Service
 from ._sessions import Sessions
@@ -284,7 +285,8 @@ class Daemon:
             handover = Handover(
                 f"{self.directory}/{HANDOVER_NAME}", lambda token, memory: self._service.take_memory(token, memory)
             )
-            with channel, handover, open_admin(self) as self.admin:
+            with channel, handover, open_admin(self) as self.admin, open_instruments(config) as instruments:
+                self._engine.instruments += instruments
                 self._channel, self.url = channel, f"ipc://{channel.path}"
                 # The page store outlives the tier that is its client; pinned memory, the engines that the daemon drains.
                 async with (
@@ -400,8 +402,9 @@ async def open_daemon(
         pinned_pool: a server of pinned memory to run in this process, in whose directory clients look for it.
 
     Raises:
-        offload.ConfigError: the directory or the tenants' file cannot be used.
+        offload.ConfigError: the directory or the tenants' file cannot be used, or an instrument cannot be made.
         DaemonInUse: another daemon has the directory.
+        offload.recorder.RecorderBusy: another process has the file of the flight recorder.
         CannotOpen: the tiers of the configured block size cannot be opened, or the server of pinned memory cannot listen.
     """
     daemon = Daemon(config, engine, maru, pinned_pool)

@@ -1,0 +1,47 @@
+"""What observes the pipelines of a daemon: the measure of its stages, a flight recorder, and what its settings name.
+
+Only a daemon that has them imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .._errors import ConfigError
+from ._config import DaemonConfig
+
+
+@contextmanager
+def open_instruments(config: DaemonConfig) -> Iterator[list[object]]:
+    """The instruments that the settings ask for. The flight recorder is closed when the block is left; its file stays.
+
+    Raises:
+        offload.ConfigError: a name in ``instruments`` is none.
+        offload.recorder.RecorderBusy: another process records into the file.
+        OSError: the file of the recorder cannot be made, or the disk has no room for it.
+    """
+    named = [make_instrument(name) for name in config.instruments]
+    if not config.flight_recorder:
+        yield named
+        return
+    from ..recorder import FlightRecorder
+
+    with FlightRecorder(config.flight_recorder, ring_bytes=config.flight_recorder_bytes) as recorder:
+        yield [*named, recorder]
+
+
+def make_instrument(name: str) -> Any:
+    """Make the instrument that ``module:attribute`` names: what is returned when that is called without arguments.
+
+    Raises:
+        offload.ConfigError: there is no such name, or it cannot be called so.
+    """
+    from backends.plugins.finding import find_module, find_name
+
+    module, _, attribute = name.partition(":")
+    try:
+        return find_name(find_module(module), attribute, "an instrument")()
+    except (ImportError, AttributeError, TypeError, LookupError, ValueError) as error:
+        raise ConfigError("daemon.instruments", name, f"makes no instrument: {error}") from error
