@@ -41,6 +41,8 @@ ADMIN_NAME: Final = "admin.sock"
 """Where operators come."""
 TOKEN_NAME: Final = "admin.token"
 """What they show, unless ``admin_token_file`` names another file."""
+STATUS_NAME: Final = "status.sock"
+"""Where the status page is served, with ``status = "ipc"``."""
 MARU_NAME: Final = "maru"
 """The directory of the embedded Maru server's sockets."""
 
@@ -210,6 +212,13 @@ class DaemonConfig:
     def token_path(self, directory: str) -> str:
         """The file with the token of operators."""
         return self.admin_token_file or f"{os.path.dirname(self.admin_path(directory))}/{TOKEN_NAME}"
+
+    @property
+    def status_address(self) -> str:
+        """Where a terminal looks for the status page: that of ``ipc`` where no other is set."""
+        if self.status in ("", "ipc"):
+            return f"unix:{os.path.realpath(self.runtime_dir)}/{STATUS_NAME}"
+        return f"http://{self.status}"
 
     @property
     def limits(self) -> Limits:

@@ -53,6 +53,7 @@ class DaemonEngine:
         instruments: of its pipelines.
 
     Attributes:
+        config: as it was given.
         instruments: those that :meth:`run` will give to the pipelines.
         caches: what engines have registered.
         page_store: the page store that the daemon runs itself, if it does.
@@ -70,7 +71,7 @@ class DaemonEngine:
         self.opened: trio.Event = trio.Event()
         self.on_opened: Callable[[Engine], None] = lambda engine: None
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
-        self._config = config
+        self.config: EngineConfig = config
         self._wanted = trio.Event()
         self._attempt = _Attempt()
         if block_bytes:
@@ -122,7 +123,7 @@ class DaemonEngine:
 
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
-        config = attrs.evolve(self._config, source=self.caches, block_bytes=0, tiers=unpopulated(self._config.tiers))
+        config = attrs.evolve(self.config, source=self.caches, block_bytes=0, tiers=unpopulated(self.config.tiers))
         async with open_engine(config, instruments=self.instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
             self.engine = engine

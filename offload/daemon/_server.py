@@ -42,7 +42,7 @@ from .._engine import Engine, EngineConfig
 from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
 from ._admin import Admin, open_admin, read_token
-from ._config import CHANNEL_NAME, HANDOVER_NAME, DaemonConfig, read_tenants
+from ._config import CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, DaemonConfig, read_tenants
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
 from ._instruments import open_instruments
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ._events import DaemonEvents
 
 _LOCK_NAME: Final = "daemon.lock"
-STATUS_NAME: Final = "status.sock"
 _UNREAD_BYTES: Final = 16 << 20
 """Answers that may wait for one engine. One that reads so little is hung up on."""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20

@@ -106,12 +106,13 @@ def metrics_of(
     try:
         from prometheus_client import CollectorRegistry, generate_latest
 
-        from ..metrics import DaemonCollector, EngineCollector, StageCollector
+        from ..metrics import ConfigCollector, DaemonCollector, EngineCollector, StageCollector
     except ImportError:
         return None
     registry = CollectorRegistry()
     registry.register(StageCollector(times.statistics))
     registry.register(DaemonCollector(counters))
+    registry.register(ConfigCollector(engine.config))
 
     of_tiers: list[EngineCollector] = []  # registered when the tiers are open
 

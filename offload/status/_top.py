@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from maru._cli._output import duration, share, size
 from maru._console import console, keys_pressed, show
 from maru._ending import BadInput, EnvironmentFault
 
+from .._errors import ConfigError
 from .._stage_times import STAGES
 from ._client import NoStatus, fetch_view
 from ._view import PipelineView, StatusView, TierView
@@ -31,7 +33,9 @@ _WORDS = ("stage", "state", "waits for")
 
 
 @click.command(name="top")
-@click.argument("address")
+@click.argument("address", required=False)
+@click.option("--config", "config_file", metavar="CONFIG.toml", help="The file of the daemon to watch.")
+@click.option("--runtime-dir", metavar="DIR", help="The directory of the daemon to watch, whatever the file says.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 3_600),
@@ -42,11 +46,18 @@ _WORDS = ("stage", "state", "waits for")
 )
 @click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object a line.")
-def command(address: str, interval: float, once: bool, as_json: bool) -> None:
+def command(
+    address: str | None, config_file: str | None, runtime_dir: str | None, interval: float, once: bool, as_json: bool
+) -> None:
     """Watch an engine: what is found, where containers are, how full its tiers are. Ends on q or Ctrl-C.
 
-    ADDRESS is that of a status page: http://127.0.0.1:8080, or unix:/path of its socket.
+    ADDRESS is that of a status page: http://127.0.0.1:8080, or unix:/path of its socket. Without one it is that of the daemon
+    of this user, which serves it with `offload serve --status ipc`.
     """
+    if address is None:
+        address = _address_of_daemon(config_file, runtime_dir)
+    elif config_file or runtime_dir:
+        raise click.UsageError("--config and --runtime-dir name a daemon, and ADDRESS another place to look")
     view = _look(address)
     if sys.stdout.isatty() and not (once or as_json):
         _live(address, view, interval)
@@ -61,6 +72,22 @@ def command(address: str, interval: float, once: bool, as_json: bool) -> None:
         sys.stdout.flush()
         if once:
             return
+
+
+def _address_of_daemon(config_file: str | None, runtime_dir: str | None) -> str:
+    """Where a daemon serves its status page, by its own settings."""
+    from ..daemon._config import SECTION, daemon_config, read_document
+
+    options = {f"{SECTION}.runtime_dir": ("--runtime-dir", runtime_dir)} if runtime_dir else {}
+    try:
+        address = daemon_config(read_document(config_file or ""), options=options).status_address
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.FileError(config_file or "", error.strerror or str(error)) from error
+    if address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:")):
+        raise EnvironmentFault(f"no status page at {address}: the daemon serves one with `offload serve --status ipc`")
+    return address
 
 
 def _look(address: str) -> StatusView:

@@ -1,5 +1,6 @@
 """The command ``offload serve``, as a real process."""
 
+import json
 import os
 import signal
 import socket
@@ -217,9 +218,24 @@ def test_the_status_page_is_served_over_http(path):
         metrics = get(path, "/metrics")[1]
         assert "kv_offload_daemon_sessions 0.0" in metrics
         assert 'kv_offload_stage_seconds_count{stage="transfer"} 0.0' in metrics
+        assert 'chain="on_store"' in next(line for line in metrics.splitlines() if "kv_offload_config_info{" in line)
         process.kill(signal.SIGTERM)
         assert process.wait() == 0
     assert not [name for name in os.listdir(path) if name.endswith(".sock")]
+
+
+def test_top_finds_the_daemon_by_its_directory_or_its_file(path, tmp_path):
+    file = tmp_path / "file.toml"
+    file.write_text(f'[daemon]\nruntime_dir = "{path}"\nstatus = "ipc"\n')
+    look = ("top", "--once", "--interval", "0.1", "--json")
+    without = offload(*look, "--runtime-dir", path)
+    assert (without.returncode, "--status ipc" in without.stderr) == (ENVIRONMENT, True)
+    with serve(path, host_only(path), "--status", "ipc"):
+        for named in (("--runtime-dir", path), ("--config", str(file))):
+            done = offload(*look, *named)
+            assert json.loads(done.stdout)["name"] == f"daemon at ipc://{path}/daemon.sock", done.stderr
+        assert json.loads(offload(*look, OFFLOAD_DAEMON__RUNTIME_DIR=path).stdout)["tiers"][0]["name"] == "host"
+    assert offload(*look, "unix:/here", "--config", str(file)).returncode == USAGE
 
 
 def get(path, where):
