@@ -296,12 +296,13 @@ class ConfigCollector:
     So a chart can tell whether two engines that behave differently are configured alike.
 
     Args:
-        config: the engine's. Knobs that are a number, a word or a switch are shown, those of nested configurations with the
-            name of these before their own (``pipeline_budget_blocks``); objects and tables are not.
+        config: the engine's, or what returns it where it changes. Knobs that are a number, a word or a switch are shown, those
+            of nested configurations with the name of these before their own (``pipeline_budget_blocks``); objects and tables
+            are not.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._labels = dict(_knobs("", config))
+    def __init__(self, config: EngineConfig | Callable[[], EngineConfig]) -> None:
+        self._config = config
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: a registry then does not scrape when the collector is registered."""
@@ -309,7 +310,8 @@ class ConfigCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the one metric."""
-        yield InfoMetricFamily(f"{PREFIX}config", "The knobs of the engine", value=self._labels)
+        config = self._config() if callable(self._config) else self._config
+        yield InfoMetricFamily(f"{PREFIX}config", "The knobs of the engine", value=dict(_knobs("", config)))
 
 
 def _knobs(before: str, config: attrs.AttrsInstance) -> Iterator[tuple[str, str]]:

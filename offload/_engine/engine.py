@@ -24,6 +24,7 @@ from backends.abc import (
 )
 from backends.pages import check_apart
 
+from .._config import BreakerConfig
 from .._health import BreakerTier
 from .._instruments import EngineHooks
 from .._keys import BlockKey
@@ -35,7 +36,7 @@ from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import EngineInstrument, Mismatch, PreconditionLike
-from .config import EngineConfig, OnLoadFailure
+from .config import EngineConfig, LoadOrRecompute, OnLoadFailure
 from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
 from .history import History
@@ -115,6 +116,7 @@ class Engine:
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote
         self._lookup_timeout = config.lookup_timeout
+        self._breaker = config.breaker
         self._block_tokens = config.block_tokens
         self._breaker_tiers = parts.breaker_tiers
         self._places: list[Place] = list(parts.breaker_tiers.items())
@@ -543,6 +545,25 @@ class Engine:
             hits_by_tier={name: counts.hits_by_tier[name] for name in self._breaker_tiers},
             block_tokens=self._block_tokens,
         )
+
+    def set_thresholds(
+        self, *, lookup_timeout: float, breaker: BreakerConfig, load_or_recompute: LoadOrRecompute
+    ) -> None:
+        """Change what an operator may want to change while this runs; what is under way keeps what it began with.
+
+        Args:
+            lookup_timeout: how long a tier may take for its part of a lookup.
+            breaker: when a tier counts as broken, and how it is tried again. A tier that came with a breaker keeps it.
+            load_or_recompute: of this ``max_loss`` and ``probe_interval``, where the choice is not off.
+        """
+        self._lookup_timeout = lookup_timeout
+        for tier in self._breaker_tiers.values():
+            tier.replace_breaker(self._breaker, breaker)
+        self._breaker = breaker
+        if self._choice is not None:
+            self._choice.set_max_loss(load_or_recompute.max_loss)
+        if self._probe is not None:
+            self._probe.interval = load_or_recompute.probe_interval
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

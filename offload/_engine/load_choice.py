@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from .config import LoadOrRecompute
 from .load_or_recompute import Advice, GiveUp, LeftOut, LoadBudget, Stretch, advise, leave_out
 from .lookup import Segment
@@ -19,14 +21,13 @@ class LoadChoice:
     """The choice between loading and recomputing in one engine.
 
     Attributes:
-        config: as it was set.
+        config: as it is set now.
         enforces: whether what is advised is done.
     """
 
     def __init__(self, config: LoadOrRecompute) -> None:
         self.config: LoadOrRecompute = config
         self.enforces: bool = config.mode == "enforce"
-        self._max_loss = config.max_loss
         self._compute = ComputeEstimate(config.seconds_per_block)
         self._loads: dict[str, LoadEstimate] = {}
         self._advised: dict[str, int] = {}
@@ -34,6 +35,10 @@ class LoadChoice:
         self._probes: dict[str, int] = {}
         self._cut_blocks = 0
         self._slowest_end = 0.0
+
+    def set_max_loss(self, share: float) -> None:
+        """Use another ``max_loss`` for loads that begin from now on."""
+        self.config = attrs.evolve(self.config, max_loss=share)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +75,7 @@ class LoadChoice:
             if rate is None or not rate.is_settled:
                 return False
             seconds += rate.late(segment.blocks)
-        return seconds <= self._max_loss * compute.seconds(0, sum([segment.blocks for segment in segments]))
+        return seconds <= self.config.max_loss * compute.seconds(0, sum([segment.blocks for segment in segments]))
 
     @property
     def has_deadlines(self) -> bool:
@@ -89,7 +94,7 @@ class LoadChoice:
         compute = self._compute.rate
         if not self.enforces or compute is None or not blocks:
             return None
-        return LoadBudget(now, blocks, compute, self._max_loss)
+        return LoadBudget(now, blocks, compute, self.config.max_loss)
 
     def stretches(self, segment: Segment, left: int, behind: Sequence[Segment]) -> list[Stretch]:
         """What is left of a load: so many blocks of this segment, and those behind it."""

@@ -111,6 +111,11 @@ class BreakerTier(ForwardingTier):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def replace_breaker(self, before: BreakerConfig, after: BreakerConfig) -> None:
+        """Use other settings from the next call on, if these are the present ones; a wait that has begun keeps its length."""
+        if self._config is before:
+            self._config = self._runner.config = self._runner.breaker.config = after
+
     @property
     def health(self) -> Health:
         """The state of the breaker after the last call."""

@@ -25,7 +25,7 @@ from maru.exception_groups import leaves
 
 from .._errors import ConfigError
 from ._config import SECTION, daemon_knobs
-from ._settings import Settings, as_toml, keep_unreloadable, read_settings, refused_changes
+from ._settings import Settings, as_toml, keep_unreloadable, keep_unreloadable_of_engine, read_settings, refused_changes
 
 if TYPE_CHECKING:
     from ._server import Daemon, Dropped
@@ -202,7 +202,8 @@ class _Running:
         notify("RELOADING", "reading the settings again")
         try:
             fresh = read_settings(before.path, before.options)
-            daemon.reload(keep_unreloadable(before.daemon, fresh.daemon))
+            engine = keep_unreloadable_of_engine(before.engine, fresh.engine)
+            daemon.reload(keep_unreloadable(before.daemon, fresh.daemon), engine)
         finally:
             notify("READY", f"serving at {daemon.url}")
         refused = refused_changes(before, fresh)
@@ -210,7 +211,7 @@ class _Running:
             _log.error("reload: %s was not changed: it needs a restart", name)
         logging.getLogger("offload").setLevel(daemon.config.log_level.upper())
         _log.info("reload: the settings were read again")
-        self.settings = attrs.evolve(before, daemon=daemon.config)
+        self.settings = attrs.evolve(before, daemon=daemon.config, engine=engine)
         return refused
 
     def reload_for_signal(self) -> None:

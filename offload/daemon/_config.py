@@ -227,7 +227,8 @@ class DaemonConfig:
 
 
 RELOADED: Final = frozenset({"log_level", "lease", "tenants_file", "drain_timeout", "admin_token_file"})
-"""Settings that SIGHUP reads again; all others need a restart."""
+"""Settings of ``[daemon]`` that SIGHUP reads again; all others there need a restart. Of ``[engine]`` it takes over thresholds:
+:func:`offload.daemon._settings.keep_unreloadable_of_engine`."""
 
 
 def default_directory() -> str:

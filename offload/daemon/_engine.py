@@ -53,7 +53,7 @@ class DaemonEngine:
         instruments: of its pipelines.
 
     Attributes:
-        config: as it was given.
+        config: as it is now.
         instruments: those that :meth:`run` will give to the pipelines.
         caches: what engines have registered.
         page_store: the page store that the daemon runs itself, if it does.
@@ -76,6 +76,16 @@ class DaemonEngine:
         self._attempt = _Attempt()
         if block_bytes:
             self._wanted.set()
+
+    def set_thresholds(self, config: EngineConfig) -> None:
+        """Take over the thresholds of a configuration: see :meth:`offload.Engine.set_thresholds`."""
+        self.config = config
+        if self.engine is not None:
+            self.engine.set_thresholds(
+                lookup_timeout=config.lookup_timeout,
+                breaker=config.breaker,
+                load_or_recompute=config.load_or_recompute,
+            )
 
     def require(self) -> Engine:
         """The engine.

@@ -198,8 +198,12 @@ class Daemon:
             values |= {f"pinned_pool.{name}": value for name, value in told.items()}
         return values
 
-    def reload(self, config: DaemonConfig) -> None:
+    def reload(self, config: DaemonConfig, engine: EngineConfig | None = None) -> None:
         """Take over the settings that can change while it runs; sessions of tenants that are gone end.
+
+        Args:
+            config: of the daemon.
+            engine: of its tiers, for the thresholds; ``None``: they stay.
 
         Raises:
             offload.ConfigError: the tenants, or the token of operators, cannot be read. Nothing was changed.
@@ -214,6 +218,8 @@ class Daemon:
         service.stores.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
+        if engine is not None:
+            self._engine.set_thresholds(engine)
         if self._events is not None:
             self._events.rename(tenants)
         for session in service.sessions:

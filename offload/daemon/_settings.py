@@ -75,10 +75,11 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
         for field in attrs.fields(DaemonConfig)
         if field.name not in RELOADED and getattr(before.daemon, field.name) != getattr(after.daemon, field.name)
     ]
+    taken_over = keep_unreloadable_of_engine(before.engine, after.engine)
     names += [
         f"engine.{field.name}"
         for field in attrs.fields(EngineConfig)
-        if getattr(before.engine, field.name) != getattr(after.engine, field.name)
+        if getattr(taken_over, field.name) != getattr(after.engine, field.name)
     ]
     if before.pinned_pool is not None and after.pinned_pool is not None:
         names += [
@@ -92,6 +93,16 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
 def keep_unreloadable(before: DaemonConfig, after: DaemonConfig) -> DaemonConfig:
     """The settings of before, with those of after that a reload takes over."""
     return attrs.evolve(before, **{name: getattr(after, name) for name in RELOADED})
+
+
+def keep_unreloadable_of_engine(before: EngineConfig, after: EngineConfig) -> EngineConfig:
+    """The engine's settings of before, with the thresholds of after that a reload takes over."""
+    choice = attrs.evolve(
+        before.load_or_recompute,
+        max_loss=after.load_or_recompute.max_loss,
+        probe_interval=after.load_or_recompute.probe_interval,
+    )
+    return attrs.evolve(before, lookup_timeout=after.lookup_timeout, breaker=after.breaker, load_or_recompute=choice)
 
 
 def as_toml(settings: Settings, environ: Mapping[str, str]) -> str:

@@ -112,7 +112,7 @@ def metrics_of(
     registry = CollectorRegistry()
     registry.register(StageCollector(times.statistics))
     registry.register(DaemonCollector(counters))
-    registry.register(ConfigCollector(engine.config))
+    registry.register(ConfigCollector(lambda: engine.config))
 
     of_tiers: list[EngineCollector] = []  # registered when the tiers are open
 

@@ -196,6 +196,25 @@ async def test_sighup_takes_over_what_may_change_and_names_the_rest(path, tmp_pa
         assert "daemon.max_sessions was not changed: it needs a restart" in process.errors()
 
 
+async def test_sighup_takes_over_thresholds_of_the_engine_and_names_what_is_none(path, tmp_path):
+    file = tmp_path / "daemon.toml"
+    text = f'[daemon]\nblock_bytes = {SIZE}\nstatus = "ipc"\n[engine]\nlookup_timeout = 3.0\n'
+    text += '[engine.breaker]\nmax_faults = 3\n[engine.load_or_recompute]\nmode = "advise"\n'
+    text += '[engine.tiers.host]\ntype = "memory"\n'
+    file.write_text(text)
+    with serve(path, str(file)) as process:
+        for before, after in (("= 3.0", "= 0.5"), ("faults = 3", "faults = 9"), ("advise", "enforce")):
+            text = text.replace(before, after)
+        file.write_text(text)
+        process.kill(signal.SIGHUP)
+        await until(lambda: 'lookup_timeout="0.5"' in get(path, "/metrics")[1])
+        assert 'breaker_max_faults="9"' in get(path, "/metrics")[1]
+        process.kill(signal.SIGTERM)
+        process.wait()
+        refused = [line for line in process.errors().splitlines() if "was not changed" in line]
+        assert len(refused) == 1 and "engine.load_or_recompute" in refused[0]
+
+
 def test_systemd_is_told_when_it_is_ready_and_when_it_stops(path, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
