@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from backends.abc import TierStatistics
+
+from .._engine import ChoiceStatistics, EngineConfig, EngineStatistics, ShadowStatistics
+from .._engine.routes import plan
+from .._errors import ConfigError
+from .._health import Health, HealthState
+from .._pipeline.statistics import PipelineStatistics
 
 if TYPE_CHECKING:
     from ._engine import DaemonEngine
     from ._service import Service
     from ._sessions import Session
+
+
+_NOTHING_IN: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
+_NOT_ENTERED: Final = Health(HealthState.CLOSED, 0.0, 0, "", None, entered=False)
+
+
+def before_opening(config: EngineConfig) -> EngineStatistics:
+    """The statistics of an engine whose tiers are not open yet: all that it will count is 0, under the names that it will have.
+
+    A pipeline that turns out not to be, since its tier cannot be read from, is named here as well.
+    """
+    tiers = list(config.tiers)
+    try:
+        pipelines = [route.name for route in plan(tiers, tiers, config.routes, config.chain)]
+    except ConfigError:  # said where the tiers are opened
+        pipelines = []
+    nothing: dict[str, int] = {field.name: 0 for field in attrs.fields(EngineStatistics) if field.type == "int"}
+    return EngineStatistics(
+        **nothing | {"block_tokens": config.block_tokens},
+        pipelines={name: _nothing_through() for name in pipelines},
+        tiers=dict.fromkeys(tiers, _NOTHING_IN),
+        health=dict.fromkeys(tiers, _NOT_ENTERED),
+        load_failures={},
+        lookup_failures={},
+        load_faults={},
+        promotions_refused={},
+        spills={},
+        shadow=ShadowStatistics(),
+        load_or_recompute=ChoiceStatistics(),
+        hits_by_tier=dict.fromkeys(tiers, 0),
+    )
+
+
+def _nothing_through() -> PipelineStatistics:
+    counts: dict[str, int] = {field.name: 0 for field in attrs.fields(PipelineStatistics) if field.type == "int"}
+    return PipelineStatistics(**counts, blocking_policy="")
 
 
 def counters(service: Service, session: Session | None, daemon_engine: DaemonEngine) -> dict[str, float]:

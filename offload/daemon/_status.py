@@ -14,6 +14,7 @@ import trio
 
 from ..instruments import StageTimes
 from ..status import EngineStatus, NoSuchKey, StatusView, ViewMaker
+from ._statistics import before_opening
 
 if TYPE_CHECKING:
     from maru import MaruServer, PoolMap
@@ -114,12 +115,7 @@ def metrics_of(
     registry.register(DaemonCollector(counters))
     registry.register(ConfigCollector(lambda: engine.config))
 
-    of_tiers: list[EngineCollector] = []  # registered when the tiers are open
-
-    def answer() -> bytes:
-        if engine.engine is not None and not of_tiers:
-            of_tiers.append(EngineCollector(engine.engine.statistics))
-            registry.register(of_tiers[0])
-        return generate_latest(registry)
-
-    return answer
+    registry.register(
+        EngineCollector(lambda: before_opening(engine.config) if engine.engine is None else engine.engine.statistics())
+    )
+    return lambda: generate_latest(registry)

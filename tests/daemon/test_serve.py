@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -241,6 +243,37 @@ def test_the_status_page_is_served_over_http(path):
         process.kill(signal.SIGTERM)
         assert process.wait() == 0
     assert not [name for name in os.listdir(path) if name.endswith(".sock")]
+
+
+async def test_every_series_is_there_at_0_before_the_tiers_are_open_and_none_goes(path):
+    def names(text):
+        return {line.partition(" ")[0] for line in text.splitlines() if not line.startswith(("#", "kv_offload_config"))}
+
+    with serve(path, host_only(path, block_bytes=0), "--status", "ipc"):
+        before = get(path, "/metrics")[1]
+        assert 'kv_offload_tier_stored_total{tier="host"} 0.0' in before
+        assert 'kv_offload_tier_entered{tier="host"} 0.0' in before
+        cache = cache_of()
+        async with open_client(cache, f"ipc://{path}/daemon.sock") as engine:
+            await store(engine, cache)
+            after = get(path, "/metrics")[1]
+    assert 'kv_offload_tier_stored_total{tier="host"} 8.0' in after
+    assert names(before) ^ names(after) == set()
+
+
+UNIT = re.compile(r"```ini\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_the_unit_of_the_documentation_is_one(tmp_path):
+    page = Path(__file__).parents[2] / "docs/how-to/run-as-a-service.md"
+    (unit,) = UNIT.findall(page.read_text(encoding="utf-8"))
+    file = tmp_path / "offload-daemon.service"
+    file.write_text(unit)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_top_finds_the_daemon_by_its_directory_or_its_file(path, tmp_path):
