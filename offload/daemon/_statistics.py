@@ -34,7 +34,7 @@ def before_opening(config: EngineConfig) -> EngineStatistics:
         pipelines = [route.name for route in plan(tiers, tiers, config.routes, config.chain)]
     except ConfigError:  # said where the tiers are opened
         pipelines = []
-    nothing: dict[str, int] = {field.name: 0 for field in attrs.fields(EngineStatistics) if field.type == "int"}
+    nothing: dict[str, int] = {field.name: 0 for field in attrs.fields(EngineStatistics) if str(field.type) == "int"}
     return EngineStatistics(
         **nothing | {"block_tokens": config.block_tokens},
         pipelines={name: _nothing_through() for name in pipelines},
@@ -52,7 +52,7 @@ def before_opening(config: EngineConfig) -> EngineStatistics:
 
 
 def _nothing_through() -> PipelineStatistics:
-    counts: dict[str, int] = {field.name: 0 for field in attrs.fields(PipelineStatistics) if field.type == "int"}
+    counts: dict[str, int] = {field.name: 0 for field in attrs.fields(PipelineStatistics) if str(field.type) == "int"}
     return PipelineStatistics(**counts, blocking_policy="")
 
 
