@@ -1,6 +1,7 @@
 """A daemon and its engines in one trio run: what is stored is found and loaded again, and what ends gives back what it held."""
 
 import contextlib
+import threading
 
 import pytest
 import trio
@@ -8,6 +9,7 @@ import trio.testing
 
 import offload
 from backends.abc import Deletion
+from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 from offload import NO_WAIT, EngineConfig, Status
@@ -39,7 +41,7 @@ from offload.daemon._messages import (
     TensorLayout,
     packed,
 )
-from tests.support.daemons import SIZE, daemon, engine_config, serve
+from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
 
 KEYS = [b"key %d" % at for at in range(8)]
 
@@ -301,6 +303,30 @@ async def begin_store(nursery, connection, number, keys, *, token=0):
     nursery.start_soon(run)
     await sent.wait()
     return numbers[0], answers
+
+
+async def test_engines_are_served_while_memory_is_populated_behind_the_start(path, monkeypatch):
+    begun, over = threading.Event(), threading.Event()
+    populate = MemoryTier.populate
+
+    def wait_and_populate(tier, start):
+        begun.set()
+        assert over.wait(PATIENCE)
+        populate(tier, start)
+
+    monkeypatch.setattr(MemoryTier, "populate", wait_and_populate)
+    async with daemon(path, block_bytes=SIZE) as server:
+        cache = cache_of()
+        try:
+            async with open_client(cache, server.url) as engine:
+                await until(begun.is_set)
+                assert server.state == "ready"
+                assert (await store(engine, cache)).completed == tuple(KEYS)
+                async with await engine.lookup(KEYS) as hit:
+                    assert (await engine.load(hit, cache.into(range(16, 24)))).loaded == 8
+                assert len(list(server.engine.tiers["host"].unpopulated())) >= 1
+        finally:
+            over.set()
 
 
 async def test_a_store_waits_for_its_signal(path):

@@ -224,6 +224,9 @@ def test_systemd_is_told_when_it_is_ready_and_when_it_stops(path, tmp_path):
         environ = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
         with Process("-m", "offload", "serve", host_only(path), "--runtime-dir", path, environ=environ) as process:
             assert manager.recv(1024).startswith(b"READY=1\nSTATUS=serving at ipc://")
+            process.kill(signal.SIGHUP)
+            assert manager.recv(1024).startswith(b"RELOADING=1")
+            assert manager.recv(1024).startswith(b"READY=1")
             process.kill(signal.SIGTERM)
             assert manager.recv(1024).startswith(b"STOPPING=1")
             assert process.wait() == 0
