@@ -61,6 +61,10 @@ class Boards:
         """It holds nothing any more."""
         self._open.pop(holder, None)
 
+    def close_all(self) -> None:
+        """Nobody holds anything any more."""
+        self._open.clear()
+
     def held(self) -> set[int]:
         """The generations that stand on the boards now; others that are nobody's may be among them."""
         held: set[int] = set()

@@ -46,6 +46,10 @@ class TenantIndexes:
             before.retire()
         self._writers[tenant] = writer
 
+    def close(self) -> None:
+        """Have no index any more, and let go of their memory. They are not retired."""
+        self._writers.clear()
+
     def fill(self, tenant: str, located: Iterable[tuple[str, Location, bool]]) -> None:
         """Add names that a directory has; what is another tenant's is passed over.
 

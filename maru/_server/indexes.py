@@ -117,6 +117,11 @@ class Indexes:
             "left out": sum(one.left_out for one in each),
         }
 
+    def close(self) -> None:
+        """Let go of all memory, and of its descriptors. A collection would not: what a server has is frozen when it starts."""
+        self._boards.close_all()
+        self._indexes.close()
+
     async def open_fd(self, session: bytes, write: bool) -> int:
         """A descriptor for whoever has this session: of its tenant's index, to read, or of its own board, to write.
 

@@ -569,3 +569,5 @@ async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruS
             if alone is group:
                 raise
             raise alone from alone.__cause__
+        finally:
+            server._indexes.close()

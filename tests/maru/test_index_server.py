@@ -273,3 +273,18 @@ async def _put_and_fetch(pool: Path) -> IndexReader:
     async with client(pool) as handler:
         await put(handler, ["k"])
         return await filled(handler)
+
+
+async def test_a_server_that_has_ended_keeps_no_memory_open_although_what_it_had_is_frozen(pool):
+    def open_descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    async def once():
+        async with open_server(config(pool)), client(pool) as handler:
+            await filled(handler)
+
+    await once()
+    before = open_descriptors()
+    for _ in range(3):
+        await once()
+    assert open_descriptors() == before
