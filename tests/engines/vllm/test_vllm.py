@@ -91,7 +91,8 @@ def test_aborted_requests_leave_the_others_alone_and_nothing_behind(model: str, 
 def test_what_a_killed_server_has_indexed_is_loaded_and_it_is_used_again_when_it_is_back(
     model: str, server: Server, tmp_path: Path
 ) -> None:
-    prompts = [prompt(1024, 40, number) for number in range(3)]
+    # The last one shares nothing with the others: it can be loaded only if it was stored in the server that came back.
+    prompts = [prompt(1024, 40, 0), prompt(1024, 40, 1), prompt(0, 1064, 2)]
     asked = [generate([one]) for one in prompts]
     reference = run({"model": model, "steps": asked})
     tell, wait = [str(tmp_path / f"told-{at}") for at in range(2)], [str(tmp_path / f"done-{at}") for at in range(2)]
@@ -103,10 +104,7 @@ def test_what_a_killed_server_has_indexed_is_loaded_and_it_is_used_again_when_it
         asked[1],
         {"do": "reset"},
         {"do": "wait", "tell": tell[1], "wait": wait[1]},
-        asked[2],
-        {"do": "settle"},
-        {"do": "reset"},
-        asked[2],
+        {"do": "generate until cached", "prompts": [prompts[2]], "cached": [1024]},
     ]
 
     def of_the_world() -> None:
@@ -117,11 +115,11 @@ def test_what_a_killed_server_has_indexed_is_loaded_and_it_is_used_again_when_it
     world.start()
     answer = run({"model": model, "transfer": maru(server, lookup_timeout=5.0), "steps": steps})
     world.join()
-    got = [answer["answers"][at]["tokens"] for at in (0, 4, 7, 10)]
-    assert got == [one["tokens"] for one in (*reference["answers"], reference["answers"][2])]
-    assert answer["answers"][4]["cached"] == [1024]  # its pages stay until the lease ends
-    assert answer["answers"][10]["cached"] == [1024]  # read anew from the server that is back
-    assert answer["counts"]["worker"]["chunks loaded"] >= 16
+    got = [answer["answers"][at]["tokens"] for at in (0, 4, 7)]
+    assert got == [one["tokens"] for one in reference["answers"]]
+    assert [answer["answers"][at]["cached"] for at in (4, 7)] == [[1024], [1024]]  # the first: pages stay for a lease
+    consumer = run({"model": model, "transfer": maru(server), "steps": [asked[2]]})
+    assert (consumer["answers"][0]["cached"], external_hits(consumer)) == ([1024], 1024)
 
 
 def test_a_server_that_was_never_there_is_named_and_costs_no_answer(model: str, tmp_path: Path) -> None:
@@ -133,8 +131,10 @@ def test_a_server_that_was_never_there_is_named_and_costs_no_answer(model: str, 
     }
     answer = run({"model": model, "transfer": absent, "steps": [generate([prompt(600, 0, 1)])]})
     assert answer["answers"][0]["reasons"] == ["length"]
-    unavailable = [line for line in answer["log"].splitlines() if "lookups without maru, which is unavailable" in line]
-    assert unavailable and all("none.sock" in line for line in unavailable)
+    assert answer["counts"]["scheduler"]["lookups without maru, which is unavailable"] == 1
+    assert answer["counts"]["worker"] == {"chunks offered": 2, "chunks not stored": 2}
+    assert "Nobody answers at ipc://" in answer["log"]  # the address alone is in the arguments, which vLLM prints
+    nothing_is_left(answer)
 
 
 def test_a_corrupted_page_is_computed_and_never_used(model: str, server: Server) -> None:
