@@ -40,11 +40,15 @@ TOKEN_BYTES = 16 << 10
 VOCABULARY = 24_000
 SUBJECTS = (
     "ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec",
-    "OffloadSpec, from its rows", "daemon", "OffloadSpec, daemon",
+    "OffloadSpec, without checksums", "OffloadSpec, from its rows", "daemon", "OffloadSpec, daemon",
 )  # fmt: skip
 SHARED_ENGINES = {"LMCache, adapter": "LMCache"}
 """Subjects that are another one's engine, asked in another way."""
-PRODUCERS = {"without checksums": "MaruKVConnector", "OffloadSpec, from its rows": "OffloadSpec"}
+PRODUCERS = {
+    "without checksums": "MaruKVConnector",
+    "OffloadSpec, without checksums": "OffloadSpec",
+    "OffloadSpec, from its rows": "OffloadSpec",
+}
 """Subjects that load what another one's producer has stored, or that need none, since they have computed it themselves."""
 AGAIN = "no connector, another process"
 """So far two processes that do the same differ."""
@@ -218,6 +222,7 @@ def transfers(server: str, daemon: str, directory: Path, tokens: int) -> dict[st
             "kv_connector_extra_config": {**maru, "checksums": False},
         },
         "OffloadSpec": spec({"engine": {"tiers": tiers}}),
+        "OffloadSpec, without checksums": spec({"engine": {"tiers": {"maru": {**tiers["maru"], "checksums": False}}}}),
         "OffloadSpec, from its rows": spec(
             {"engine": {"tiers": {"host": {"type": "memory", "capacity_bytes": "64 MiB"}}}}
         ),
