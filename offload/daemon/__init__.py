@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ._server import open_daemon as open_daemon
     from ._server import Daemon as Daemon
     from ._server import DaemonInUse as DaemonInUse
-    from ._server import Dropped as Dropped
+    from ._dropped import Dropped as Dropped
     from ._engine import CannotOpen as CannotOpen
     from ._config import DaemonConfig as DaemonConfig
     from ._config import daemon_config as daemon_config
@@ -32,7 +32,7 @@ _HOMES = {
     "open_daemon": "._server",
     "Daemon": "._server",
     "DaemonInUse": "._server",
-    "Dropped": "._server",
+    "Dropped": "._dropped",
     "CannotOpen": "._engine",
     "DaemonConfig": "._config",
     "daemon_config": "._config",

@@ -54,7 +54,8 @@ from ._tenants import stored_keys
 
 if TYPE_CHECKING:
     from .._engine import Engine
-    from ._server import Daemon, Dropped
+    from ._dropped import Dropped
+    from ._server import Daemon
 
 _MOST: Final = 16
 """Operators at once."""
@@ -282,7 +283,7 @@ class Admin:
 
     def _drain(self, peer: bytes, request: Drain) -> None:
         def tell(dropped: Dropped) -> None:
-            self._finish(peer, Drained(request.seq, self._daemon.epoch, dropped.stores, dropped.loads))
+            self._finish(peer, Drained(request.seq, self._daemon.epoch, dropped.stores, dropped.others))
 
         _log.info("an operator asks for the end")
         self._daemon.ask_drain(tell)

@@ -28,7 +28,8 @@ from ._config import SECTION, daemon_knobs
 from ._settings import Settings, as_toml, keep_unreloadable, keep_unreloadable_of_engine, read_settings, refused_changes
 
 if TYPE_CHECKING:
-    from ._server import Daemon, Dropped
+    from ._dropped import Dropped
+    from ._server import Daemon
 
 _LAST_RESORT: Final = 0.4
 """Seconds after ``drain_timeout`` until the process ends, whatever is still under way: a copy may hang in the kernel."""
@@ -115,7 +116,7 @@ def _exit_code(dropped: Dropped) -> int:
     if not dropped:
         return ExitCode.DONE
     click.echo(f"offload serve: {dropped}: they had not ended within drain_timeout", err=True)
-    return ExitCode.DROPPED + bool(dropped.stores) + 2 * bool(dropped.loads) - 1
+    return dropped.exit_code
 
 
 async def _serve(settings: Settings) -> Dropped:

@@ -12,7 +12,7 @@ import msgspec
 
 from maru._cli._output import duration, plural, print_json, show, size
 from maru._console import identifier
-from maru._ending import BadInput, CheckFailed, ExitCode
+from maru._ending import BadInput, CheckFailed
 
 from ._admin_messages import (
     Describe,
@@ -29,6 +29,7 @@ from ._admin_messages import (
     Reloaded,
     SetLogLevel,
 )
+from ._dropped import Dropped
 from ._messages import Done, State, Status
 from ._operator import DaemonOptions, daemon_options, open_engine_side, open_operator
 
@@ -196,12 +197,12 @@ def drain(ctx: click.Context, options: DaemonOptions) -> None:
     with open_operator(options) as daemon:
         limit = daemon.ask(Describe, Described).sections["limits"]["drain_timeout"]
         told = daemon.ask(Drain, Drained, timeout=float(limit) + options.timeout)
+    dropped = Dropped(told.stores, told.others)
     if options.as_json:
-        print_json({"dropped_stores": told.stores, "dropped_requests": told.others})
+        print_json({"dropped_stores": dropped.stores, "dropped_requests": dropped.others})
     else:
-        click.echo(f"drained; {told.stores} stores and {told.others} other requests were dropped")
-    if told.stores or told.others:
-        ctx.exit(ExitCode.DROPPED + bool(told.stores) + 2 * bool(told.others) - 1)
+        click.echo(f"drained; {dropped}")
+    ctx.exit(dropped.exit_code)
 
 
 @click.command()

@@ -43,6 +43,7 @@ from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
 from ._admin import Admin, open_admin, read_token
 from ._config import CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, DaemonConfig, read_tenants
+from ._dropped import Dropped
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
 from ._instruments import open_instruments
@@ -71,21 +72,6 @@ _log = logging.getLogger("offload.daemon")
 
 class DaemonInUse(OffloadError, OSError):
     """Another daemon has this directory. An operator must act: end that one, or choose another ``runtime_dir``."""
-
-
-@attrs.frozen
-class Dropped:
-    """What had not ended when a daemon did."""
-
-    stores: int
-    loads: int
-
-    def __bool__(self) -> bool:
-        """Whether there was any."""
-        return bool(self.stores or self.loads)
-
-    def __str__(self) -> str:
-        return f"{self.stores} stores and {self.loads} other requests were dropped"
 
 
 class Daemon:

@@ -22,7 +22,7 @@ from offload.client import (
     open_client,
     open_connection,
 )
-from offload.daemon import DaemonInUse
+from offload.daemon import DaemonInUse, Dropped
 from offload.daemon._messages import (
     Cancel,
     Cancelled,
@@ -566,9 +566,14 @@ async def test_a_daemon_that_drains_refuses_what_begins_work_and_counts_what_it_
 
 async def drained(server, nursery):
     dropped = await server.drain()
-    assert (dropped.stores, dropped.loads) == (1, 0)
+    assert (dropped.stores, dropped.others) == (1, 0)
     assert held(server) == {}
     nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("stores", "others", "code"), [(0, 0, 0), (2, 0, 5), (0, 1, 6), (3, 1, 7)])
+def test_the_exit_code_says_what_was_dropped(stores, others, code):
+    assert Dropped(stores, others).exit_code == code
 
 
 async def test_memory_of_a_device_that_the_daemon_does_not_see_is_refused(path):
