@@ -22,8 +22,6 @@ from backends.maru import MaruLease
 from backends.testing import FakeTier
 from offload import BreakerConfig, open_engine
 from offload.client import DaemonTier, SharedBlocks, SharedMemory
-from offload.daemon._onward import OnwardCommits
-from offload.daemon._quotas import Quotas
 from tests.daemon.test_pages import bytes_of, fill, keys_of, opened, until
 from tests.daemon.test_pages_of_tenants import HIS, ROOM, tenants, used
 from tests.daemon.test_pages_onward import chained, told
@@ -217,16 +215,17 @@ async def test_a_thousand_programs_lose_and_leak_nothing(tmp_path):
     print(done)
 
 
-def _counted_twice(monkeypatch):
-    count = OnwardCommits._count
-    monkeypatch.setattr(OnwardCommits, "_count", lambda *args: (count(*args), count(*args)))
+def _counted_twice(program, monkeypatch):
+    onward = program.running._service.onward
+    count = onward._count
+    onward._count = lambda *args: (count(*args), count(*args))
 
 
-def _never_settled(monkeypatch):
-    monkeypatch.setattr(Quotas, "settled", lambda *args: None)
+def _never_settled(program, monkeypatch):
+    program.running._service.quotas.settled = lambda *args: None
 
 
-def _pins_kept(monkeypatch):
+def _pins_kept(program, monkeypatch):
     async def nothing(*args):
         await trio.lowlevel.checkpoint()
 
@@ -237,10 +236,10 @@ def _pins_kept(monkeypatch):
 
 @pytest.mark.parametrize("fault", [_counted_twice, _never_settled, _pins_kept])
 async def test_a_fault_that_is_planted_is_found_within_some_programs(fault, tmp_path, monkeypatch):
-    fault(monkeypatch)
     with pytest.raises((AssertionError, ExceptionGroup)):
         for seed in range(20):
             with directory() as path:
                 async with programs(seed, path, tmp_path, True) as program:
+                    fault(program, monkeypatch)
                     await program.run()
                     await check_the_end(program)
