@@ -27,6 +27,7 @@ from offload.engines.vllm._naming import ChunkNaming
 from offload.engines.vllm._plans import StepPlan
 from offload.engines.vllm._requests import BlockGroup, RequestTable, State
 from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
+from offload.engines.vllm._settings import MaruSettings
 from offload.engines.vllm._worker import WorkerHalf
 from tests.engines.test_vllm_host_memory import Waits
 from tests.support.maru_processes import eventually
@@ -59,7 +60,15 @@ class Loop:
         self.cache = cache
         lookup, load = timeouts.get("lookup_timeout", SOON), timeouts.get("load_timeout", SOON)
         computed = timeouts.get("computed", lambda: NO_WAIT)  # by default the forward pass is over when it returns
-        self.worker = WorkerHalf(engine, source, naming, lookup_timeout=lookup, load_timeout=load, computed=computed)
+        self.worker = WorkerHalf(
+            engine,
+            source,
+            naming,
+            lookup_timeout=lookup,
+            load_timeout=load,
+            room_knob=MaruSettings.room_knob,
+            computed=computed,
+        )
         self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
         self.scheduler = SchedulerHalf(engine, [naming], self.table, lookup_timeout=lookup)
         self.received: set[str] = set()
@@ -448,7 +457,7 @@ def test_a_full_pool_is_named_with_what_is_to_be_raised(caplog):
         vllm.compute("p", 256, blocks_from(0))
         vllm.worker.engine.drain(SOON)
         assert vllm.worker.counts.snapshot()["chunks not stored"] > 0
-    assert any("no room: raise capacity_bytes" in record.getMessage() for record in caplog.records)
+    assert any("no room: raise maru_pool_size" in record.getMessage() for record in caplog.records)
 
 
 def test_too_many_stores_are_dropped_and_counted():

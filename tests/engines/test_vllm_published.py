@@ -308,7 +308,9 @@ class Ours:
         settings = MaruSettings.read(said, BLOCK, len(LAYERS) * source.block_bytes * BLOCK // CHUNK, len(LAYERS))
         self.engine = from_thread.open_engine(source, settings.engine_config(), when_full="drop").start()
         options = {"lookup_timeout": SOON, "load_timeout": SOON}
-        self.worker = WorkerHalf(self.engine, source, pages.naming, computed=lambda: NO_WAIT, **options)
+        self.worker = WorkerHalf(
+            self.engine, source, pages.naming, room_knob=settings.room_knob, computed=lambda: NO_WAIT, **options
+        )
         self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
         self.scheduler = SchedulerHalf(self.engine, pages.parts, self.table, lookup_timeout=SOON)
 

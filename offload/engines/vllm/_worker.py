@@ -68,11 +68,11 @@ class WorkerHalf:
         naming: of this worker's chunks.
         lookup_timeout: seconds that it may take to pin what is to be loaded.
         load_timeout: seconds that a load may take.
+        room_knob: what is to be raised where there is no room.
         computed: gives what must hold before the blocks of a forward pass may be read, once that was started: an event of CUDA.
             By default the pass is over when vLLM says so.
         tenant: who may find it.
         events: is told which hashes the keys of tiers stand for.
-        room_knob: what is to be raised where there is no room.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class WorkerHalf:
         *,
         lookup_timeout: float,
         load_timeout: float,
+        room_knob: str,
         computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
         tenant: str = "",
         events: KeyEvents | None = None,
-        room_knob: str = "capacity_bytes",
     ) -> None:
         self._room_knob = room_knob
         self.counts: FaultLog = FaultLog("worker", _log)
