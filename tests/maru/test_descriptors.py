@@ -369,7 +369,8 @@ fd, offset, length = fetch_descriptor(path, DescriptorRequest(b"m" * 16, region_
 view = map_region(fd, length, offset).view(0, 5)
 print(flush=True)
 sys.stdin.readline()
-print(bytes(view).decode(), view.readonly, flush=True)
+sys.stdout.write(f"{bytes(view).decode()} {view.readonly}\\n")  # in one piece, however the interpreter buffers
+sys.stdout.flush()
 """
 
     async with a_server(tmp_path) as server:
