@@ -177,7 +177,7 @@ class FlightRecorder:
         if self._resumes_at == math.inf:
             pipeline.add_instrument(watch)
         else:
-            self._have_waited()  # the run in which that began may be over
+            self._begin_waiting()  # the run in which that began may be over
 
     def _watch_engine(self, engine: Engine) -> None:
         for name, tier in engine.tiers.items():
@@ -320,12 +320,12 @@ class FlightRecorder:
         self._resumes_at = self._allowance.resumes_at(now)
         for watch in self._watched:
             watch.leave()
-        self._have_waited()
+        self._begin_waiting()
         # A pipeline arranges its hooks anew, which takes as long as dozens of records.
         self._spent += self._timer() - now
 
-    def _have_waited(self) -> None:
-        """Have this trio run look at the allowance again when there is enough of it: a hook for that would cost each batch."""
+    def _begin_waiting(self) -> None:
+        """Have this trio run look at the allowance when there is enough of it again: a hook for that would cost each batch."""
         if not self._is_waiting:
             self._is_waiting = True
             trio.lowlevel.spawn_system_task(self._wait)

@@ -56,12 +56,8 @@ def rows(effort: Effort) -> Iterator[Row]:
 def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
     block_bytes = kib * _KIB
     round_bytes = CLIENTS * blocks * block_bytes
-    commands = (
-        "store",
-        "load",
-        *(("load_lockstep",) if kib > 4 else ()),
-        "delete",
-    )  # a million blocks take a minute each
+    lockstep = ("load_lockstep",) if kib > 4 else ()  # a million blocks would take a minute each time
+    commands = ("store", "load", *lockstep, "delete")
     with (
         _daemon(block_bytes, int(_SPARE * round_bytes)) as daemon,
         _clients(daemon, CLIENTS, block_bytes, blocks, each) as clients,
