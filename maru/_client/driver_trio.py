@@ -21,7 +21,7 @@ import trio
 
 from .._errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
 from .._peers import Listener
-from .._wire import HEADER_BYTES, ErrorReply, decode_reply, read_header, request
+from .._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
 from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation
@@ -298,7 +298,7 @@ class Driver:
         self.state.gave_up(call)
         self._unpark()
         self.state.counters.unanswered += 1
-        call.expected.fail(NoAnswer(f"{self.state!r}: {why} to code {call.code:#04x}"))
+        call.expected.fail(NoAnswer(f"{self.state!r}: {why} to {Code(call.code).name}"))
 
     async def keep_lease(self) -> None:
         """Renew the lease, and do what has waited for that."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -417,6 +418,31 @@ def test_a_tier_that_is_broken_is_named_and_nothing_waits_for_it(caplog):
         assert counts["lookups without faketier, which is unavailable"] == 3
     assert caplog.text.count("the server is gone") >= 1
     assert len([one for one in caplog.records if "lookups without faketier" in one.message]) == 1
+
+
+def test_a_tier_that_is_silent_costs_a_request_its_lookup_timeout_and_is_named():
+    tier = FakeTier(64, SIZE)
+    with instance(tier, lookup_timeout=0.1) as vllm:
+        stored(vllm)
+
+        async def silent(keys: Sequence[bytes]) -> Any:
+            await trio.sleep_forever()
+
+        tier.pin = silent  # type: ignore[method-assign]
+        assert vllm.matched("p", 256, name="second") == 0
+        assert vllm.scheduler.counts.snapshot()["lookups without faketier, which is unavailable"] == 1
+
+
+def test_a_load_out_of_its_time_is_ended_and_computed():
+    tier = PacedTier(memory())
+    with instance(tier, load_timeout=0.1) as vllm:
+        stored(vllm)
+        tier.seconds_per_block = math.inf
+        assert vllm.load("p", 256, blocks_from(32), name="second") == 192
+        assert vllm.failed == set(range(32, 44))
+        computed = "chunks not loaded, and computed instead"
+        assert vllm.worker.counts.report()["failures"] == {computed: 3}
+        assert "took too long" in vllm.worker.counts.report()["last_failures"][computed]
 
 
 def test_what_goes_between_match_and_load_is_computed():

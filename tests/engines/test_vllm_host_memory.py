@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
+from backends.testing import FakeTier
 from offload.engines.vllm._manager import HostMemory, open_host_memory
 from offload.engines.vllm._naming import ChunkNaming
 from offload.engines.vllm._rows import Answer
 from offload.engines.vllm._settings import SpecSettings
+from tests.support.maru_processes import eventually
 
 ROW = 4096
 NAMING = ChunkNaming("model", "float32", "rows")
@@ -42,15 +45,17 @@ def bytes_of(key: bytes) -> bytes:
     return (key * ROW)[:ROW]
 
 
-def write(memory: HostMemory, keys: list[bytes]) -> None:
-    """As a worker does."""
+def write(memory: HostMemory, keys: list[bytes]) -> int:
+    """As a worker does. Returns how many came into the tiers."""
     taken = memory.take_for_store(keys)
     assert taken is not None and taken[0] == keys
     for key, page in zip(keys, memory.arena.pages(taken[1]), strict=True):
         page[:] = bytes_of(key)
+    stored = memory.counts.snapshot().get("chunks stored", 0)
     memory.stored(keys)
     memory.engine.drain(SOON)
     memory.planned(())
+    return memory.counts.snapshot().get("chunks stored", 0) - stored
 
 
 def ask(memory: HostMemory, request: str, keys: list[bytes]) -> list[Answer]:
@@ -142,6 +147,31 @@ def test_a_tier_that_is_not_there_is_named_and_a_miss(tmp_path: Path):
         memory.begin("r")
         assert ask(memory, "r", KEYS[:2]) == [Answer.MISSING] * 2
         assert memory.counts.snapshot()["lookups without maru, which is unavailable"] == 1
+
+
+class SilentTier(FakeTier):
+    """A tier that has everything, and answers one kind of question never."""
+
+    def __init__(self, silent: str, block_bytes: int) -> None:
+        super().__init__(len(KEYS), block_bytes)
+        self.fill(NAMING.keys(KEYS))
+        setattr(self, silent, self._never)
+
+    async def _never(self, *args: Any) -> Any:
+        await trio.sleep_forever()
+
+
+@pytest.mark.parametrize(
+    ("silent", "counted"), [("pin", "lookups without far, which is unavailable"), ("load", "loads that failed")]
+)
+def test_a_tier_that_is_silent_is_named_and_a_miss(silent: str, counted: str):
+    tier = {"type": f"{__name__}:SilentTier", "silent": silent}
+    with opened({"tiers": {"far": tier}}, lookup_timeout=0.2, load_timeout=0.2) as memory:
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.MISSING] * 2
+        assert memory.counts.snapshot()[counted] == 1
+        memory.end("r")
+        assert eventually(lambda: nothing_is_held(memory))
 
 
 def test_a_request_that_ends_while_it_is_asked_for_leaves_nothing_behind(tmp_path: Path):

@@ -178,12 +178,12 @@ def test_a_request_that_ends_while_its_pages_are_verified_leaves_no_pin(server: 
 
 def test_a_reset_lets_go_of_pages_and_of_those_being_loaded_some_steps_later(server: Server):
     with opened(server) as first:
-        write(first, KEYS[:4])
+        assert write(first, KEYS[:4]) == 4
     with opened(server) as memory:
         for request in "ab":
             memory.begin(request)
-        assert ask(memory, "a", KEYS[:2]) == [Answer.HERE] * 2
-        assert ask(memory, "b", KEYS[2:4]) == [Answer.HERE] * 2
+        assert ask(memory, "a", KEYS[:2]) == [Answer.HERE] * 2, memory.counts.snapshot()
+        assert ask(memory, "b", KEYS[2:4]) == [Answer.HERE] * 2, memory.counts.snapshot()
         places = memory.load("a", KEYS[:2])
         memory.reset()
         assert len(memory.table.placed) == 2

@@ -42,6 +42,13 @@ def test_without_a_url_the_server_is_this_users_own():
     assert "server_url" not in MaruSettings.read({}, 16, 1024).engine["tiers"]["maru"]
 
 
+def test_other_settings_of_the_page_stores_engine_stand_beside_the_published_ones():
+    engine = {"shadow_check": 0, "pipeline": {"budget_blocks": 300}}
+    config = MaruSettings.read({"maru_pool_size": "4G", "engine": engine}, 16, 1024).engine_config()
+    assert (config.shadow_check, config.pipeline.budget_blocks) == (0, 300)
+    assert config.pipeline.on_destination_full == "evict" and config.tiers["maru"]["pool_size"] == 4 << 30
+
+
 def test_chunk_tokens_are_aligned_down_with_the_published_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert MaruSettings.read({"maru_kv_chunk_tokens": 300}, 16, 1024).chunk_tokens == 288
@@ -67,6 +74,7 @@ def test_a_page_holds_a_chunk_of_all_layers(caplog):
         ({"maru_pool_size": "1M"}, "maru_pool_size = 1048576: must hold a page of 16777216 bytes"),
         ({"maru_kv_chunk_tokens": 0}, "maru_kv_chunk_tokens"),
         ({"maru_eager_map": "yes"}, "maru_eager_map"),
+        ({"engine": TIERS}, "must name no tiers beside the page store's"),
     ],
 )
 def test_what_cannot_be_is_named(extra, says):

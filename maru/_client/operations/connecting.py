@@ -91,7 +91,8 @@ def connect(s: ClientState) -> Operation[None]:
     try:
         yield Alone(partial(reattach, s))
     except NoAnswer as exc:
-        raise NoAnswer(f"{exc}. Nobody answers at {s.config.server_url}: {HOW_TO_REACH}") from exc
+        # The address first: what comes behind may be cut where this is one of several reasons.
+        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH}. {exc}") from exc
     if s.config.eager_map:
         yield from map_others(s)
 

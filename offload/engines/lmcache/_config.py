@@ -1,6 +1,6 @@
 """What can be set on the adapter, and the engine that this describes.
 
-The keys of the page store are those of its published adapter. An ``engine`` table says any other tiers, as
+The keys of the page store are those of its published adapter. An ``engine`` table with tiers says any others, as
 :class:`offload.EngineConfig` reads it, and ``daemon_url`` a daemon that has them; then the keys of the page store are not used.
 """
 
@@ -79,7 +79,8 @@ class CacheConfig:
     engine: Mapping[str, Any] | str = _knob.field(
         "",
         "a table, or a path",
-        "The tiers to use instead of the page store: a table of an engine, or the path of a TOML file that has one.",
+        "The tiers to use instead of the page store: a table of an engine, or the path of a TOML file that has one. A table "
+        "without tiers has other settings of the page store's engine: {'shadow_check': 0}.",
         _check_engine,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
@@ -124,9 +125,9 @@ class CacheConfig:
             if self.daemon_url:
                 raise ConfigError("daemon_url", self.daemon_url, f"must be empty where engine is a file: {self.engine}")
             return EngineConfig.from_toml(Path(self.engine), section="engine")
-        said = self.engine if isinstance(self.engine, Mapping) else {}
+        said = self._table
         if self._is_page_store:
-            said = {"tiers": {"maru": self._maru(page_bytes)}}
+            said = {**said, "tiers": {"maru": self._maru(page_bytes)}}
         table = located(said, self.daemon_url, "adapter_params")
         return EngineConfig.from_mapping(as_batch_cache(table, self.timeout, self.timeout), section="engine")
 
@@ -163,7 +164,12 @@ class CacheConfig:
 
     @property
     def _is_page_store(self) -> bool:
-        return not self.engine and not self.daemon_url
+        is_file = isinstance(self.engine, str) and self.engine != ""
+        return not (is_file or self.daemon_url or self._table.get("tiers") or self._table.get("daemon_url"))
+
+    @property
+    def _table(self) -> Mapping[str, Any]:
+        return self.engine if isinstance(self.engine, Mapping) else {}
 
     @property
     def _tier_names(self) -> TierKeyNames:

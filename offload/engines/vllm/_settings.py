@@ -164,6 +164,9 @@ class MaruSettings:
         "page for each layer, by the hash that their release has.",
     )
     checksums: bool = _knob.flag(True, "Sum each page when it is stored, and verify it when it is loaded.")
+    engine: Mapping[str, Any] = _knob.field(
+        _NO_TABLE, "a table", "Other settings of the engine, without tiers: {'shadow_check': 0}.", _check_table
+    )
     lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
     load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
     tenant: str = _knob.text(
@@ -181,6 +184,12 @@ class MaruSettings:
         names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
         if names is not None and said.tenant:
             raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages are everybody's")
+        if said.engine.get("tiers") or said.engine.get("daemon_url"):
+            raise ConfigError(
+                f"{SECTION}.engine",
+                dict(said.engine),
+                "must name no tiers beside the page store's: OffloadConnector has any",
+            )
         chunk_tokens = _aligned(said.maru_kv_chunk_tokens, block_size, "maru_kv_chunk_tokens")
         page_blocks = chunk_tokens // block_size
         tier: dict[str, Any] = {
@@ -202,10 +211,11 @@ class MaruSettings:
             "lookup_timeout": said.lookup_timeout,
             "load_timeout": said.load_timeout,
         }
+        engine = {**said.engine, "tiers": {"maru": tier}}
         if names is not None:
             tier["key_names"] = "text"
-            return PublishedSettings({"tiers": {"maru": tier}}, published_names=names, **read)
-        return Settings({"tiers": {"maru": tier}}, tenant=said.tenant, **read)
+            return PublishedSettings(engine, published_names=names, **read)
+        return Settings(engine, tenant=said.tenant, **read)
 
     def _page_bytes(self, chunk_bytes: int, whose: str) -> int:
         """A page holds one chunk of KV, of all layers or of one."""

@@ -48,6 +48,13 @@ def test_what_an_engine_table_says_wins():
     assert engine.lookup_timeout == 9.0
 
 
+def test_a_table_without_tiers_sets_what_the_page_stores_engine_does():
+    config = CacheConfig.from_dict({"pool_size_gb": 2, "engine": {"shadow_check": 0}})
+    engine = config.engine_config(4096)
+    assert (engine.shadow_check, engine.tiers["maru"]["pool_size_gb"]) == (0, 2)
+    assert config.capacity_bytes == 2 << 30
+
+
 def test_one_setting_of_a_pipeline_leaves_the_others_as_a_cache_has_them():
     table = {**in_memory()["engine"], "pipeline": {"budget_blocks": 300, "batch_config": {"max_batch_size": 8}}}
     pipeline = CacheConfig.from_dict({"engine": table}).engine_config(4096).pipeline
@@ -84,7 +91,7 @@ def test_what_lmcache_reads_itself_is_left_out():
         ({"engine": 7}, "engine"),
         ({"engine": {"tiers": {"host": {}}}}, "engine.tiers.host"),
         ({"engine": {"tiers": {"host": {"type": "memory", "capacity_bytes": 4096}}, "promot": True}}, "engine.promot"),
-        ({"engine": {"promote": True}}, "must name tiers"),
+        ({"engine": {"shadow_chek": 0}}, "engine.shadow_chek"),
     ],
 )
 def test_what_cannot_be_is_named_when_it_is_read(said, knob):

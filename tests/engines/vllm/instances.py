@@ -98,15 +98,18 @@ class Server:
             assert time.monotonic() < deadline, usage
             time.sleep(0.1)
 
-    def corrupt(self) -> None:
-        """Turn over one byte of every 1,000 in all regions."""
-        for path in self.directory.rglob("*"):
-            if path.is_file() and path.stat().st_size >= 1 << 20:
-                with path.open("r+b") as file:
-                    data = bytearray(file.read())
-                    data[::1000] = bytes(byte ^ 0x40 for byte in data[::1000])
-                    file.seek(0)
-                    file.write(data)
+    def corrupt(self, instances: int | None = None) -> None:
+        """Turn over one byte of every 1,000 in the regions of all instances, or of so many of them."""
+        for path in self.regions()[:instances]:
+            with path.open("r+b") as file:
+                data = bytearray(file.read())
+                data[::1000] = bytes(byte ^ 0x40 for byte in data[::1000])
+                file.seek(0)
+                file.write(data)
+
+    def regions(self) -> list[Path]:
+        """The files that instances have their pages in."""
+        return sorted(self.directory.glob("maru_*.dat"))
 
 
 def maru(server: Server, **more: Any) -> dict[str, Any]:

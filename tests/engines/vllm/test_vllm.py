@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engines.ties import equal_but_for_ties
 
-from .instances import Server, any_tiers, external_hits, generate, maru, nothing_is_left, prompt, run, when_told
+from .instances import (
+    Server,
+    any_tiers,
+    external_hits,
+    generate,
+    maru,
+    nothing_is_left,
+    prompt,
+    run,
+    spec,
+    store_of,
+    when_told,
+)
 
 
 def test_a_second_process_hits_and_gives_the_same_tokens(model: str, server: Server) -> None:
@@ -50,6 +64,20 @@ def test_in_bfloat16_tokens_are_equal_but_for_ties(model: str, server: Server) -
             ours["tokens"][0], theirs["tokens"][0], ours["candidates"][0], theirs["candidates"][0]
         )
     nothing_is_left(consumer)
+
+
+@pytest.mark.parametrize("store", [maru, lambda server: spec(maru=store_of(server))], ids=["connector", "spec"])
+def test_a_cache_salt_shares_with_no_other_one(
+    model: str, server: Server, store: Callable[[Server], dict[str, Any]]
+) -> None:
+    def salted(salt: str) -> dict[str, Any]:
+        return generate([prompt(1024, 40, 2)], more={"cache_salt": salt} if salt else {})
+
+    reference = run({"model": model, "steps": [salted("")]})
+    run({"model": model, "transfer": store(server), "steps": [salted("one")]})
+    consumer = run({"model": model, "transfer": store(server), "steps": [salted("other"), salted(""), salted("one")]})
+    assert [one["cached"] for one in consumer["answers"]] == [[0], [0], [1024]]
+    assert [one["tokens"] for one in consumer["answers"]] == [reference["answers"][0]["tokens"]] * 3
 
 
 def test_preempted_requests_give_the_same_tokens(model: str, server: Server) -> None:
@@ -197,3 +225,18 @@ def test_workers_in_other_processes_hit_in_a_second_instance(model: str, server:
     consumer = run({**storing, "steps": [generate([second])]}, **bound)
     assert consumer["answers"][0]["tokens"] == reference["answers"][0]["tokens"]
     assert (external_hits(producer), external_hits(consumer)) == (0, 1024)
+
+
+def test_what_one_of_two_ranks_cannot_load_is_computed_by_both(model: str, server: Server) -> None:
+    parallel = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # as above
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    running = {"model": model, "options": parallel, "transfer": maru(server)}
+    reference = run({"model": model, "options": parallel, "steps": [generate([second])]}, **bound)
+    run({**running, "steps": [generate([first])]}, **bound)
+    assert len(server.regions()) == 2
+    server.corrupt(instances=1)
+    until_cached = {"do": "generate until cached", "prompts": [second], "cached": [1024]}  # it is stored anew meanwhile
+    answer = run({**running, "steps": [until_cached]}, **bound)["answers"][0]
+    assert answer["cached"] == [1024] and len(answer["rounds"]) > 1
+    assert answer["rounds"] == [reference["answers"][0]["tokens"]] * len(answer["rounds"])
