@@ -24,6 +24,8 @@ class KeyNaming:
     """How long a name is, in bytes, for each byte of its key."""
     name: Callable[[Key], str]
     """The name of a key."""
+    key: Callable[[str], Key]
+    """The key that has a name."""
 
     @classmethod
     def of(cls, names: KeyNames) -> KeyNaming:
@@ -58,4 +60,7 @@ def _text(key: Key) -> str:
 
 # Digits can be undone (`bytes.fromhex`), are readable in `maru query`, and never begin as a salt does, so that no key can pass
 # for a salted one. They cost 64 bytes for a digest of 32, where base64 costs 43; a message of 64 keys is 1.4 kB longer.
-_WAYS: Final[dict[str, KeyNaming]] = {"hex": KeyNaming(2, bytes.hex), "text": KeyNaming(1, _text)}
+_WAYS: Final[dict[str, KeyNaming]] = {
+    "hex": KeyNaming(2, bytes.hex, bytes.fromhex),
+    "text": KeyNaming(1, _text, str.encode),
+}

@@ -11,6 +11,7 @@ from backends import make_tier
 from backends.abc import LOADED, STORED, Deletion, RoomRequest
 from backends.maru import MaruTier
 from backends.maru._names import KeyNaming
+from backends.maru.l1 import MaruL1
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import check_tier, payload_of
@@ -65,6 +66,22 @@ async def test_what_is_named_by_its_text_is_found_loaded_and_deleted() -> None:
             assert list(await tier.load(lease, PagesDestination.over(buffers))) == [LOADED] * 2
         assert buffers == [payload_of(key, BLOCK) for key in TEXTS]
         assert await tier.delete(TEXTS) == [Deletion.DELETED] * 2
+
+
+async def test_a_first_level_names_keys_the_same_way() -> None:
+    async with open_pair() as (tier, handler):
+        url = handler.config.server_url
+        async with MaruL1(server_url=url, pool_size=BLOCKS * BLOCK, timeout_ms=30_000, key_names="text") as l1:
+            await l1.register_kv_layout([(BLOCK,)], "uint8")
+            reservation = await l1.reserve_write(TEXTS)
+            assert await reservation.commit() == [STORED] * 2
+            assert await handler.batch_exists([key.decode() for key in TEXTS]) == [True, True]
+            assert await tier.contains(TEXTS) == set(TEXTS)
+            async with await l1.reserve_read(TEXTS) as lease:
+                assert list(lease.keys) == TEXTS
+            with pytest.raises(ValueError, match="is no text"):
+                await l1.reserve_write([b"\xff"])
+            assert await l1.clear() == dict.fromkeys(TEXTS, Deletion.DELETED)
 
 
 async def test_a_tier_whose_keys_are_texts_keeps_the_contract() -> None:

@@ -5,8 +5,8 @@ Rule 1. It is a type of its own, and used without other tiers. Nothing here stor
 Rule 2. Nothing is there before the first layout is: the size of a page follows from it, and there is one layout for all of its
         life. Then the session is opened, and the region mapped.
 Rule 3. An answer is a value: a miss, a duplicate, a full pool. A server that does not answer is none of these.
-Rule 4. Keys are named as a :class:`backends.maru.MaruTier` names them, by their hexadecimal digits: under the same namespace
-        each finds what the other has stored, if it is of the same size.
+Rule 4. Keys are named as a :class:`backends.maru.MaruTier` names them, unless told otherwise by their hexadecimal digits: under
+        the same namespace each finds what the other has stored, if it is of the same size.
 
 Its end deletes nothing: what it has stored can be read by others, until the server makes room.
 """
@@ -30,6 +30,7 @@ from ...abc import DUPLICATE, STORED, Deletion, Key, Outcome
 from ...pages import Pages, checksums
 from ...threads import run_in_thread_to_the_end
 from .._answers import deletions_of, outcomes_of
+from .._names import KeyNames, KeyNaming
 from ._errors import LayoutMismatch, NoLayout
 from ._handler_owner import HandlerOwner
 from ._layout import KVLayout, layout_of
@@ -59,11 +60,12 @@ class MaruL1:
     Args:
         config: the knobs of its handler; also as keywords. ``chunk_size_bytes`` follows from the layout.
         commit_timeout: after so many seconds nobody waits any more for what became of a commit, which is shielded.
+        key_names: what keys are called in the page store; as in :class:`backends.maru.MaruTier`.
         make_handler: what makes the handler; for tests.
         knobs: see :class:`maru.MaruConfig`.
 
     Raises:
-        ValueError: ``chunk_size_bytes`` is among the knobs.
+        ValueError: ``chunk_size_bytes`` is among the knobs, or there is no such ``key_names``.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class MaruL1:
         config: MaruConfig | None = None,
         *,
         commit_timeout: float = COMMIT_TIMEOUT,
+        key_names: KeyNames = "hex",
         make_handler: Callable[[MaruConfig], MaruHandler] = MaruHandler,
         **knobs: Any,
     ) -> None:
@@ -81,6 +84,8 @@ class MaruL1:
         """The knobs of its handler, but for ``chunk_size_bytes``, which follows from the layout."""
         self.commit_timeout: float = commit_timeout
         """Seconds after which a commit is ``Unproven``."""
+        self.naming: KeyNaming = KeyNaming.of(key_names)
+        """What keys are called in the page store."""
         self._handler_owner = HandlerOwner(make_handler, self._end_all)
         self._life: AbstractAsyncContextManager[None] | None = None
         self._layout: KVLayout | None = None
@@ -191,12 +196,13 @@ class MaruL1:
             NoLayout: see :meth:`register_kv_layout`.
             DuplicateKeys: a key is named twice.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
-            ValueError: a key is longer than any tier takes.
+            ValueError: a key is longer than any tier takes, or has no name.
             maru.PoolFull: the server's pool is smaller than a page.
             maru.NoAnswer: the server was asked for room, and did not answer.
         """
         handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
+        self.naming.names(keys)  # what has no name is refused before there is a page for it
         n = len(keys)
         handles = None
         while handles is None:
@@ -227,7 +233,7 @@ class MaruL1:
         why: BaseException | None = None
         with trio.CancelScope(shield=True, deadline=trio.current_time() + self.commit_timeout):
             try:
-                answers = await handler.store_pages([key.hex() for key in keys], batch, size, sums)
+                answers = await handler.store_pages(self.naming.names(keys), batch, size, sums)
             except FateUnknown as exc:
                 why = exc
             else:
@@ -262,7 +268,7 @@ class MaruL1:
         handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
         try:
-            held = await handler.hold_pages([key.hex() for key in keys], partial=True)
+            held = await handler.hold_pages(self.naming.names(keys), partial=True)
         except BaseException:
             handler.collect()  # what was pinned goes back now, not with the next call
             raise
@@ -291,7 +297,7 @@ class MaruL1:
         """
         handler = self._handler_owner.require_handler(self)
         check_keys(keys)
-        names = [key.hex() for key in keys]
+        names = self.naming.names(keys)
         answers = await handler.batch_delete(names)
         deletions = await deletions_of(handler, names, answers)
         self._counts.deleted += deletions.count(Deletion.DELETED)
@@ -311,7 +317,7 @@ class MaruL1:
         if handler is None:
             await trio.lowlevel.checkpoint()
             return {}
-        keys = [bytes.fromhex(name) for name in handler.get_owned_keys()]
+        keys = list(map(self.naming.key, handler.get_owned_keys()))
         return dict(zip(keys, await self.delete(keys), strict=True))
 
     # --- watching -------------------------------------------------------------------------------------------------

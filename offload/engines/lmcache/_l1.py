@@ -35,13 +35,11 @@ from ._lmcache_l1 import (
     TensorMemoryObj,
     next_l1_manager_id,
 )
-from ._names import ObjectKey, naming, rows
+from ._names import KeyNames, ObjectKey, naming, rows
 
 T = TypeVar("T")
 
 _log = logging.getLogger("offload.engines.lmcache")
-
-_name_of = naming("hashed")
 
 Answer: TypeAlias = "tuple[L1Error, TensorMemoryObj | None]"
 """What became of a key, and its object."""
@@ -73,12 +71,17 @@ class MaruL1Manager:
 
     Args:
         config: LMCache's configuration of a first level; its tag is used.
+        key_names: what objects are called: ``hashed``, or ``published``, to share them with published integrations.
         knobs: of the page store: see :class:`maru.MaruConfig`.
+
+    Raises:
+        ValueError: there is no such ``key_names``, or a knob that cannot be.
     """
 
-    def __init__(self, config: Any, **knobs: Any) -> None:
+    def __init__(self, config: Any, *, key_names: KeyNames = "hashed", **knobs: Any) -> None:
         self._config = config
-        self._l1 = BlockingMaruL1(**knobs).start()
+        self._name_of = naming(key_names)
+        self._l1 = BlockingMaruL1(key_names="text" if key_names == "published" else "hex", **knobs).start()
         self._id = next_l1_manager_id()
         self._pool_bytes: int = self._l1.config.pool_size
         self._lock = threading.RLock()
@@ -88,6 +91,7 @@ class MaruL1Manager:
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
         self.faults: FaultLog = FaultLog("first level", _log)
+        self._failing: set[str] = set()  # operations whose last call has failed
 
     def __repr__(self) -> str:
         return f"<MaruL1Manager over {self._l1!r}>"
@@ -133,7 +137,7 @@ class MaruL1Manager:
                 answers[key] = (L1Error.KEY_NOT_WRITABLE if taken else L1Error.OUT_OF_MEMORY, None)
             free = [key for key, (error, _) in answers.items() if error is L1Error.OUT_OF_MEMORY]
             if free and self.register_kv_layout(layout_desc):
-                for key, staged in zip(free, self._reserve(list(map(_name_of, free))), strict=False):
+                for key, staged in zip(free, self._reserve(list(map(self._name_of, free))), strict=False):
                     self._staged[key, tag] = staged
                     answers[key] = (L1Error.SUCCESS, staged.item)
             self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
@@ -217,7 +221,7 @@ class MaruL1Manager:
             written = {key for key, _ in self._staged}
             answers = dict.fromkeys(keys, L1Error.KEY_IS_LOCKED)
             asked = [key for key in answers if key not in written and key not in self._reading]
-            told = self._try("delete", len(asked), lambda: self._l1.delete(list(map(_name_of, asked)))) or ()
+            told = self._try("delete", len(asked), lambda: self._l1.delete(list(map(self._name_of, asked)))) or ()
             answers.update(zip(asked, map(_DELETED.__getitem__, told), strict=False))
             self._tell("on_l1_keys_deleted_by_manager", _successful(answers))
             return answers
@@ -312,13 +316,13 @@ class MaruL1Manager:
     # --- watching, and the end ------------------------------------------------------------------------------------
 
     def report_status(self) -> dict[str, Any]:
-        """The health of the manager, and counts of failures by name."""
+        """The health of the manager, which is whether the last call of each kind went well, and counts of failures by name."""
         with self._lock:
             used, total = self.get_memory_usage()
             capacities = self.get_capacity_bytes_by_backend()
             staging = len(self._staged) + len(self._allocated)
             return {
-                "is_healthy": True,
+                "is_healthy": not self._failing,
                 "type": type(self).__name__,
                 "total_object_count": len(self._reading) + staging,
                 "write_locked_count": len(self._staged),
@@ -393,7 +397,7 @@ class MaruL1Manager:
                 self._reading[key].locks += read_locks
         if not rest or self._layout is None:
             return
-        names = list(map(_name_of, rest))
+        names = list(map(self._name_of, rest))
         lease = self._try("read", len(rest), lambda: self._l1.reserve_read(names))
         if lease is None or not lease.keys:
             return
@@ -451,10 +455,13 @@ class MaruL1Manager:
     def _try(self, operation: str, n: int, function: Callable[[], T]) -> T | None:
         """Rule 4."""
         try:
-            return function()
+            answer = function()
         except Exception as error:
             self.faults.note(operation, error, n)
+            self._failing.add(operation)
             return None
+        self._failing.discard(operation)
+        return answer
 
 
 _DELETED = {

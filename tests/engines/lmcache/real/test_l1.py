@@ -14,10 +14,10 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat
 
 from maru.blocking import MaruHandler
-from offload.engines.lmcache import MaruL1Manager, MaruMemoryAllocator
+from offload.engines.lmcache import MaruL1Manager, MaruMemoryAllocator, object_key_to_string
 from offload.engines.lmcache._names import hashed_key
 from tests.engines.lmcache.real.memory import PATIENCE, keys_of, truths
-from tests.support.maru_processes import Server, temporary_pool
+from tests.support.maru_processes import Server, eventually, temporary_pool
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 64, 64])], [torch.bfloat16])  # 64 KiB
 PAGE = 64 << 10
@@ -186,10 +186,29 @@ def test_an_allocator_finds_a_page_by_its_place_while_it_is_read(level, server):
 def test_a_server_that_is_away_is_out_of_memory_and_nothing_is_there():
     with temporary_pool() as pool, Server(pool) as server, first_level(server, timeout_ms=200) as level:
         write(level)
+        assert level.report_status()["is_healthy"]
         server.kill()
         assert errors_of(level.reserve_read(keys_of(2, 50))) == [L1Error.KEY_NOT_EXIST] * 2
         assert set(level.delete(KEYS).values()) == {L1Error.KEY_IS_LOCKED}
         assert any(name.startswith("read: ") for name in level.report_status()["failures"])
+        assert not level.report_status()["is_healthy"]
+        server.start()
+        assert eventually(lambda: errors_of(level.reserve_read(KEYS)) == [L1Error.SUCCESS] * 4)
+        assert eventually(lambda: set(level.delete(keys_of(2, 50)).values()) == {L1Error.KEY_NOT_EXIST})
+        assert level.report_status()["is_healthy"]
+
+
+def test_what_is_written_by_published_names_is_found_by_them(server):
+    """By a client that knows the names alone, and by another first level."""
+    with first_level(server, key_names="published") as level, first_level(server, key_names="published") as other:
+        tensors = write(level)
+        with MaruHandler(server_url=server.ipc, pool_size=0) as handler:
+            for info, key in zip(handler.batch_retrieve(list(map(object_key_to_string, KEYS))), KEYS, strict=True):
+                with info:
+                    assert bytes(info.view) == tensors[key].view(torch.uint8).numpy().tobytes()
+        assert other.register_kv_layout(LAYOUT)
+        assert errors_of(other.reserve_read(KEYS)) == [L1Error.SUCCESS] * 4
+        other.finish_read(KEYS)
 
 
 # --- under the storage manager ----------------------------------------------------------------------------------------
