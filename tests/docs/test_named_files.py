@@ -1,9 +1,13 @@
-"""No page names a file or a test that is not there."""
+"""No page names a file, a test or a command that is not there."""
 
 import re
 from pathlib import Path
 
+import click
 import pytest
+
+from maru.cli import main as maru
+from offload.cli import main as offload
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("offload", "backends", "maru")
@@ -31,6 +35,32 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_tests_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", page.read_text())
     missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
+
+
+def commands(text: str) -> set[tuple[str, ...]]:
+    """The commands that a text names between backticks, with the words behind them."""
+    return {tuple(found.split()) for found in re.findall(r"`((?:offload|maru)(?: [a-z][a-z-]*)+)", text)}
+
+
+def is_there(words: tuple[str, ...]) -> bool:
+    command: click.Command | None = {"offload": offload, "maru": maru}[words[0]]
+    for word in words[1:]:
+        if not isinstance(command, click.Group):  # what stands behind a command is its own
+            return True
+        command = command.get_command(click.Context(command), word)
+    return command is not None
+
+
+def test_a_command_that_is_not_there_is_seen() -> None:
+    assert commands("`maru top`, `maru stats --json` and `maru.cli`") == {("maru", "top"), ("maru", "stats")}
+    assert [is_there(("maru", word)) for word in ("top", "stats")] == [True, False]
+    assert [is_there(("offload", "bench", word)) for word in ("daemon", "deamon")] == [True, False]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    missing = [" ".join(words) for words in sorted(commands(page.read_text())) if not is_there(words)]
     assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
 
 
