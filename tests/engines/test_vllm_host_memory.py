@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -253,6 +255,21 @@ def test_all_processes_of_an_instance_have_one_arena_and_it_stays_nowhere(tmp_pa
         assert bytes(apart.pages([3])[0]) == bytes(ROW)
         apart.unlink()
     assert not any(name in str(path) for path in Path(f"/dev/shm/offload-{os.geteuid()}").iterdir())
+
+
+def test_a_step_of_an_instance_that_runs_waits_for_no_other_one_that_starts(tmp_path: Path):
+    with opened(disk(tmp_path)) as memory:
+        memory.arena.unlink()  # as the first step does
+        starting = os.open(f"/dev/shm/offload-{os.geteuid()}", os.O_RDONLY)
+        try:
+            fcntl.flock(starting, fcntl.LOCK_EX)
+            step = threading.Thread(target=memory.arena.unlink)
+            step.start()
+            step.join(SOON)
+            assert not step.is_alive()
+        finally:
+            os.close(starting)
+            step.join()
 
 
 def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():

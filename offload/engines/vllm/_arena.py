@@ -43,6 +43,7 @@ class Arena(SharedBlocks):
         with _links() as links:
             fd = _opened(self._link, links, size)
             memory = SharedMemory.of(_made(self._link, links, size) if fd is None else fd, size)
+        self._may_be_linked = True
         memory.memory.populate()
         super().__init__(memory, block_bytes)
 
@@ -50,9 +51,11 @@ class Arena(SharedBlocks):
         return f"<Arena of {len(self)} rows of {self.block_bytes} bytes>"
 
     def unlink(self) -> None:
-        """All processes have opened it: nobody else can from now on. Idempotent."""
-        with _links() as links:
-            _remove(self._link, links)
+        """All processes have opened it: nobody else can from now on. Called again it does nothing, and waits for nobody."""
+        if self._may_be_linked:
+            with _links() as links:
+                _remove(self._link, links)
+            self._may_be_linked = False
 
     def pages(self, ids: Sequence[int], offset: int = 0, nbytes: int | None = None) -> Pages:
         """Where these rows lie, or ``nbytes`` of each from ``offset`` on.

@@ -3,7 +3,12 @@
 ``nox -s vllm -- measure`` prints a table; with ``--json``, one document; with ``--subjects``, of these alone. All engines are
 alive at once, each in a process of its own, and are asked in turn, so that whatever else the machine does meets all of them.
 What is shared was computed and stored by another process; before each load an engine forgets what it has itself. A perfect load
-is a memcpy of that much KV, into memory that was not used before, and a hit in vLLM's own prefix cache.
+is a memcpy of that much KV, into memory that was not used before, and a hit in vLLM's own prefix cache: in the same engine,
+while vLLM has no connector, right behind the load; and in an engine that never had one. Two processes that do the same differ
+by more than a connector costs.
+
+So without a hit an engine is compared with itself, too: prompts in pairs, one with the connector and one while vLLM has none,
+in turn first. An engine that never had one shows what is left of noise.
 
 ``OffloadSpec, from its rows`` is vLLM's own connector over host memory that has all of it: what no spec can be faster than.
 
@@ -26,7 +31,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +55,7 @@ PRODUCERS = {
     "OffloadSpec, from its rows": "OffloadSpec",
 }
 """Subjects that load what another one's producer has stored, or that need none, since they have computed it themselves."""
-AGAIN = "no connector, another process"
-"""So far two processes that do the same differ."""
-WITHOUT_HITS = (AGAIN, "MaruKVConnector", "OffloadSpec")
+WITHOUT_HITS = ("plain", "MaruKVConnector", "OffloadSpec")
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -119,13 +122,34 @@ def serve() -> None:
             temperature=0.0, max_tokens=task.get("max_tokens", 1), ignore_eos=True, detokenize=False
         )
         prompts = [{"prompt_token_ids": tokens} for tokens in task["prompts"]]
-        began, used = time.perf_counter(), time.process_time()
-        outputs = engine.generate(prompts, parameters, use_tqdm=False)
-        seconds, used = time.perf_counter() - began, time.process_time() - used
+        with taken_out(engine) if task.get("taken_out") else nullcontext():
+            began, used = time.perf_counter(), time.process_time()
+            outputs = engine.generate(prompts, parameters, use_tqdm=False)
+            seconds, used = time.perf_counter() - began, time.process_time() - used
         if task.get("settle"):
             settle(engine, {})
         answer = {"seconds": seconds, "processor": used, "cached": outputs[0].num_cached_tokens}
         print(ANSWER + json.dumps(answer), flush=True)
+
+
+@contextmanager
+def taken_out(engine: Any) -> Iterator[None]:
+    """vLLM has no connector meanwhile. Nothing of it may be under way."""
+    from program import core_of
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    core, name = core_of(engine), "_KV_CONNECTOR_AGENT"
+    scheduler = core.scheduler
+    core.step_fn()  # tells the connector which requests are over, before it hears nothing for a while
+    beside_scheduler, in_worker = scheduler.connector, getattr(kv_transfer_state, name)
+    scheduler.connector = None
+    setattr(kv_transfer_state, name, None)
+    try:
+        yield
+        core.step_fn()
+    finally:
+        scheduler.connector = beside_scheduler
+        setattr(kv_transfer_state, name, in_worker)
 
 
 def forget(engine: Any) -> None:
@@ -272,30 +296,43 @@ def first_tokens(
                 before.get(name, _nothing)()
                 if name == "OffloadSpec, from its rows":
                     subjects[name].ask(prompt, reset=True, keep_rows=True)
-                    got = subjects[name].ask(prompt, reset=True, keep_rows=True)
+                    got = subjects[name].ask(prompt, reset=True, keep_rows=True, settle=True)
                 else:
-                    got = subjects[name].ask(prompt, reset=True)
+                    got = subjects[name].ask(prompt, reset=True, settle=True)
                 assert got["cached"] == size, f"{name} has loaded {got['cached']} of {size} tokens"
                 times[size][name].append(got["seconds"])
                 times[size][f"{name}, processor"].append(got["processor"])
+                again = [*tokens(size, "shared", size), *tokens(OWN, "again", at, size)]
+                own = subjects[name].ask(again, taken_out=True)
+                assert own["cached"] == size
+                times[size][f"{name}, perfect load"].append(own["seconds"] + memcpy(size))
     return times
 
 
 def without_hits(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Times of prompts that nobody has: to the first token, and of 64 tokens for each of four prompts."""
-    times: dict[str, dict[str, list[float]]] = {"first token": defaultdict(list), "decode": defaultdict(list)}
+    """How much longer prompts that nobody has take with a connector than without: ratios, one for each round.
+
+    To the first token of 1,024, and for 128 more of four requests, each of which becomes a whole chunk meanwhile.
+    """
+    ratios: dict[str, dict[str, list[float]]] = {"first token": defaultdict(list), "decode": defaultdict(list)}
+
+    def seconds(name: str, what: str, at: int, taken_out: bool) -> float:
+        def ask(*prompts: list[int], **more: Any) -> float:
+            answer = engines[name].ask(*prompts, reset=True, settle=True, taken_out=taken_out, **more)
+            assert answer["cached"] == 0
+            return float(answer["seconds"])
+
+        if what == "first token":
+            return ask(tokens(1024, what, at, taken_out))
+        four = [tokens(192, what, at, taken_out, one) for one in range(4)]
+        return ask(*four, max_tokens=129) - ask(*four)
+
     for at in range(rounds):
         for name in random.Random(at).sample(sorted(engines), len(engines)):
-            engine = engines[name]
-            got = engine.ask(tokens(1024, "alone", at), reset=True, settle=True)
-            times["first token"][name].append(got["seconds"])
-            times["first token"][f"{name}, processor"].append(got["processor"])
-            four = [tokens(64, "decode", at, one) for one in range(4)]
-            first = engine.ask(*four, reset=True, settle=True)
-            whole = engine.ask(*four, reset=True, max_tokens=65)
-            times["decode"][name].append(whole["seconds"] - first["seconds"])
-            times["decode"][f"{name}, processor"].append(whole["processor"] - first["processor"])
-    return times
+            for what, found in ratios.items():
+                took = {taken_out: seconds(name, what, at, taken_out) for taken_out in (at % 2 == 0, at % 2 == 1)}
+                found[name].append(took[False] / took[True])
+    return ratios
 
 
 @contextmanager
@@ -325,7 +362,7 @@ def daemon(directory: Path) -> Iterator[str]:
             process.kill()
 
 
-def measure(rounds: int, chosen: Sequence[str]) -> dict[str, Any]:
+def measure(rounds: int, pairs: int, chosen: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="measure", dir="/dev/shm") as scratch:
         path = Path(scratch)
         model = str(path / "model")
@@ -347,15 +384,14 @@ def measure(rounds: int, chosen: Sequence[str]) -> dict[str, Any]:
                 for size in SIZES:
                     producer.ask([*tokens(size, "shared", size), 3], settle=True)
                 producer.close()
-            engines = {name: Engine(model, None, path / f"{name}.log") for name in ("plain", AGAIN)}
+            engines = {"plain": Engine(model, None, path / "plain.log")}
             engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in own}
             for engine in engines.values():
                 engine.answer()
                 engine.ask(tokens(300, "warm"), max_tokens=4)
             subjects = {name: engines[SHARED_ENGINES.get(name, name)] for name in chosen}
             loads = first_tokens(engines["plain"], subjects, rounds, {"LMCache, adapter": middle.forget})
-            ours = {name: engines[name] for name in ("plain", *WITHOUT_HITS) if name in engines}
-            alone = without_hits(ours, rounds)
+            alone = without_hits({name: engines[name] for name in WITHOUT_HITS if name in engines}, pairs)
             for engine in engines.values():
                 engine.close()
     return {"first token": loads, "without hits": alone}
@@ -365,7 +401,7 @@ def ratios(values: list[float], limits: list[float]) -> str:
     """The median beside the median of the limit, and the middle half."""
     limit = statistics.median(limits)
     low, middle, high = statistics.quantiles([one / limit for one in values], n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f}), least {min(values) / min(limits):.2f}"
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def processor(times: dict[str, list[float]], name: str, limit: str) -> str:
@@ -380,7 +416,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="loads of each length, at least 2")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of prompts without a hit, at least 2")
     parser.add_argument(
         "--subjects", default=";".join(SUBJECTS), help="with semicolons between: MaruKVConnector;OffloadSpec"
     )
@@ -391,21 +428,27 @@ def main() -> None:
     chosen = options.subjects.split(";")
     if unknown := sorted(set(chosen) - set(SUBJECTS)):
         parser.error(f"--subjects: there is no {', '.join(unknown)}; there are {'; '.join(SUBJECTS)}")
-    found = measure(options.rounds, chosen)
+    found = measure(options.rounds, options.pairs, chosen)
     if options.json:
         print(json.dumps(found))
         return
-    print("time to first token, as a multiple of a perfect load: median (middle half), and least of each")
+    print("time to first token, as a multiple of a perfect load in the same engine, and in one without a connector:")
+    print("median (middle half)")
     for size, times in found["first token"].items():
         perfect = times["perfect load"]
         print(f"{size} shared tokens, perfect load {1000 * statistics.median(perfect):.0f} ms")
-        for name in ("computed", *chosen):
-            print(f"  {name}: {ratios(times[name], perfect)}{processor(times, name, 'perfect load')}")
-    for what, times in found["without hits"].items():
-        print(f"without a hit, {what}: as a multiple of no connector")
+        print(f"  computed: {ratios(times['computed'], perfect)}")
+        for name in chosen:
+            own = ratios(times[name], times[f"{name}, perfect load"])
+            print(f"  {name}: {own}, {ratios(times[name], perfect)}{processor(times, name, 'perfect load')}")
+    for what, pairs in found["without hits"].items():
+        print(
+            f"without a hit, {what}: as a multiple of the same engine while it has no connector, median of pairs (middle half)"
+        )
         for name in WITHOUT_HITS:
-            if name in times:
-                print(f"  {name}: {ratios(times[name], times['plain'])}{processor(times, name, 'plain')}")
+            if name in pairs:
+                low, middle, high = statistics.quantiles(pairs[name], n=4)
+                print(f"  {name}: {middle:.3f} ({low:.3f} to {high:.3f})")
 
 
 if __name__ == "__main__":
