@@ -75,6 +75,7 @@ def test_a_page_holds_a_chunk_of_all_layers(caplog):
         ({"maru_kv_chunk_tokens": 0}, "maru_kv_chunk_tokens"),
         ({"maru_eager_map": "yes"}, "maru_eager_map"),
         ({"engine": TIERS}, "must name no tiers beside the page store's"),
+        ({"engine": {"tiers": {}}}, "must name no tiers beside the page store's"),
     ],
 )
 def test_what_cannot_be_is_named(extra, says):

@@ -261,7 +261,7 @@ class MaruL1:
             NoLayout: see :meth:`register_kv_layout`.
             DuplicateKeys: a key is named twice.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
-            ValueError: a key is longer than any tier takes.
+            ValueError: a key is longer than any tier takes, or has no name.
             maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
                 that is lost for good, once the server is told what is held (:class:`maru.MaruHandler` does so by itself).
         """

@@ -165,7 +165,7 @@ class CacheConfig:
     @property
     def _is_page_store(self) -> bool:
         is_file = isinstance(self.engine, str) and self.engine != ""
-        return not (is_file or self.daemon_url or self._table.get("tiers") or self._table.get("daemon_url"))
+        return not (is_file or self.daemon_url or "tiers" in self._table or self._table.get("daemon_url"))
 
     @property
     def _table(self) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ class MaruL1Manager:
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
         self.faults: FaultLog = FaultLog("first level", _log)
-        self._failing: set[str] = set()  # operations whose last call has failed
+        self._is_healthy = True
 
     def __repr__(self) -> str:
         return f"<MaruL1Manager over {self._l1!r}>"
@@ -262,7 +262,11 @@ class MaruL1Manager:
 
     def get_memory_usage(self) -> tuple[int, int]:
         """Used and total bytes of this instance; ``(0, 0)`` before the layout is known."""
-        return self._try("status", 1, self._l1.get_memory_usage) or (0, 0)
+        try:  # sends no message, so that it says nothing of the page store's health
+            return self._l1.get_memory_usage()
+        except Exception as error:
+            self.faults.note("status", error)
+            return 0, 0
 
     def get_staging_memory_usage(self) -> int:
         """Bytes of the pages that are being written."""
@@ -316,13 +320,13 @@ class MaruL1Manager:
     # --- watching, and the end ------------------------------------------------------------------------------------
 
     def report_status(self) -> dict[str, Any]:
-        """The health of the manager, which is whether the last call of each kind went well, and counts of failures by name."""
+        """The health of the manager, which is whether its last call to the page store went well, and counts of failures."""
         with self._lock:
             used, total = self.get_memory_usage()
             capacities = self.get_capacity_bytes_by_backend()
             staging = len(self._staged) + len(self._allocated)
             return {
-                "is_healthy": not self._failing,
+                "is_healthy": self._is_healthy,
                 "type": type(self).__name__,
                 "total_object_count": len(self._reading) + staging,
                 "write_locked_count": len(self._staged),
@@ -458,9 +462,9 @@ class MaruL1Manager:
             answer = function()
         except Exception as error:
             self.faults.note(operation, error, n)
-            self._failing.add(operation)
+            self._is_healthy = False
             return None
-        self._failing.discard(operation)
+        self._is_healthy = True
         return answer
 
 

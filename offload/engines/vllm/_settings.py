@@ -184,7 +184,7 @@ class MaruSettings:
         names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
         if names is not None and said.tenant:
             raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages are everybody's")
-        if said.engine.get("tiers") or said.engine.get("daemon_url"):
+        if "tiers" in said.engine or said.engine.get("daemon_url"):
             raise ConfigError(
                 f"{SECTION}.engine",
                 dict(said.engine),

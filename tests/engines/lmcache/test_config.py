@@ -92,6 +92,7 @@ def test_what_lmcache_reads_itself_is_left_out():
         ({"engine": {"tiers": {"host": {}}}}, "engine.tiers.host"),
         ({"engine": {"tiers": {"host": {"type": "memory", "capacity_bytes": 4096}}, "promot": True}}, "engine.promot"),
         ({"engine": {"shadow_chek": 0}}, "engine.shadow_chek"),
+        ({"engine": {"tiers": {}}}, "must name tiers"),
     ],
 )
 def test_what_cannot_be_is_named_when_it_is_read(said, knob):

@@ -8,7 +8,7 @@ while vLLM has no connector, right behind the load; and in an engine that never 
 by more than a connector costs.
 
 So without a hit an engine is compared with itself, too: prompts in pairs, one with the connector and one while vLLM has none,
-in turn first. An engine that never had one shows what is left of noise.
+each of them first in turn. An engine that never had one shows what is left of noise.
 
 ``OffloadSpec, from its rows`` is vLLM's own connector over host memory that has all of it: what no spec can be faster than.
 
