@@ -61,6 +61,10 @@ class TierUnavailable(OffloadError):
         """When it is tried again, on trio's clock; ``None`` while a probe is under way, ``inf`` if it is not tried again."""
 
 
+class TierBehindFailed(OffloadError):
+    """A tier that is several others in one has answered that one of those failed: it works itself, and is called again."""
+
+
 class TierTooSlow(OffloadError, trio.TooSlowError):
     """A tier did not answer within the deadline of its breaker; the call was cancelled, and left nothing behind."""
 

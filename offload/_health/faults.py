@@ -21,7 +21,7 @@ from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused, UntrustedServer
 from maru.exception_groups import unwrap
 
-from .._errors import TierTooSlow, TierUnavailable
+from .._errors import TierBehindFailed, TierTooSlow, TierUnavailable
 from .breaker import Verdict
 
 _ANSWERED, _FAULT, _SILENT = Verdict
@@ -29,6 +29,8 @@ _ANSWERED, _FAULT, _SILENT = Verdict
 EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
     # The first match decides.
     (TierUnavailable, _SILENT),  # of a breaker within the tier: the tier was not called
+    # One tier of a daemon that fails must not keep its others from being read.
+    (TierBehindFailed, _ANSWERED),
     (TierTooSlow, _FAULT),
     (Unproven, _FAULT),
     (trio.WouldBlock, _SILENT),  # room without waiting: the tier was not called

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._pages import PageReservation as PageReservation
     from ._pages import PageLease as PageLease
     from ._blocking_pages import BlockingPages as BlockingPages
+    from ._errors import DaemonTierFailed as DaemonTierFailed
     from ._errors import DaemonUnavailable as DaemonUnavailable
     from ._errors import DaemonRefused as DaemonRefused
     from ._errors import DaemonBusy as DaemonBusy
@@ -46,6 +47,7 @@ _HOMES = {
     "PageReservation": "._pages",
     "PageLease": "._pages",
     "BlockingPages": "._blocking_pages",
+    "DaemonTierFailed": "._errors",
     "DaemonUnavailable": "._errors",
     "DaemonRefused": "._errors",
     "DaemonBusy": "._errors",

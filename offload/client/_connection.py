@@ -47,7 +47,7 @@ from ..daemon._messages import (
     decode_answer,
     encode,
 )
-from ._errors import DaemonBusy, DaemonRefused, DaemonUnavailable, NoPageStore
+from ._errors import DaemonBusy, DaemonRefused, DaemonTierFailed, DaemonUnavailable, NoPageStore
 
 _HEARTBEATS: Final = 3
 """In the time of a lease: one may be late, and one be lost."""
@@ -265,8 +265,10 @@ class DaemonConnection:
                 raise DaemonBusy(got.text)
             if got.kind == "pages":
                 raise NoPageStore(got.text)
-            if got.kind in ("session", "draining", "unavailable"):
+            if got.kind in ("session", "draining"):
                 raise DaemonUnavailable(self.url, got.text)
+            if got.kind == "unavailable":
+                raise DaemonTierFailed(self.url, got.text)
             raise DaemonRefused(got.text)
         raise DaemonUnavailable(self.url, f"it answers {type(got).__name__}, where {answer.__name__} is due")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._errors import OffloadError
+from .._errors import OffloadError, TierBehindFailed
 
 
 class DaemonUnavailable(OffloadError, ConnectionError):
@@ -12,6 +12,10 @@ class DaemonUnavailable(OffloadError, ConnectionError):
         super().__init__(f"the daemon at {url}: {why}")
         self.why = why
         """What became of it, in words."""
+
+
+class DaemonTierFailed(DaemonUnavailable, TierBehindFailed):
+    """The daemon answers that a tier of its failed: the daemon is there, and what its other tiers have can be loaded."""
 
 
 class DaemonRefused(OffloadError, ValueError):

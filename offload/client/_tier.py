@@ -63,7 +63,7 @@ from ..daemon._messages import (
     packed,
 )
 from ._connection import DaemonConnection, Session, open_connection
-from ._errors import DaemonBusy, DaemonUnavailable
+from ._errors import DaemonBusy, DaemonTierFailed, DaemonUnavailable
 from ._places import MAX_PLACES, Places, Staging
 
 _WITHIN: Final = 86_400.0
@@ -328,7 +328,8 @@ class DaemonTier(TierBase[DaemonLease]):
         """See :class:`~backends.abc.ReadableTier`. At most ``MAX_KEYS`` keys are looked for.
 
         Raises:
-            DaemonUnavailable: the daemon is gone, or a tier of it did not answer before anything was found.
+            DaemonUnavailable: the daemon is gone.
+            DaemonTierFailed: a tier of it did not answer before anything was found.
         """
         check_keys(keys)
         session = self._session()
@@ -341,7 +342,7 @@ class DaemonTier(TierBase[DaemonLease]):
         if found.unavailable and not found.blocks:
             await lease.release()
             name, why = next(iter(found.unavailable.items()))
-            raise DaemonUnavailable(self.connection.url, f"its tier {name} did not answer: {why}")
+            raise DaemonTierFailed(self.connection.url, f"its tier {name} did not answer: {why}")
         return lease
 
     async def _have_opened(self, session: Session) -> None:
@@ -409,7 +410,7 @@ class DaemonTier(TierBase[DaemonLease]):
             raise Unproven("a copy of the daemon may still be going on")
         bad: dict[int, Missed | Failed] = {at: Missed(reason) for at, reason in answer.missed}
         url = self.connection.url
-        bad.update({at: Failed(DaemonUnavailable(url, why)) for at, why in answer.failed})
+        bad.update({at: Failed(DaemonTierFailed(url, why)) for at, why in answer.failed})
         return bad
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
@@ -476,11 +477,13 @@ def _part(depths: Sequence[int | None] | None, part: slice) -> Sequence[int | No
 
 def _outcomes(url: str, answer: Stored, n: int) -> list[Outcome]:
     """The outcome of each block of a store."""
-    if answer.status == "cancelled" or answer.error:
+    if answer.status == "cancelled":
         return [Failed(DaemonUnavailable(url, answer.error or "it ended before this was stored"))] * n
+    if answer.error:
+        return [Failed(DaemonTierFailed(url, answer.error))] * n
     outcomes: list[Outcome] = [STORED] * n
     for at, reason in answer.filtered:
         outcomes[at] = DUPLICATE if reason == "present" else Rejected(reason)
     for at, why in answer.failed:
-        outcomes[at] = Failed(DaemonUnavailable(url, why))
+        outcomes[at] = Failed(DaemonTierFailed(url, why))
     return outcomes

@@ -12,10 +12,11 @@ from backends.abc import Deletion
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
-from offload import NO_WAIT, EngineConfig, Status
+from offload import NO_WAIT, EngineConfig, HealthState, Status
 from offload.client import (
     DaemonRefused,
     DaemonTier,
+    DaemonTierFailed,
     DaemonUnavailable,
     SharedBlocks,
     SharedMemory,
@@ -42,6 +43,7 @@ from offload.daemon._messages import (
     packed,
 )
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
+from tests.support.ill_tiers import Ill
 
 KEYS = [b"key %d" % at for at in range(8)]
 
@@ -485,6 +487,36 @@ async def test_an_engine_outlives_its_daemon_and_says_that_it_is_gone(path):
             await engine.release(hit)
             assert (await store(engine, cache)).status is Status.COMPLETE
         nursery.cancel_scope.cancel()
+
+
+async def test_failing_tier_keeps_client_breaker_closed(path):
+    ill = Ill(64, SIZE)
+    tiers = {"host": MemoryTier(8 * SIZE, SIZE), "ill": ill}
+    cache = cache_of()
+    config = engine_config(tiers=tiers, chain="none")
+    async with daemon(path, engine=config) as server, open_client(cache, server.url) as engine:
+        assert (await store(engine, cache)).status is Status.COMPLETE
+        ill.ill = OSError("the disk is gone")
+        for _ in range(5):  # more than break a tier
+            unknown = await engine.lookup([b"nowhere"])
+            assert isinstance(unknown.unavailable["daemon"], DaemonTierFailed)
+            await engine.release(unknown)
+        async with await engine.lookup(KEYS) as hit:
+            assert list(hit.keys) == KEYS and not hit.unavailable
+        assert engine.statistics().health["daemon"].state is HealthState.CLOSED
+
+
+async def test_failed_stores_keep_client_breaker_closed(path):
+    ill = Ill(64, SIZE)
+    cache = cache_of()
+    config = engine_config(tiers={"ill": ill})
+    async with daemon(path, engine=config) as server, open_client(cache, server.url) as engine:
+        assert (await store(engine, cache)).status is Status.COMPLETE
+        for at in range(5):
+            ill.faults.failing[b"new %d" % at] = OSError("the disk is broken")
+            result = await store(engine, cache, [b"new %d" % at])
+            assert isinstance(result.failed[b"new %d" % at], DaemonTierFailed)
+        assert engine.statistics().health["daemon"].state is HealthState.CLOSED
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
