@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from xxhash import xxh3_64_intdigest
 
 from maru import HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerLost, ServerRefused
 from maru._client.answers import Deleted, Loaded, Stored
@@ -725,6 +726,38 @@ def test_what_a_server_has_forgotten_is_registered_again(forgets):
     assert reader.get(keys) == values_of(keys)
     assert len(world.memory) == 1
     at_rest(client, reader)
+
+
+def test_restore_drops_a_page_that_was_damaged():
+    world, client, reader = joined("a", "b")
+    keys = keys_of(4)
+    client.put(keys, values_of(keys))
+    [span] = client.s.spans.values()
+    span.memory[PAGE + 5] ^= 0xFF
+    assert reader.get(keys)[1] is Loaded.DAMAGED
+    world.restart(forgets=True)
+    client.run(beat(client.s))
+    client.run(restore(client.s))
+    counters = client.s.counters
+    assert (counters.keys_kept, counters.keys_lost, counters.damaged) == (3, 1, 1)
+    assert reader.get(keys) == [value_of("k0"), Loaded.MISSING, value_of("k2"), value_of("k3")]
+    at_rest(client, reader)
+
+
+def test_restore_registers_the_first_checksum_and_depth():
+    world, client = joined("a")
+    right = xxh3_64_intdigest(bytes(PAGE))  # the pages are zeros; a sum made again would be this one
+    pages = client.run(allocate(client.s, 4))
+    client.run(store(client.s, ["deep", "other"], pages[:2], PAGE, [right, right + 1], [3, 4]))
+    client.run(store(client.s, ["first"], pages[2:3], PAGE, [right], [None]))
+    client.run(store(client.s, ["plain"], pages[3:], PAGE, None, [7]))
+    world.restart(forgets=True)
+    client.run(beat(client.s))
+    client.run(restore(client.s))
+    located = world.service.directory._state.located
+    found = {key: (location.checksum, location.depth) for key, location in located.items()}
+    assert found == {"deep": (right, 3), "first": (right, None), "plain": (None, 7)}
+    at_rest(client)
 
 
 def test_what_cannot_be_registered_again_is_counted():

@@ -15,7 +15,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -46,13 +46,17 @@ def is_own(reply: HandshakeReply) -> bool:
     return reply.session is not None and set(reply.codes) >= USED_CODES
 
 
+StoredPage: TypeAlias = tuple[str, int, int | None, int | None]
+"""A page as its STORE named it: key, length, checksum and depth."""
+
+
 @attrs.define(eq=False)
 class Former:
     """A region that was ours until its session was lost. Its bytes are still mapped here."""
 
     span: Span
-    pages: list[tuple[int, str, int]]
-    """Offset, key and length of each page that was registered."""
+    pages: list[tuple[int, StoredPage]]
+    """Offset of each page that was registered, and what was sent of it."""
 
 
 @attrs.frozen
@@ -151,7 +155,7 @@ class ClientState:
         self.spans: dict[int, Span] = {}
         self.handles: dict[int, Handle] = {}  # of regions, as a published server tells them
         self.former: list[Former] = []
-        self.stored: dict[int, tuple[str, int]] = {}  # page -> key and length, as last sent
+        self.stored: dict[int, StoredPage] = {}  # by page, as last sent
         self.page_of: dict[str, int] = {}  # key -> page, with a published server, which returns nothing
         self.forgotten: deque[int] = deque()
         """Allocated pages whose handle was forgotten: finalizers append, and the next call frees."""
@@ -424,7 +428,7 @@ class ClientState:
         if span is not None:
             size = self.pages.page_bytes
             kept = [
-                ((page - region.first) * size, *self.stored[page])
+                ((page - region.first) * size, self.stored[page])
                 for page in self.pages.registered(region_id)
                 if page in self.stored
             ]

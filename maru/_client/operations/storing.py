@@ -35,7 +35,7 @@ from .connecting import alone, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
 from .pinning import SESSION_GONE, portions
 from .reclaiming import expand, make_room, take_first
-from .state import ClientState
+from .state import ClientState, StoredPage
 
 Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
@@ -263,7 +263,8 @@ def _put(s: ClientState, keys: list[str], lengths: Column, copy: Copy) -> Operat
 def restore(s: ClientState) -> Operation[None]:
     """Register again what was stored in regions that were lost, as far as it is missing and there is room without evicting.
 
-    The bytes are still mapped here, and nobody else has ever written them.
+    Their bytes are still mapped here. A checksum is made once, from the bytes that are stored: a page that does not have its
+    own any more is lost. Were it summed again, its damage would be valid from then on.
     """
     while s.former:
         former = s.former[-1]
@@ -271,16 +272,18 @@ def restore(s: ClientState) -> Operation[None]:
             s.former.pop()
             continue
         some = former.pages[: min(RESTORED_AT_ONCE, s.max_keys)]
-        names = [name for _, name, _ in some]
+        names = [stored[0] for _, stored in some]
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
         missing = [one for one, is_there in zip(some, there.results, strict=True) if not is_there]
-        if missing:
-            yield from _restore(s, former.span, missing)
+        summed = [one for one in missing if one[1][2] is not None]
+        for group in (summed, [one for one in missing if one[1][2] is None]):  # one STORE has sums for all or none
+            if group:
+                yield from _restore(s, former.span, group)
         s.counters.keys_kept += len(some) - len(missing)
         del former.pages[: len(some)]
 
 
-def _restore(s: ClientState, span: Span, some: list[tuple[int, str, int]]) -> Operation[None]:
+def _restore(s: ClientState, span: Span, some: list[tuple[int, StoredPage]]) -> Operation[None]:
     pages = s.pages.allocate(len(some))
     if pages is None:
         yield from steadily(s, partial(alone, partial(expand, s, len(some))))
@@ -289,16 +292,29 @@ def _restore(s: ClientState, span: Span, some: list[tuple[int, str, int]]) -> Op
     s.counters.keys_lost += len(some) - len(kept)
     if not kept:
         return
-    sizes = [length for _, _, length in kept]
-    copy = copy_and_sum if s.config.checksums else copy_all
+    offsets = [offset for offset, _ in kept]
+    names, sizes, expected, depths = map(list, zip(*[stored for _, stored in kept], strict=True))
+    is_summed = expected[0] is not None
+    copy = copy_and_sum if is_summed else copy_all
     try:
-        at = [span.address + offset for offset, _, _ in kept]
+        at = [span.address + offset for offset in offsets]
         keep = [span, *s.spans.values()]
         sums = yield Work(partial(copy, addresses(s, pages), at, sizes), sum(sizes), keep)
     except BaseException:
         s.free(pages)
         raise
-    answers = yield from _register(s, [name for _, name, _ in kept], pages, sizes, sums)
+    whole = [at for at in range(len(kept)) if not is_summed or sums[at] == expected[at]]
+    damaged = len(kept) - len(whole)
+    if damaged:
+        s.counters.damaged += damaged
+        s.counters.keys_lost += damaged
+        s.free([pages[at] for at in {*range(len(kept))}.difference(whole)])
+        if not whole:
+            return
+        pages, names, sizes, expected, depths = (
+            [column[at] for at in whole] for column in (pages, names, sizes, expected, depths)
+        )
+    answers = yield from _register(s, names, pages, sizes, expected if is_summed else None, depths)
     s.counters.keys_kept += sum(map(bool, answers))
     s.counters.keys_lost += len(answers) - sum(map(bool, answers))
 
@@ -337,7 +353,9 @@ def _store_own(
     attempt = s.next_attempt()
     regions, offsets = s.pages.locations(pages)
     message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums, depths)
-    reply: StoreReply = yield from _send(s, Call(Code.STORE, message), names, pages, lengths, attempt)
+    reply: StoreReply = yield from _send(
+        s, Call(Code.STORE, message), names, pages, lengths, checksums, depths, attempt
+    )
     if not any(reply.statuses) and len(reply.statuses) == len(pages):
         s.pages.answered(pages, attempt)
         return [Stored.NEW] * len(pages)
@@ -348,7 +366,14 @@ def _store_own(
 
 
 def _send(
-    s: ClientState, call: Call, names: list[str], pages: list[int], lengths: Column, attempt: int
+    s: ClientState,
+    call: Call,
+    names: list[str],
+    pages: list[int],
+    lengths: Column,
+    checksums: list[int] | None,
+    depths: Depths,
+    attempt: int,
 ) -> Operation[Any]:
     """Ask to register these pages, and leave none of them behind in REGISTERING without an answer."""
     left = False
@@ -357,8 +382,10 @@ def _send(
         nonlocal left
         _check_pages(s, pages)
         s.pages.sent(pages, attempt)
-        of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
-        s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
+        n = len(pages)
+        of_each = repeat(lengths, n) if isinstance(lengths, int) else lengths
+        sums = repeat(None, n) if checksums is None else checksums
+        s.stored.update(zip(pages, zip(names, of_each, sums, depths or repeat(None, n), strict=True), strict=True))
         left = True
 
     call.sending = sending
@@ -380,7 +407,7 @@ def _send(
 def _store_published(
     s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None, depths: Depths
 ) -> Operation[list[Stored]]:
-    # Its messages have no place for depths, and it evicts nothing.
+    # Its messages have no place for checksums and depths. They are kept here, for a server that has.
     try:
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
     except BaseException:
@@ -405,7 +432,14 @@ def _store_published(
     entries = [RegisterRequest(names[at], regions[at], offsets[at], sizes[at]) for at in new]
     sent, named = [pages[at] for at in new], [names[at] for at in new]
     reply = yield from _send(
-        s, Call(Code.BATCH_REGISTER_KV, BatchRegisterRequest(entries)), named, sent, [sizes[at] for at in new], attempt
+        s,
+        Call(Code.BATCH_REGISTER_KV, BatchRegisterRequest(entries)),
+        named,
+        sent,
+        [sizes[at] for at in new],
+        None if checksums is None else [checksums[at] for at in new],
+        None if depths is None else [depths[at] for at in new],
+        attempt,
     )
     results = reply.results if reply.success else [None] * len(new)
     events = [PageEvent.NEW if is_new else PageEvent.REFUSED for is_new in results]
