@@ -10,13 +10,14 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ._ending import EnvironmentFault, ending, lacking
+from ._files import OutputKind
 
 if TYPE_CHECKING:
     from .configuration import Knob
@@ -169,20 +170,33 @@ def age() -> float:
         return time.process_time()
 
 
-def output_file(text: str) -> str:
-    """A file that will be written when a command has done its work. Whether it can be is found out before.
+def output_file(kind: OutputKind, suffix: str = "") -> Callable[[str], str]:
+    """Return the type of an option for a file that is written when the command has done its work.
 
-    Raises:
-        click.BadParameter: it cannot.
+    Whether it can be written is found out before.
+
+    Args:
+        kind: of the file. A file of another kind is not replaced.
+        suffix: the end of its name, where it has to have one.
     """
-    path = Path(text)
-    if path.is_dir():
-        raise click.BadParameter(f"{text} is a directory: say which file in it")
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"{text}: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{text}: this user may not write there")
-    return text
+
+    def file(text: str) -> str:
+        path = Path(text)
+        if not text.lower().endswith(suffix):
+            raise click.BadParameter(f"{text}: the name of {kind.name} ends in {suffix}")
+        try:
+            why = kind.why_not(path)
+        except OSError as error:
+            why = f"cannot be looked at: {error.strerror or error}"
+        if why:
+            raise click.BadParameter(f"{text} {why}")
+        if not path.parent.is_dir():
+            raise click.BadParameter(f"{text}: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.BadParameter(f"{text}: this user may not write there")
+        return text
+
+    return file
 
 
 def output_directory(text: str) -> str:
@@ -201,14 +215,14 @@ def output_directory(text: str) -> str:
     return text
 
 
-def write_output(place: str, text: str) -> None:
-    """Write what is asked for as an :func:`output_file`.
+def write_output(place: str, text: str, kind: OutputKind) -> None:
+    """Write the file of an option of type :func:`output_file`.
 
     Raises:
         EnvironmentFault: it cannot be written, and could a moment ago.
     """
     try:
-        Path(place).write_text(text, encoding="utf-8")
+        kind.write(place, text.encode())
     except OSError as error:
         raise EnvironmentFault(f"{place}: cannot be written: {error.strerror or error}") from error
 

@@ -21,13 +21,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
 import attrs
 import msgspec
 
 from ._errors import KnobError
+from ._files import read_file
 
 C = TypeVar("C", bound=attrs.AttrsInstance)
 
@@ -270,11 +270,15 @@ class Knobs:
         name, text = ("TOML", source) if isinstance(source, str) else (os.fspath(source), "")
         try:
             if not isinstance(source, str):
-                text = Path(source).read_text(encoding="utf-8")
+                text = read_file(source).decode()
             document = Document(str(name), text)
             document.parse()
         except ValueError as error:
             raise self.error(str(name), _excerpt(text), f"not TOML: {error}") from error
+        except RecursionError as error:
+            raise self.error(
+                str(name), _excerpt(text), "not read: its lists or tables are nested too deeply"
+            ) from error
         return document
 
     def _variables(

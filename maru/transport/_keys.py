@@ -17,6 +17,7 @@ import attrs
 import zmq
 
 from .._errors import ConfigError
+from .._files import open_input
 
 _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = re.compile(rb"^\s*(public|secret)-key\s*=\s*[\"']?([^\"'\s]*)[\"']?\s*$", re.MULTILINE)
@@ -149,7 +150,7 @@ def _write_new(path: str | os.PathLike[str], mode: int, text: bytes) -> None:
 
 
 def _read(path: str | os.PathLike[str], *, secret: bool = False) -> dict[str, list[bytes]]:
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         mode = os.fstat(file.fileno()).st_mode
         if secret and stat.S_IMODE(mode) & 0o077:
             raise ConfigError("key file", os.fspath(path), f"has mode {stat.S_IMODE(mode):04o}, but must have 0600")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import click
 import msgspec
 
 from maru._commands import output_file
-from maru._ending import BadInput
+from maru._ending import BadInput, EnvironmentFault
+from maru._files import read_file
 
 from .._errors import IncidentError
+from .layout import MOST_BYTES, RECORDING, SEGMENTS_AT
 from .recording import Recording, read_ring, to_bytes
 from .show import lines_of, summary_of
 
@@ -23,7 +24,7 @@ def read(file: str) -> Recording:
         BadInput: it cannot be read, or is no recording.
     """
     try:
-        return read_ring(Path(file).read_bytes(), file)
+        return read_ring(read_file(file, SEGMENTS_AT + MOST_BYTES), file)
     except OSError as error:
         raise BadInput(f"{file} cannot be read: {error.strerror or error}") from error
     except IncidentError as error:
@@ -37,12 +38,15 @@ def command() -> None:
 
 @command.command()
 @click.argument("ring")
-@click.option("--out", type=output_file, metavar="FILE", help="The file to save.  [default: TIME.incident]")
+@click.option("--out", type=output_file(RECORDING), metavar="FILE", help="The file to save.  [default: TIME.incident]")
 def save(ring: str, out: str | None) -> None:
     """Save what a RING holds now: the file of a recorder, whether its process still runs, has ended, or was killed."""
     recording = read(ring)
-    place = out if out is not None else output_file(time.strftime("%Y%m%d-%H%M%S.incident"))
-    Path(place).write_bytes(to_bytes(recording))
+    place = out if out is not None else output_file(RECORDING)(time.strftime("%Y%m%d-%H%M%S.incident"))
+    try:
+        RECORDING.write(place, to_bytes(recording))
+    except OSError as error:
+        raise EnvironmentFault(f"{place}: cannot be written: {error.strerror or error}") from error
     click.echo(f"saved {place}: {summary_of(recording)}")
 
 

@@ -31,6 +31,7 @@ from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline
 from ..abc import Mismatch
 from .allowance import Allowance
+from .layout import RECORDING
 from .recording import Recording, read_ring, to_bytes
 from .records import (
     MOST_TEXT,
@@ -110,7 +111,7 @@ class FlightRecorder:
         clock: gives the time of a record, by default trio's.
 
     Raises:
-        ConfigError: ``ring_bytes`` or ``most_share`` is out of range.
+        ConfigError: ``ring_bytes`` or ``most_share`` is out of range, or ``path`` is a file that is no recording.
         RecorderBusy: another process records into ``path``.
         OSError: the file cannot be made, or the disk has no room for it.
     """
@@ -246,12 +247,12 @@ class FlightRecorder:
         return read_ring(memoryview(self._ring.memory))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save what the ring holds now as a file.
+        """Save what the ring holds now as a file, closed to other users as the ring is.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: it cannot be written, or there is a file that is no recording.
         """
-        Path(path).write_bytes(to_bytes(self.recording()))
+        RECORDING.write(path, to_bytes(self.recording()))
 
     def statistics(self) -> RecorderStatistics:
         """A snapshot."""

@@ -10,7 +10,11 @@ import struct
 from typing import Final
 from zlib import crc32
 
+from maru._files import OutputKind
+
 MAGIC: Final = b"OFFLDREC"
+RECORDING: Final = OutputKind("a recording", MAGIC, private=True)
+"""A ring, or a recording that was saved of one."""
 VERSION: Final = 1
 SEGMENT_BYTES: Final = 64 << 10
 """Larger than any record; a sixteenth of the smallest ring is forgotten at a time."""

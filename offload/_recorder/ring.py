@@ -30,6 +30,7 @@ from .layout import (
     HEAD_BYTES,
     MAGIC,
     MOST_BYTES,
+    RECORDING,
     SEGMENT,
     SEGMENT_BYTES,
     SEGMENTS_AT,
@@ -51,7 +52,7 @@ class Ring:
         ring_bytes: of the segments, from 1 to 64 MiB.
 
     Raises:
-        ConfigError: ``ring_bytes`` is out of range.
+        ConfigError: ``ring_bytes`` is out of range, or ``path`` is a file that is no recording.
         RecorderBusy: another process records into this file.
         OSError: the file cannot be made, or the disk has no room for it.
     """
@@ -128,6 +129,7 @@ class Ring:
 
 def _allocate(path: str | os.PathLike[str], size: int) -> int:
     """A new file of this size, which no other process records into. What is there is the last incident: it is kept."""
+    check_ring_file(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
@@ -142,6 +144,24 @@ def _allocate(path: str | os.PathLike[str], size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def check_ring_file(path: str | os.PathLike[str]) -> None:
+    """See that a recorder's file can be made there, and that nothing but a recording is moved away or replaced for it.
+
+    Raises:
+        ConfigError: there is another kind of file, or no directory for one.
+        OSError: it cannot be looked at.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        raise ConfigError("flight_recorder", os.fspath(path), f"there is no directory {parent}")
+    for one in (os.fspath(path), f"{os.fspath(path)}.before"):
+        why = RECORDING.why_not(one)
+        if not why and os.path.exists(one) and not os.path.isfile(one):
+            why = "is no file"
+        if why:
+            raise ConfigError("flight_recorder", os.fspath(path), f"{one} {why}")
 
 
 def _lock(fd: int, path: str | os.PathLike[str]) -> None:

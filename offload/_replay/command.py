@@ -17,6 +17,7 @@ from backends import BackendError
 from maru._commands import given, output_file, refuse, write_output
 from maru._console import print_json
 from maru._ending import BadInput, EnvironmentFault, ExitCode
+from maru._files import PICTURE, SCENARIO
 
 from .._errors import OffloadError
 from .clock import SkippingClock
@@ -28,7 +29,7 @@ from .report import ReplayReport
 from .session import replay
 from .tier_specs import specs_of
 from .trace import read_trace
-from .units import capacity_of, factors_of, size_of, size_text, speed_of, svg_file
+from .units import capacity_of, factors_of, size_of, size_text, speed_of
 
 if TYPE_CHECKING:
     from ..testing.scenarios._program import Scenario
@@ -121,7 +122,7 @@ _OF_BYTES = (
 @click.option("--what-if", type=factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
 @click.option(
     "--record",
-    type=output_file,
+    type=output_file(SCENARIO),
     metavar="OUT.scenario.toml",
     help="Write what was done to a file, as a scenario for `offload scenario run`.",
 )
@@ -145,7 +146,7 @@ _OF_BYTES = (
 @click.option(
     "--picture",
     "picture_file",
-    type=svg_file,
+    type=output_file(PICTURE, ".svg"),
     metavar="OUT.svg",
     help="With --compare-eviction: draw hit rate against capacity into this file.",
 )
@@ -281,4 +282,4 @@ def _end(report: ReplayReport) -> None:
 def _write(path: str, scenario: Scenario) -> None:
     from ..testing.scenarios._files import to_toml
 
-    write_output(path, to_toml(scenario))
+    write_output(path, to_toml(scenario), SCENARIO)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from maru._commands import write_output
 from maru._console import print_json
 from maru._console import show as print_parts
+from maru._files import PICTURE
 from maru.eviction import AdaptiveLRFU
 
 from .._errors import OffloadError
@@ -37,7 +38,7 @@ def print_comparison(
     with progressing(simulations(capacities), "simulating") as progress:
         comparison = compare(keys, capacities, progress, storing=storing)
     if picture_file is not None:
-        write_output(picture_file, picture(comparison, os.path.basename(trace)))
+        write_output(picture_file, picture(comparison, os.path.basename(trace)), PICTURE)
     if as_json:
         print_json(comparison.as_json())
     else:

@@ -7,8 +7,6 @@ from typing import Final
 
 import click
 
-from maru._commands import output_file
-
 from .options import UNLIMITED
 
 _UNITS: Final = {"": 1, "B": 1} | {
@@ -29,13 +27,6 @@ def size_of(text: str) -> float:
     if not 1 <= nbytes < 1 << 60:
         raise click.BadParameter(f"{text!r}: a size such as 4096, 64KiB or 1.5GB")
     return float(int(nbytes))
-
-
-def svg_file(text: str) -> str:
-    """Check that the name of a picture ends in ``.svg``."""
-    if not text.lower().endswith(".svg"):
-        raise click.BadParameter(f"{text}: a picture is SVG, so its name must end in .svg")
-    return output_file(text)
 
 
 def capacity_of(text: str) -> float:

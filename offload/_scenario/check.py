@@ -16,6 +16,7 @@ import msgspec
 
 from maru._commands import output_directory, write_output
 from maru._ending import ExitCode, until_interrupted
+from maru._files import SCENARIO
 from offload.testing.scenarios._players import PROBE, Fuzzing, Probe, Probing, Series, probe_of
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._promises import Promise, promises
@@ -223,7 +224,7 @@ class _Judge:
             Path(self._keep).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"--keep {self._keep}: {error.strerror or error}") from error
-        write_output(place, to_toml(scenario))
+        write_output(place, to_toml(scenario), SCENARIO)
         return place
 
     # -- telling -------------------------------------------------------------------------------------------------------

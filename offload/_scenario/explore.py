@@ -11,6 +11,7 @@ import click
 
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
+from maru._files import SCENARIO
 from offload.abc import HOOKS
 from offload.testing.scenarios._players import Exploring, Playing
 from offload.testing.scenarios._summary import Summary, reachable
@@ -83,7 +84,9 @@ def _actions_of(text: str) -> tuple[Action, ...]:
 )
 @click.option("--pairs", is_flag=True, help="Every two cancels of different containers as well.")
 @click.option("--only", metavar="SPOT", help="Run one spot: ACTION@HOOK:CONTAINER:VISIT, or two with + between them.")
-@click.option("--save", type=output_file, metavar="FILE", help="With --only: save that run as a scenario file.")
+@click.option(
+    "--save", type=output_file(SCENARIO), metavar="FILE", help="With --only: save that run as a scenario file."
+)
 @system_option
 @processes_option
 @watchdog_option
@@ -121,7 +124,7 @@ def command(
     if save is not None:
         from offload.testing.scenarios._files import to_toml
 
-        write_output(save, to_toml(variant(found.scenario, variants[0])))
+        write_output(save, to_toml(variant(found.scenario, variants[0])), SCENARIO)
     used = processes_for(len(variants), processes, here_below=here_below(_HERE_BELOW))
     summary, explored = Summary(), Explored()
     make = Exploring(found.scenario, used_seed, variants, found.base, system)

@@ -8,6 +8,7 @@ import click
 
 from maru._commands import output_file, write_output
 from maru._ending import BadInput
+from maru._files import SCENARIO
 from offload._recorder.command import read
 from offload.testing.scenarios._check import check
 from offload.testing.scenarios._files import to_toml
@@ -19,7 +20,9 @@ from ._output import plural, show
 
 @click.command("from-incident")
 @click.argument("file")
-@click.option("--out", type=output_file, metavar="FILE", help="The file for the scenario.  [default: beside FILE]")
+@click.option(
+    "--out", type=output_file(SCENARIO), metavar="FILE", help="The file for the scenario.  [default: beside FILE]"
+)
 @click.option("--last", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
 def command(file: str, out: str | None, last: float | None) -> None:
     """Make a scenario of a recording: the same stores, timings and faults, in virtual time."""
@@ -28,8 +31,8 @@ def command(file: str, out: str | None, last: float | None) -> None:
         scenario = from_incident(recording, name=f"from {Path(file).name}", last=last)
     except NothingRecorded as error:
         raise BadInput(f"{file}: {error}") from error
-    place = out if out is not None else output_file(f"{Path(file).stem}{SUFFIX}")
-    write_output(place, to_toml(scenario))
+    place = out if out is not None else output_file(SCENARIO)(f"{Path(file).stem}{SUFFIX}")
+    write_output(place, to_toml(scenario), SCENARIO)
     show(f"saved {place}: {plural(len(scenario.step), 'step')}, {plural(len(scenario.fault), 'fault')}")
     for problem in check(scenario):
         show(f"  {problem.path}: {problem.text}")

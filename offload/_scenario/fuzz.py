@@ -13,6 +13,7 @@ import click
 
 from maru._commands import output_directory, write_output
 from maru._ending import EnvironmentFault, ExitCode, until_interrupted
+from maru._files import SCENARIO
 from offload.testing.scenarios._players import Player, Playing
 from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._trace import Report
@@ -142,7 +143,8 @@ def _save(directory: str, seed: int, report: Report | None, system: str, mix: Mi
     except OSError as error:
         raise EnvironmentFault(f"--keep {directory}: {error.strerror or error}") from error
     place = str(Path(directory) / f"seed-{seed}.scenario.toml")
-    write_output(place, to_toml(report.scenario if report is not None else program_of(seed, system, mix)))
+    scenario = report.scenario if report is not None else program_of(seed, system, mix)
+    write_output(place, to_toml(scenario), SCENARIO)
     return place
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import click
 
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
+from maru._files import JUNIT, PERFETTO, RUN_TRACE, TIMELINE
 from offload.testing.scenarios._players import Playing
 from offload.testing.scenarios._summary import Case, Played, Suite, Summary, reachable, to_junit
 from offload.testing.scenarios._trace import Report
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _HERE_BELOW = 40
 """With fewer runs than this, all are made in this process: a worker takes as long to start."""
+_KINDS: Final = {"--timeline": TIMELINE, "--trace": PERFETTO, "--save-trace": RUN_TRACE}
 
 
 @click.command()
@@ -63,21 +65,21 @@ _HERE_BELOW = 40
 @processes_option
 @watchdog_option
 @click.option(
-    "--timeline", type=output_file, metavar="OUT.html", help="Draw containers against time. For a single run."
+    "--timeline", type=output_file(TIMELINE), metavar="OUT.html", help="Draw containers against time. For a single run."
 )
 @click.option(
     "--trace",
-    type=output_file,
+    type=output_file(PERFETTO),
     metavar="OUT.json",
     help="Write the run for Perfetto (ui.perfetto.dev). For a single run.",
 )
 @click.option(
     "--save-trace",
-    type=output_file,
+    type=output_file(RUN_TRACE),
     metavar="OUT.trace",
     help="Write the trace for `offload scenario diff`. For a single run.",
 )
-@click.option("--junit", type=output_file, metavar="OUT.xml", help="Write the verdicts as JUnit XML.")
+@click.option("--junit", type=output_file(JUNIT), metavar="OUT.xml", help="Write the verdicts as JUnit XML.")
 @click.option("--real", is_flag=True, help="Run with real components and in real time instead of virtual time.")
 @click.option(
     "--pace",
@@ -137,9 +139,9 @@ def command(
     for option, path in pictures.items():
         if runs.report is None:  # it was interrupted
             break
-        write_output(path, _picture(option, runs.report, plan.repeat(0)))
+        write_output(path, _picture(option, runs.report, plan.repeat(0)), _KINDS[option])
     if junit is not None:
-        write_output(junit, to_junit(runs.suites()))
+        write_output(junit, to_junit(runs.suites()), JUNIT)
     if as_json:
         print_json(runs.as_dict(seconds))
     else:

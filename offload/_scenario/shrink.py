@@ -14,6 +14,7 @@ import click
 
 from maru._commands import output_file, write_output
 from maru._console import console
+from maru._files import SCENARIO
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._shrink import (
     BUDGET,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
 @click.option(
     "--out",
-    type=output_file,
+    type=output_file(SCENARIO),
     metavar="FILE",
     help="The file for the small program.  [default: regression-N.scenario.toml]",
 )
@@ -98,7 +99,7 @@ def command(
     check_mix(mix, system)
     check_system(system)
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
-    place = out if out is not None else output_file(f"regression-{used}{SUFFIX}")
+    place = out if out is not None else output_file(SCENARIO)(f"regression-{used}{SUFFIX}")
     began = perf_counter()
     with (
         usage_errors(),
@@ -112,7 +113,7 @@ def command(
         report = play(small, used)
         before = play(large, used).scenario
     outcome = _Outcome(before, small, report, used, place, line("run", place, system=system), perf_counter() - began)
-    write_output(place, outcome.text)
+    write_output(place, outcome.text, SCENARIO)
     if as_json:
         print_json(outcome.as_json())
     else:

@@ -14,11 +14,12 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
+
+from maru._files import PERFETTO
 
 from .._errors import ConfigError
 from .._pipeline.container import OffloadBatch, OffloadContainer
@@ -102,9 +103,9 @@ class PerfettoTrace:
         """Write what is kept as a file in the Trace Event Format.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: it cannot be written, or there is another kind of file.
         """
-        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}), encoding="utf-8")
+        PERFETTO.write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}).encode())
 
     def events(self) -> list[Event]:
         """What is kept as trace events."""

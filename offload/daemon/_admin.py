@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import trio
 
 from maru._errors import PoolUnusable
+from maru._files import open_input
 from maru._private_directory import open_private_directory
 from maru.transport import ChannelServer
 
@@ -80,7 +81,7 @@ def read_token(path: str) -> bytes:
         offload.ConfigError: it is open to other users, or no token.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         mode = os.fstat(file.fileno()).st_mode
         token = file.read(MAX_CREDENTIAL_BYTES + 2).strip()
     if mode & 0o077:

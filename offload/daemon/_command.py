@@ -79,6 +79,10 @@ def check_settings(settings: Settings) -> None:
         read_token(settings.daemon.admin_token_file)
     for name in settings.daemon.instruments:
         make_instrument(name)
+    if settings.daemon.flight_recorder:
+        from .._recorder.ring import check_ring_file
+
+        check_ring_file(settings.daemon.flight_recorder)
     block_bytes = settings.daemon.block_bytes or 4_096  # the size that the first cache would say
     for name, tier in unpopulated(settings.engine.tiers).items():
         with closing(make_tier(f"tiers.{name}", tier, block_bytes)):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from maru._files import TIMELINE
+
 if TYPE_CHECKING:
     from .scenarios._program import Scenario, Seam
     from .scenarios._systems import Factory
@@ -169,7 +171,7 @@ def _save_timeline(directory: Path, report: Report, name: str, repeat: str) -> s
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".html")
-        path.write_text(timeline(report, repeat=repeat), encoding="utf-8")
+        TIMELINE.write(path, timeline(report, repeat=repeat).encode())
     except OSError as error:
         return f"could not be saved: {error}"  # what was wrong with the run matters more
     return str(path)

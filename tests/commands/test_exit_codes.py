@@ -21,6 +21,7 @@ import maru.cli
 import offload.cli
 from maru._commands import output_directory, output_file
 from maru._ending import BadInput, CheckFailed, EnvironmentFault, ExitCode, until_interrupted
+from maru._files import SCENARIO
 from offload.cli import Commands
 
 TRACE: Final = "\n".join(
@@ -231,12 +232,13 @@ def test_a_place_to_write_to_is_looked_at_before_the_run(here: Path, arguments: 
 
 
 def test_what_can_be_written_is_no_complaint(here: Path) -> None:
-    assert output_file("new.txt") == "new.txt"
-    assert output_file("trace.jsonl") == "trace.jsonl"
-    assert output_file("/dev/null") == "/dev/null"
+    scenario = output_file(SCENARIO)
+    assert scenario("new.txt") == "new.txt"
+    assert scenario("plain.scenario.toml") == "plain.scenario.toml"
+    assert scenario("/dev/null") == "/dev/null"
     assert output_directory("a/b/c") == "a/b/c"
     with pytest.raises(click.BadParameter, match="is a directory"):
-        output_file(".")
+        scenario(".")
     with pytest.raises(click.BadParameter, match=r"trace.jsonl is no directory"):
         output_directory("trace.jsonl/below")
     assert "no directory" in refused("scenario", "fuzz", "--keep", "trace.jsonl/below")
@@ -246,7 +248,7 @@ def test_what_can_be_written_is_no_complaint(here: Path) -> None:
 def test_what_this_user_may_not_write_is_refused(here: Path) -> None:
     here.chmod(0o500)
     with pytest.raises(click.BadParameter, match="may not write"):
-        output_file("new.txt")
+        output_file(SCENARIO)("new.txt")
 
 
 def test_a_full_disk_at_the_end_is_the_environment(here: Path) -> None:

@@ -16,10 +16,11 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import msgspec
+
+from maru._files import read_file
 
 from ._check import check
 from ._fields import with_defaults
@@ -234,7 +235,7 @@ def read(
     """
     name = os.fspath(path)
     try:
-        text = Path(path).read_bytes().decode()
+        text = read_file(path).decode()
     except OSError as error:
         raise ScenarioError(name, None, "", f"cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -1,0 +1,233 @@
+"""Files named on a command line: none is lost by a mistake, none is waited for, and private ones are closed to others."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import maru.server_cli
+import offload.cli
+from maru._commands import output_file
+from maru._ending import ExitCode
+from maru._files import JUNIT, SCENARIO, OutputKind, read_file
+from offload import ConfigError
+from offload.daemon._command import command as serve
+from offload.recorder import FlightRecorder
+
+ROOT: Final = Path(__file__).parents[2]
+TRACE: Final = '{"timestamp": 27, "input_length": 2048, "output_length": 1, "hash_ids": [0, 14]}\n'
+PLAIN: Final = 'format = 1\nname = "plain"\n[[step]]\nstore = { id = "a{0..2}" }\n'
+VICTIM: Final = "precious\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.jsonl").write_text(TRACE)
+    (tmp_path / "plain.scenario.toml").write_text(PLAIN)
+    (tmp_path / "victim").write_text(VICTIM)
+    os.mkfifo(tmp_path / "pipe")
+    with FlightRecorder(tmp_path / "ring") as recorder:
+        recorder.note("rule", "a text")
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(offload.cli.main, arguments)
+
+
+WRITES: Final = (
+    ("replay", "trace.jsonl", "--record"),
+    ("scenario", "run", "plain.scenario.toml", "--junit"),
+    ("scenario", "run", "plain.scenario.toml", "--timeline"),
+    ("scenario", "run", "plain.scenario.toml", "--trace"),
+    ("scenario", "run", "plain.scenario.toml", "--save-trace"),
+    ("scenario", "explore", "plain.scenario.toml", "--only", "x", "--save"),
+    ("scenario", "shrink", "plain.scenario.toml", "--out"),
+    ("scenario", "from-incident", "ring", "--out"),
+    ("incident", "save", "ring", "--out"),
+    ("serve", "--check", "--flight-recorder"),
+)
+"""Every option that names a file to write, but for --picture, which has to end in .svg."""
+
+
+@pytest.mark.parametrize("arguments", WRITES, ids=lambda arguments: " ".join(arguments))
+def test_another_kind_of_file_is_kept(here: Path, arguments: tuple[str, ...]) -> None:
+    done = invoke(*arguments, "victim")
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert "victim is there already" in done.stderr
+    assert "name a new file" in done.stderr
+    assert (here / "victim").read_text() == VICTIM
+
+
+@pytest.mark.parametrize("arguments", WRITES, ids=lambda arguments: " ".join(arguments))
+def test_a_named_pipe_is_not_waited_for(here: Path, arguments: tuple[str, ...]) -> None:
+    done = invoke(*arguments, "pipe")
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert "neither a file nor a device" in done.stderr
+
+
+def test_a_picture_replaces_only_a_picture(here: Path) -> None:
+    (here / "victim.svg").write_text(VICTIM)
+    done = invoke("replay", "trace.jsonl", "--compare-eviction", "--picture", "victim.svg")
+    assert done.exit_code == ExitCode.USAGE
+    assert "victim.svg is there already, and is not a picture" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--check", "pipe"),
+        ("incident", "save", "pipe"),
+        ("incident", "show", "pipe"),
+        ("scenario", "run", "pipe"),
+        ("scenario", "from-incident", "pipe"),
+        ("describe", "--config", "pipe"),
+    ],
+    ids=" ".join,
+)
+def test_a_named_pipe_is_not_read(here: Path, arguments: tuple[str, ...]) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert "pipe" in done.stderr
+
+
+def test_a_device_without_an_end_is_not_read_to_it(here: Path) -> None:
+    assert "has more than" in invoke("incident", "show", "/dev/zero").stderr
+    with pytest.raises(OSError, match="more than 1 MiB"):
+        read_file("/dev/zero", 1 << 20)
+
+
+def test_an_open_pipe_is_read() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"[daemon]\n")
+    os.close(writing)
+    try:
+        assert read_file(f"/dev/fd/{reading}") == b"[daemon]\n"
+        assert JUNIT.why_not(f"/dev/fd/{reading}") == ""
+    finally:
+        os.close(reading)
+
+
+def test_a_file_of_its_kind_is_replaced(here: Path) -> None:
+    for _ in range(2):
+        assert invoke("scenario", "run", "plain.scenario.toml", "--junit", "out.xml").exit_code == 0
+    assert (here / "out.xml").read_text().startswith("<?xml ")
+
+
+@pytest.mark.parametrize("text", [("[daemon]\na = " + "[" * 5_000)])
+def test_a_deeply_nested_file_is_refused(here: Path, text: str) -> None:
+    (here / "deep.toml").write_text(text)
+    done = invoke("serve", "--check", "deep.toml")
+    assert done.exit_code == ExitCode.USAGE
+    assert "nested too deeply" in done.stderr
+    done = CliRunner().invoke(maru.server_cli.main, ["--config", "deep.toml", "--print-config"])
+    assert done.exit_code == ExitCode.USAGE
+
+
+# --- recordings ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recorder_keeps_a_file_that_is_none(here: Path) -> None:
+    for _ in range(2):  # the second start moved the first victim's copy away
+        with pytest.raises(ConfigError, match="victim is there already, and is not a recording"):
+            FlightRecorder("victim")
+        assert (here / "victim").read_text() == VICTIM
+        assert not (here / "victim.before").exists()
+
+
+def test_a_recorder_keeps_what_has_the_name_of_its_last_ring(here: Path) -> None:
+    (here / "ring.before").write_text(VICTIM)
+    with pytest.raises(ConfigError, match=r"ring\.before is there already"):
+        FlightRecorder("ring")
+    assert (here / "ring.before").read_text() == VICTIM
+    assert (here / "ring").exists()
+
+
+def test_a_saved_recording_is_closed_to_others(here: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with FlightRecorder(here / "other") as recorder:
+            recorder.save(here / "saved.incident")
+        (here / "open.incident").touch(0o644)
+        assert invoke("incident", "save", "ring", "--out", "open.incident").exit_code == 0
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((here / name).stat().st_mode) for name in ("other", "saved.incident", "open.incident")]
+    assert modes == [0o600] * 3
+
+
+def test_a_recorder_saves_over_no_other_file(here: Path) -> None:
+    with FlightRecorder() as recorder, pytest.raises(FileExistsError, match="not a recording"):
+        recorder.save("victim")
+    assert (here / "victim").read_text() == VICTIM
+
+
+# --- everywhere ---------------------------------------------------------------------------------------------------
+
+
+def options_of(command: click.Command, path: str) -> Iterator[tuple[str, click.Option]]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from options_of(found, f"{path} {name}")
+    else:
+        yield from ((path, option) for option in command.params if isinstance(option, click.Option))
+
+
+def test_all_options_that_write_are_tried() -> None:
+    kinds = {
+        (*path.split()[1:], option.opts[0])
+        for path, option in options_of(offload.cli.main, "offload")
+        if getattr(option.type, "func", None) is not None
+        and option.type.func.__qualname__ == f"{output_file.__qualname__}.<locals>.file"
+    }
+    tried = {tuple(word for word in one if "." not in word and word not in ("x", "ring", "--only")) for one in WRITES}
+    assert kinds == (tried - {("serve", "--check", "--flight-recorder")}) | {("replay", "--picture")}
+    assert "flight_recorder" in {option.name for option in serve.params}
+
+
+WRITERS: Final = {"write_text", "write_bytes"}
+OURS: Final = {
+    "maru/_files.py": "the helper",
+    "offload/_demo/command.py": "into a directory of its own",
+    "offload/_demo/daemon.py": "the same",
+    "offload/bench/_daemon.py": "the same",
+    "offload/testing/scenarios/_real_world.py": "the same",
+    "maru/_pool/state_directory.py": "by a descriptor, in a directory that is ours",
+    "maru/transport/_keys.py": "a new file only",
+}
+
+
+def test_files_are_written_by_one_helper() -> None:
+    found = set()
+    for package in ("offload", "backends", "maru"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                words = [*node.args[1:2], *[one.value for one in node.keywords if one.arg == "mode"]]
+                modes = {one.value for one in words if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+                if name in WRITERS or (name == "open" and any(set("wax") & set(mode) for mode in modes)):
+                    found.add(str(path.relative_to(ROOT)))
+    assert found == OURS.keys()
+
+
+def test_an_empty_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    kind = OutputKind("a list", b"- ")
+    kind.write(tmp_path / "empty", b"- one\n")
+    kind.write(tmp_path / "empty", b"- two\n")
+    assert (tmp_path / "empty").read_text() == "- two\n"
+    assert SCENARIO.why_not(tmp_path / "empty") == "is there already, and is not a scenario: name a new file"
