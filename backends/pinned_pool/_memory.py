@@ -157,7 +157,11 @@ def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
     left = memory_left()
     if left is not None and nbytes > left:
         raise PoolRefused(f"no memory for {nbytes} bytes: {left} are left here; take a smaller pool")
-    fd = os.memfd_create("pinned-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create("pinned-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as exc:
+        text = f"no file for a pool of {nbytes} bytes: {exc.strerror}"
+        raise PoolRefused(f"{text}; raise `ulimit -n` of the server" if exc.errno == errno.EMFILE else text) from exc
     try:
         try:
             for start in range(0, nbytes, _STEP_BYTES):

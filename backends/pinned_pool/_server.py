@@ -244,9 +244,12 @@ class PinnedPoolServer:
 
     async def _make_pool(self, session: Session, request: AllocatePoolMemory) -> None:
         """Make a pool, and answer. If the session ends meanwhile, or this is cancelled, the memory is freed."""
+        if self._sessions.get(session.client) is None:  # it has ended before this task began
+            return
         nbytes = self.table.chunks_for(request.nbytes) * self.table.chunk_bytes
         try:
-            with session.making:
+            # A scope of its own: a client that was refused may ask again.
+            with trio.CancelScope() as session.making:
                 memory = await self.workers.make(
                     lambda go_on: self._make_memory(nbytes, self.config.pin, go_on), lambda memory: memory.close()
                 )
@@ -254,8 +257,8 @@ class PinnedPoolServer:
                     await self.workers.do(memory.close)
                 else:
                     self._send(session.peer, self._sessions.made(session, request, memory))
-        except PoolRefused as exc:
-            answer = self._sessions.not_made(session, request, str(exc))
+        except (PoolRefused, OSError, MemoryError) as exc:  # the environment refuses this pool, and nobody else's
+            answer = self._sessions.not_made(session, request, str(exc) or "no memory is left in this process")
             if not session.is_over:
                 self._send(session.peer, answer)
 

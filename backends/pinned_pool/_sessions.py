@@ -143,6 +143,8 @@ class Sessions:
             return encode(Refused(0, f"this is no request: {exc}"[:512]))
         except (Unknown, ValueError, PoolRefused) as exc:
             return encode(Refused(seq, str(exc)[:512]))
+        except MemoryError:
+            return encode(Refused(seq, "no memory is left in this process"))
 
     def is_over(self, peer: bytes) -> bool:
         """Whether nothing more is read from this peer."""

@@ -21,6 +21,7 @@ import trio
 
 from .._errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
 from .._peers import Listener
+from .._threads import NoThread, run_in_thread
 from .._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
 from ..transport import Message, MessageSocket
 from . import operations as operations
@@ -119,7 +120,7 @@ class Driver:
         if type(effect) is Work:
             if effect.size <= INLINE_BYTES:
                 return effect.do()
-            return await trio.to_thread.run_sync(effect.do, limiter=self._copies)
+            return await run_in_thread(effect.do, limiter=self._copies)
         if type(effect) is Alone:
             if is_alone:
                 return await self.run(effect.operation(), is_alone=True)
@@ -133,8 +134,8 @@ class Driver:
     async def identify(self) -> Listener:
         """Who listens at the server's address, asked in a thread: a name may have to be looked up."""
         try:
-            return await trio.to_thread.run_sync(identify, self.state.config, abandon_on_cancel=True)
-        except RuntimeError as exc:  # there is no thread to be had
+            return await run_in_thread(identify, self.state.config, abandon_on_cancel=True)
+        except NoThread as exc:
             return Listener(unknown=str(exc))
 
     async def map(self, effect: Map | MapIndex) -> Any:
@@ -151,8 +152,8 @@ class Driver:
         )
         # Left alone when cancelled: what it has mapped then is referred to by nobody, and unmaps itself.
         try:
-            return await trio.to_thread.run_sync(fetch, abandon_on_cancel=True)
-        except RuntimeError as exc:  # there is no thread to be had; this must not end who keeps the lease
+            return await run_in_thread(fetch, abandon_on_cancel=True)
+        except NoThread as exc:  # this must not end who keeps the lease
             raise CannotMap(f"nothing can be mapped now: {exc}") from exc
 
     # --- calls ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import trio
 
 from .._directory import Directory
 from .._errors import JournalFailed
+from .._threads import run_process
 from .compaction import Outcome
 from .journal import Journal
 
@@ -72,7 +73,7 @@ async def run_compaction(path: str) -> Outcome:
     Raises:
         OSError: no process could be started.
     """
-    done = await trio.run_process(
+    done = await run_process(
         [sys.executable, "-m", "maru._journal.compaction", path],
         stdin=subprocess.DEVNULL,
         capture_stdout=True,

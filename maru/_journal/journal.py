@@ -31,6 +31,7 @@ import attrs
 import trio
 
 from .._errors import JournalFailed
+from .._threads import NoThread, run_in_thread
 from .segments import (
     BEGINNING,
     HEADER_BYTES,
@@ -52,6 +53,9 @@ MAX_CLOSED_SEGMENTS: Final = 16
 """So many are folded even if they are small: each start of a server that writes begins one."""
 _SNAPSHOT_SHARE: Final = 8
 """Closed segments are folded when they have an eighth of the snapshot's bytes: writing all of it anew must pay."""
+
+_PAUSE: Final = 0.25
+"""Seconds until a flush without a thread is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -263,7 +267,11 @@ class Journal:
             if self._flushing:
                 await self._flushed.park()
             else:
-                await self._flush()
+                try:
+                    await self._flush()
+                except NoThread as exc:  # nothing was flushed, so nothing is lost: unlike a failed fsync (rule 2)
+                    _log.warning("%r waits to be flushed: %s", self, exc)
+                    await trio.sleep(_PAUSE)
 
     async def _flush(self) -> None:
         assert self._file is not None  # since something was appended
@@ -272,9 +280,7 @@ class Journal:
         self._flushing, self._unsynced_names = True, False
         done = False
         try:
-            await trio.to_thread.run_sync(
-                self._flush_in_thread, files, names, limiter=self._limiter, abandon_on_cancel=True
-            )
+            await run_in_thread(self._flush_in_thread, files, names, limiter=self._limiter, abandon_on_cancel=True)
             # An abandoned flush of before may have been told what this one was not; the limiter has let it end first.
             done = self._broken is None
             if done:
@@ -318,7 +324,7 @@ class Journal:
                 self._begin(self._number + 1, self._end)
                 self._ragged = False
             header = Header(self._pool_id, self._boot_id, self._number, 0, 0)
-            await trio.to_thread.run_sync(self._snapshot_in_thread, header, body)
+            await run_in_thread(self._snapshot_in_thread, header, body)
         except OSError as exc:
             raise self._failed(exc) from exc
         self.survey()

@@ -149,8 +149,8 @@ class Pool:
             raise PoolFull(f"{length} bytes do not fit: {totals.free_bytes} of {totals.total_bytes} are free")
         try:
             region = await self._memory.make(lambda go_on: self._backing.create(length, go_on), self._backing.remove)
-        except OSError as exc:
-            raise PoolUnusable(f"no region can be made in {self._backing.path!r}: {exc}") from exc
+        except (OSError, MemoryError) as exc:
+            raise PoolUnusable(f"no region can be made in {self._backing.path!r}: {exc!r}") from exc
         self._regions[region.region_id] = region
         return region
 
@@ -192,8 +192,8 @@ class Pool:
             raise CannotMap(f"there is no region {region_id}")
         try:
             return await self._descriptors.make(lambda _: self._backing.open_fd(region, write), os.close)
-        except OSError as exc:
-            raise CannotMap(f"region {region_id} cannot be opened: {exc}") from exc
+        except (OSError, MemoryError) as exc:
+            raise CannotMap(f"region {region_id} cannot be opened: {exc!r}") from exc
 
     def totals(self) -> Totals:
         """An immutable snapshot, in constant time."""

@@ -7,18 +7,26 @@ Rule 1. The result of a thread is undone unless the waiting task has received it
         stuck as well; or by the thread itself, if the trio run has ended.
 Rule 2. Work that only removes something (:meth:`Workers.do`) completes even if its waiting task was cancelled.
 Rule 3. An abandoned thread keeps its place in the limiter until its call returns: the number of stuck threads is bounded.
+Rule 4. Where no thread can be started, a task that wants something made gets an :class:`OSError`; what only removes or undoes
+        is started later, since it must be done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import attrs
 import trio
 
+from .._threads import no_thread
+
 T = TypeVar("T")
+
+_PAUSE: Final = 0.1
+"""Seconds until work that must be done is tried again: a thread that ends elsewhere makes room."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +55,8 @@ class _Job(Generic[T]):
     undo: Callable[[T], object] | None
     over: trio.Event = attrs.field(factory=trio.Event)
     limited: bool = True
+    must: bool = False
+    """Whether it is to be done whoever waits: it removes or undoes something."""
     given_up: bool = False
     made: list[T] = attrs.field(factory=list)
     """Its result, until the waiting task has received it."""
@@ -112,7 +122,7 @@ class Workers:
     @trio.lowlevel.enable_ki_protection
     async def do(self, work: Callable[[], T]) -> T:
         """Call ``work`` in a thread. Cancelled this leaves at once, and ``work`` is done all the same."""
-        job: _Job[T] = _Job(lambda _: work(), None)
+        job: _Job[T] = _Job(lambda _: work(), None, must=True)
         try:
             await self._limiter.acquire_on_behalf_of(job)
         except BaseException:
@@ -147,10 +157,29 @@ class Workers:
             self._idle = trio.Event()
         self._pending += 1
         try:
-            trio.lowlevel.start_thread_soon(job.run, lambda _: self._deliver(job), "maru-worker")
-        except BaseException as exc:  # no more threads
-            job.error = exc
-            self._ended(job)
+            self._start_thread(job)
+        except Exception as exc:
+            if job.must:
+                trio.lowlevel.spawn_system_task(self._start_later, job)
+            else:
+                job.error = no_thread(exc)
+                self._ended(job)
+
+    def _start_thread(self, job: _Job[Any]) -> None:
+        trio.lowlevel.start_thread_soon(job.run, lambda _: self._deliver(job), "maru-worker")
+
+    async def _start_later(self, job: _Job[Any]) -> None:
+        started = False
+        try:
+            while not started:
+                await trio.sleep(_PAUSE)
+                with contextlib.suppress(Exception):
+                    self._start_thread(job)
+                    started = True
+        finally:
+            if not started:  # the run has ended: it is done here, or never
+                job.run()
+                self._ended(job)
 
     async def _end_of(self, job: _Job[T]) -> T:
         try:
@@ -170,7 +199,7 @@ class Workers:
         if job.error is not None and not isinstance(job.error, GivenUp):
             _log.warning("abandoned work has failed: %r", job.error)
         if job.made and job.undo is not None:
-            self._start(_Job(lambda _: job.drop(), None, limited=False, given_up=True))
+            self._start(_Job(lambda _: job.drop(), None, limited=False, must=True, given_up=True))
 
     def _deliver(self, job: _Job[Any]) -> None:
         """In the thread, when it is done."""

@@ -24,6 +24,7 @@ from .._directory import Directory
 from .._errors import CannotMap
 from .._index import Boards, IndexStatistics, TenantIndexes, bytes_for
 from .._pool.index_files import make_board, make_index_file, open_index_file, remove_index_file, why_not_here
+from .._threads import run_in_thread
 from .committer import Committer
 
 LEAST_KEYS: Final = 1 << 14
@@ -142,7 +143,7 @@ class Indexes:
                         raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
                     await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
                 number = self._files[tenant].number
-                fd = await trio.to_thread.run_sync(open_index_file, self._home, number)
+                fd = await run_in_thread(open_index_file, self._home, number)
         except OSError as exc:
             _log.warning("no index can be made in %s: %s", self._home, exc)
             raise CannotMap(f"no index can be made: {exc}") from exc
@@ -184,7 +185,7 @@ class Indexes:
         keys = min(keys, self._most_keys)
         self._numbers += 1
         number = self._numbers
-        memory = await trio.to_thread.run_sync(make_index_file, self._home, number, bytes_for(keys))
+        memory = await run_in_thread(make_index_file, self._home, number, bytes_for(keys))
         before = self._files.get(tenant)
         self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
         self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
@@ -192,7 +193,7 @@ class Indexes:
         self._files[tenant] = _File(number, keys)
         self._due.set()
         if before is not None:
-            await trio.to_thread.run_sync(remove_index_file, self._home, before.number)
+            await run_in_thread(remove_index_file, self._home, before.number)
 
     async def _fill(self, tenant: str, committer: Committer) -> None:
         if not self._indexes.is_filling(tenant):

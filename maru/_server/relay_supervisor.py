@@ -24,6 +24,7 @@ import attrs
 import msgspec
 import trio
 
+from .._threads import run_process
 from ..exception_groups import raise_unwrapped
 from .tcp import address_of, open_listener
 
@@ -116,19 +117,19 @@ class RelaySupervisor:
         arguments = [self._server, self._kind, str(self._most), str(os.getpid()), anybody]
         self._starts += 1
         self._counts, self._told = RelayStatistics(), 0
-        ours, theirs = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        start = partial(
-            trio.run_process,
-            [sys.executable, "-m", "maru._relay", *arguments],
-            stdin=theirs,
-            capture_stdout=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-            deliver_cancel=_kill,
-            start_new_session=True,  # an interrupt from the keyboard is for the server
-        )
         try:
+            ours, theirs = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            start = partial(
+                run_process,
+                [sys.executable, "-m", "maru._relay", *arguments],
+                stdin=theirs,
+                capture_stdout=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+                deliver_cancel=_kill,
+                start_new_session=True,  # an interrupt from the keyboard is for the server
+            )
             with raise_unwrapped(), ours, theirs:
                 async with trio.open_nursery() as nursery:
                     process: trio.Process = await nursery.start(start)

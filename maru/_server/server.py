@@ -22,7 +22,7 @@ import os
 import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from time import perf_counter
 from typing import Final, TypeVar
 
@@ -38,6 +38,7 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._relay.lookup import find_user, tells_users
+from .._threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
 from ..transport import (
     ChannelServer,
@@ -284,7 +285,7 @@ class MaruServer:
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
             # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
-            nursery.start_soon(functools.partial(trio.to_thread.run_sync, _version, abandon_on_cancel=True))
+            nursery.start_soon(_find_version)
             nursery.start_soon(self._indexes.run, self._committer)
             if config.kv_events:
                 await nursery.start(self._events.run, runtime)
@@ -516,6 +517,11 @@ class MaruServer:
         if journal is not None:
             sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
         return sections
+
+
+async def _find_version() -> None:
+    with suppress(OSError):  # there is no thread to be had: who asks first waits
+        await run_in_thread(_version, abandon_on_cancel=True)
 
 
 @functools.cache

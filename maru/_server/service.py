@@ -225,11 +225,19 @@ class Service:
             if action is None:
                 raise Refused(Word.UNKNOWN_CODE, f"there is no message {code:#04x}")
             payload = frame[HEADER_BYTES : HEADER_BYTES + length]
-            return action(self, peer, header, decode_request(code, payload), payload, now)
+            try:
+                message = decode_request(code, payload)
+            except MemoryError:
+                raise Refused(Word.NO_ROOM, "the server has no memory left to read this request") from None
+            return action(self, peer, header, message, payload, now)
         except BadMessage as exc:
             text, word = str(exc), Word.MALFORMED
         except Refused as exc:
             text, word = str(exc), exc.word
+        except MemoryError:
+            # Something may have been done, so "refused" could be a lie: without an answer its client finds out (RESOLVE, PINS).
+            self.note(WARNING, f"no memory left for a request of code {code:#04x}: it is not answered")
+            return None
         self._refused += 1
         return error_reply(code, sequence, text, word, self.epoch, flags)
 

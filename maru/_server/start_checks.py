@@ -18,6 +18,7 @@ from .._errors import MaruError
 from .._journal.replay import replay
 from .._pool.pool import check_pool
 from .._pool.state_directory import check_private, identity_of
+from .._threads import run_in_thread
 from ..transport import check_free
 from ..transport._packets import check_socket
 from .endpoints import DESCRIPTORS_NAME, addresses, event_addresses, socket_options
@@ -62,7 +63,7 @@ async def _check_pool(config: ServerConfig) -> None:
     def check() -> None:
         check_pool(config.dax_path or _home(config), config.capacity_bytes or None, home=_home(config))
 
-    await trio.to_thread.run_sync(check)
+    await run_in_thread(check)
 
 
 async def _check_journal(config: ServerConfig) -> None:
@@ -72,7 +73,7 @@ async def _check_journal(config: ServerConfig) -> None:
         if config.journal and os.path.isdir(home) and (pool_id := identity_of(home)) is not None:
             replay(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy)
 
-    await trio.to_thread.run_sync(check)
+    await run_in_thread(check)
 
 
 async def _check_keys(config: ServerConfig) -> None:
@@ -91,7 +92,7 @@ async def _check_sockets(config: ServerConfig) -> None:
         for name in (DESCRIPTORS_NAME, CHANNEL_NAME):
             check_socket(f"{runtime}/{name}")
 
-    await trio.to_thread.run_sync(check)
+    await run_in_thread(check)
 
 
 async def _check_tcp(config: ServerConfig) -> None:

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import attrs
-import trio
 
 from .._config import ServerConfig, default_pool_path
 from .._directory import Directory
@@ -27,6 +26,7 @@ from .._journal.recovery import Recovered, recover
 from .._journal.segments import current_boot_id
 from .._pool.index_files import retire_left
 from .._pool.pool import Pool, open_pool
+from .._threads import run_in_thread
 
 _PATIENCE: Final = 0.1
 """For threads of the pool that are stuck: they let go of it when they are done, or with the process."""
@@ -63,7 +63,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
     async with await open_pool(config.dax_path or home, config.capacity_bytes or None, home=home) as pool:
         try:
             # Before anything else: from here on it shows nothing of what happens.
-            await trio.to_thread.run_sync(retire_left, pool.home)
+            await run_in_thread(retire_left, pool.home)
         except OSError as exc:
             raise PoolUnusable(f"an index that an earlier server has left cannot be retired: {exc}") from exc
         recovered = journal = None
@@ -71,7 +71,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
         directory = Directory(limits, order.policy)
         if config.journal:
             # In a thread, since there may be much to read; nothing else is to be done meanwhile.
-            recovered = await trio.to_thread.run_sync(
+            recovered = await run_in_thread(
                 functools.partial(
                     recover,
                     pool.home,

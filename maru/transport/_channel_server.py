@@ -197,7 +197,7 @@ class ChannelServer:
                         break
             except BlockingIOError:
                 pass
-            except OSError as exc:
+            except (OSError, MemoryError) as exc:
                 self._bad += type(exc).__name__ == "BadPacket"
                 self._end(connection)
         watch.crowded = len(batch) > 1
@@ -325,8 +325,8 @@ class ChannelServer:
         self._last += 1
         identity = _PREFIX + self._last.to_bytes(8, "big")
         connection = _Connection(identity, PacketConnection(sock, self._max_bytes, self._buffer), Share(self._shares))
+        self._epoll.register(connection.packets.descriptor, select.EPOLLIN)  # first: it may be refused
         self._connections[identity] = self._by_descriptor[connection.packets.descriptor] = connection
-        self._epoll.register(connection.packets.descriptor, select.EPOLLIN)
         return True
 
     def _turn_away(self) -> None:

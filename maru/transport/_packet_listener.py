@@ -15,7 +15,6 @@ import trio
 from .._listeners import peer_uid
 from ._packets import listen
 
-_BUSY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE: Final = 0.1
 """Seconds until a process without a free descriptor tries to accept again: the listener stays readable, and would spin."""
 
@@ -35,33 +34,81 @@ class PacketListener:
         self.path = path
         self._listening = listen(path)
         self._inode = os.stat(path).st_ino
+        self._spare = _open_spare()
+        self._is_short = False
 
     async def run(self, take: Callable[[socket.socket], bool], turn_away: Callable[[], object]) -> None:
         """Accept connections until cancelled.
 
         Args:
             take: is handed each connection of a process of this user, which is its own from then on; whether it has taken it.
-            turn_away: called for each connection that was closed at once: another user's, or not taken.
+                An ``OSError`` of it means that it has not.
+            turn_away: called for each connection that was closed at once: another user's, not taken, or without a descriptor.
         """
         listening = trio.socket.from_stdlib_socket(self._listening)
         while True:
             try:
                 peer, _ = await listening.accept()
             except OSError as exc:
-                if exc.errno not in _BUSY:
+                if exc.errno == errno.EBADF:  # it was closed
                     raise
-                _log.warning("no descriptor left to talk to a client with: %s", exc)
+                self._note_shortage(exc)
+                if self._hang_up_on_one():
+                    turn_away()
                 await trio.sleep(_PAUSE)
                 continue
             # The kernel noted the peer's user when it connected: nothing that the peer does afterwards changes it.
             accepted = socket.socket(fileno=peer.detach())
-            if peer_uid(accepted) != os.geteuid() or not take(accepted):
+            try:
+                taken = peer_uid(accepted) == os.geteuid() and take(accepted)
+                if taken and self._is_short:
+                    self._is_short = False
+                    _log.warning("%s: clients are taken again", self.path)
+            except OSError as exc:
+                taken = False
+                self._note_shortage(exc)
+            if not taken:
                 turn_away()
                 accepted.close()
+
+    def _note_shortage(self, exc: OSError) -> None:
+        """Log the first refusal of a row."""
+        if not self._is_short:
+            self._is_short = True
+            _log.warning(
+                "%s: clients are turned away until there are descriptors: %s; raise `ulimit -n`", self.path, exc
+            )
+
+    def _hang_up_on_one(self) -> bool:
+        """Accept one client with the spare descriptor and hang up: it learns at once what it would else time out on."""
+        if self._spare < 0:
+            self._spare = _open_spare()
+        if self._spare < 0:
+            return False
+        os.close(self._spare)
+        self._spare = -1
+        try:
+            self._listening.accept()[0].close()
+        except OSError:
+            return False
+        finally:
+            self._spare = _open_spare()
+        return True
 
     def close(self) -> None:
         """Listen no more; the file goes, unless a successor has replaced it. Idempotent."""
         self._listening.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         with contextlib.suppress(OSError):
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
+
+
+def _open_spare() -> int:
+    """Open a descriptor to be given up when there is no other; -1 if there is none already."""
+    try:
+        return os.open("/", os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return -1

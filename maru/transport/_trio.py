@@ -20,6 +20,7 @@ import attrs
 import trio
 import zmq
 
+from .._threads import NoThread, run_in_thread
 from ._bounded import BoundedWriter
 from ._contract import Message, OnMessages
 from ._frames import EVENTS, IN, OUT, Port, TooManyFrames
@@ -288,7 +289,10 @@ class TrioSocket:
         self._releasing = True
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._port.release, limiter=trio.CapacityLimiter(1))
+                try:
+                    await run_in_thread(self._port.release, limiter=trio.CapacityLimiter(1))
+                except NoThread:  # here then: at its end a socket may keep its loop for ``linger``
+                    self._port.release()
         finally:
             self._released.set()
 

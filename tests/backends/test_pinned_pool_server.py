@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -646,6 +647,37 @@ def test_a_client_that_ends_while_its_pool_is_made_leaves_nothing() -> None:
         assert eventually(lambda: at_rest(server))
         go.set()
         assert eventually(lambda: made and made[0].memory is None)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), MemoryError(), RuntimeError("can't start new thread")]
+)
+def test_refused_pool_ends_no_other_pool(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [error]
+
+    def make(nbytes: int, *arguments: Any) -> PoolMemory:
+        if refusals and not isinstance(error, RuntimeError):
+            raise refusals.pop()
+        return PoolMemory(nbytes, "none")
+
+    start = trio.lowlevel.start_thread_soon
+
+    def start_thread(work: Any, deliver: Any, name: str | None = None) -> None:
+        if name == "maru-worker" and refusals and isinstance(error, RuntimeError):
+            raise refusals.pop()
+        start(work, deliver, name)
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start_thread)
+    with server_in_thread(make_memory=make) as server, connected(server) as sock, connected(server) as other:
+        for one in (sock, other):
+            one.send(HELLO)
+            assert isinstance(decode_answer(split(one.recv(65_536))[0]), Welcome)
+        sock.send(encode(AllocatePoolMemory(2, MIB)))
+        refused = decode_answer(split(sock.recv(65_536))[0])
+        assert isinstance(refused, Refused) and refused.text
+        for one in (other, sock):
+            one.send(encode(AllocatePoolMemory(3, MIB)))
+            assert isinstance(decode_answer(split(one.recv(65_536))[0]), PoolAllocated)
 
 
 def test_answers_that_nobody_reads_are_not_kept() -> None:

@@ -1,9 +1,11 @@
 """Region descriptors over a Unix socket: for who shows the right capability, and only to read unless it says more."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import random
+import resource
 import socket
 import stat
 import sys
@@ -247,6 +249,36 @@ async def test_who_connects_and_says_nothing_is_left_and_too_many_are_turned_awa
             sock.close()
         await trio.testing.wait_all_tasks_blocked()
         assert server.statistics().connections == 0
+
+
+async def test_full_process_hangs_up_and_goes_on(tmp_path, caplog):
+    async with a_server(tmp_path) as server:
+        request = request_for(server, await server.pool.allocate(1))
+        client = trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        taken = []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.open("/", os.O_PATH))
+            with trio.fail_after(30):
+                await client.connect(server.path)
+                assert await client.recv(1) == b""
+                client.close()
+                client = trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                await client.connect(server.path)
+                assert await client.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken:
+                os.close(fd)
+            client.close()
+        assert server.statistics().turned_away == 2
+        fd, _, _ = await fetch(server, request)
+        os.close(fd)
+    assert caplog.text.count("clients are turned away until there are descriptors") == 1
+    assert caplog.text.count("clients are taken again") == 1
 
 
 class Slow:

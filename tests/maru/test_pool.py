@@ -25,6 +25,7 @@ from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.spans import Spans
 from maru._pool.state_directory import StateDirectory
 from maru._pool.threads import GivenUp, Workers
+from maru._threads import NoThread
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import Stall, is_there, until
 from tests.support.steps import AtStep
@@ -735,6 +736,64 @@ async def test_work_is_told_that_nobody_waits():
     gate.set()
     await workers.wait_idle()
     assert seen == ["given up"]
+
+
+def refuse_threads(monkeypatch, times):
+    """Refuse the next threads of workers, so many; what is left of them."""
+    real, left = trio.lowlevel.start_thread_soon, [times]
+
+    def start(work, deliver, name=None):
+        if name == "maru-worker" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        return real(work, deliver, name)
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start)
+    return left
+
+
+async def test_refused_thread_is_an_os_error(monkeypatch, autojump_clock):
+    workers, done = Workers(1), []
+    left = refuse_threads(monkeypatch, 1)
+    with pytest.raises(NoThread, match="can't start new thread: raise pids"):
+        await workers.make(lambda go_on: done.append("made"), lambda _: None)
+    left[0] = 3
+    await workers.do(lambda: done.append("removed"))
+    await workers.wait_idle()
+    assert done == ["removed"]
+
+
+async def test_undoing_waits_for_a_thread(monkeypatch):
+    workers, gate, undone = Workers(1), threading.Event(), []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(workers.make, lambda go_on: gate.wait(60), undone.append)
+        await trio.testing.wait_all_tasks_blocked()
+        left = refuse_threads(monkeypatch, 2)
+        nursery.cancel_scope.cancel()
+    gate.set()
+    await workers.wait_idle()
+    assert undone == [True] and left == [0]
+
+
+def test_work_left_at_the_end_is_done(monkeypatch):
+    done = []
+
+    async def main():
+        refuse_threads(monkeypatch, 1 << 30)
+        with trio.move_on_after(0.01):
+            await Workers(1).do(lambda: done.append("removed"))
+
+    trio.run(main)
+    assert done == ["removed"]
+
+
+async def test_allocation_without_a_thread_is_refused(tmp_path, monkeypatch):
+    async with a_pool(tmp_path / "pool") as pool:
+        refuse_threads(monkeypatch, 1)
+        with pytest.raises(PoolUnusable, match="can't start new thread"):
+            await pool.allocate(1)
+        assert (await pool.allocate(1)).length == MIB2
+        assert pool.totals().regions == 1
 
 
 # --- memfd --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Threads and processes for servers: one that cannot be started is an :class:`OSError`, as all that the environment refuses.
+
+The interpreter raises a bare :exc:`RuntimeError`, which passes all handlers of a full disk or a limit of descriptors, and would
+end the nursery of a server for the want of one request.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, TypeVarTuple
+
+import trio
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class NoThread(OSError):
+    """No thread can be started. The operator must act: raise ``pids.max`` of the container, or ``ulimit -u``."""
+
+
+def no_thread(cause: BaseException) -> NoThread:
+    """Make the error for a thread that cannot be started."""
+    return NoThread(errno.EAGAIN, f"{cause}: raise pids.max of this container, or `ulimit -u`")
+
+
+@contextmanager
+def _refusal_is_an_os_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        # The text is all there is to tell it apart: the interpreter has no class for it.
+        if str(exc) != "can't start new thread":
+            raise
+        raise no_thread(exc) from exc
+
+
+async def run_in_thread(
+    work: Callable[[*Ts], T],
+    *args: *Ts,
+    abandon_on_cancel: bool = False,
+    limiter: trio.CapacityLimiter | None = None,
+) -> T:
+    """Call ``work(*args)`` as :func:`trio.to_thread.run_sync` does.
+
+    Raises:
+        NoThread: no thread can be started; otherwise what ``work`` raises.
+    """
+    with _refusal_is_an_os_error():
+        return await trio.to_thread.run_sync(work, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+
+
+async def run_process(command: list[str], **options: Any) -> Any:
+    """Run a process to its end as :func:`trio.run_process` does; start it with ``nursery.start`` to get it earlier.
+
+    Raises:
+        OSError: no process can be started, or no thread to start it in.
+    """
+    with _refusal_is_an_os_error():
+        return await trio.run_process(command, **options)
