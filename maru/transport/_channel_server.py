@@ -7,6 +7,8 @@ Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each pe
         meets a bound and does not read is disconnected. The loop itself never waits for a peer.
 Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
         earlier, its last message would count as a new peer's.
+Rule 4. Connections are a share of the descriptors of this process (:mod:`maru._budget`). One that was not admitted in time is
+        ended, and the oldest of those goes before a newcomer is refused: silence costs nobody else a place.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from types import TracebackType
 from typing import Final
 
 import attrs
 import trio
 
+from .._process_limits import DESCRIPTORS
 from ._fair_share import FairShares, Share
 from ._packet_listener import PacketListener
 from ._packets import INLINE_BYTES, PacketConnection
@@ -67,6 +71,8 @@ class ChannelStatistics:
     """Connections that ended because their peer did not read."""
     unread_bytes: int
     """That wait for peers."""
+    unadmitted: int = 0
+    """Connections that ended since they were not admitted in time, or before a newcomer."""
 
 
 class _Connection:
@@ -89,11 +95,13 @@ class ChannelServer:
 
     Args:
         path: of the Unix socket, in a directory that only this user enters.
-        most: connections at once; further ones are refused.
+        most: connections at once, where the share of descriptors allows as many; further ones are refused.
         max_bytes: of a frame; a peer that sends a larger one loses the connection.
         peer_bytes: that may wait for one peer, beyond what the kernel holds in its socket (about 200 kB).
         all_bytes: the same for all peers together; the peer with the most goes first.
         on_gone: is told of each connection that has ended, once, after its last message.
+        weight: share of the process's descriptors: see :class:`maru._budget.Budget`.
+        admission: seconds until a connection must have been admitted (:meth:`admit`); ``inf``: it is as soon as it is there.
 
     Raises:
         PoolUnusable: the directory is open to others, or no socket can be made there.
@@ -108,14 +116,19 @@ class ChannelServer:
         peer_bytes: int,
         all_bytes: int,
         on_gone: Callable[[bytes], None],
+        weight: int = 4,
+        admission: float = inf,
     ) -> None:
         self._listener = PacketListener(path)
         self.path: str = path
-        self._most = most
+        self._admission = admission
+        self._unadmitted: dict[bytes, float] = {}
+        """When each connection that is not admitted came; the oldest first."""
         self._max_bytes = max_bytes
         self._peer_bytes, self._all_bytes = peer_bytes, all_bytes
         self._on_gone = on_gone
         self._epoll = select.epoll()
+        self._door = DESCRIPTORS.open(weight, most=most)
         self._watch = Watch(self._epoll.fileno(), self._drain, self._take, _BUSY_POLL)
         self._buffer = bytearray(INLINE_BYTES)
         self._shares = FairShares()
@@ -127,6 +140,7 @@ class ChannelServer:
         self._wanted = 0
         self._last = self._unread = 0
         self._turned_away = self._received = self._sent = self._unreachable = self._bad = self._hung_up = 0
+        self._ended_unadmitted = 0
 
     def __repr__(self) -> str:
         return f"<ChannelServer at {self.path}, {len(self._connections)} connections>"
@@ -141,7 +155,10 @@ class ChannelServer:
 
     async def run(self) -> None:
         """Accept clients until cancelled."""
-        await self._listener.run(self._accept, self._turn_away)
+        async with trio.open_nursery() as nursery:
+            if self._admission < inf:
+                nursery.start_soon(self._end_late)
+            await self._listener.run(self._accept, self._turn_away)
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -320,14 +337,38 @@ class ChannelServer:
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _accept(self, sock: socket.socket) -> bool:
-        if len(self._connections) >= self._most:
-            return False
+        while not self._door.take():
+            if not self._unadmitted:
+                return False
+            self._end_unadmitted(next(iter(self._unadmitted)))
         self._last += 1
         identity = _PREFIX + self._last.to_bytes(8, "big")
         connection = _Connection(identity, PacketConnection(sock, self._max_bytes, self._buffer), Share(self._shares))
-        self._epoll.register(connection.packets.descriptor, select.EPOLLIN)  # first: it may be refused
+        try:
+            self._epoll.register(connection.packets.descriptor, select.EPOLLIN)  # first: it may be refused
+        except BaseException:
+            self._door.give_back()
+            raise
         self._connections[identity] = self._by_descriptor[connection.packets.descriptor] = connection
+        if self._admission < inf:
+            self._unadmitted[identity] = trio.current_time()
         return True
+
+    def admit(self, identity: bytes) -> None:
+        """Let this connection stay: its peer has shown what it must."""
+        self._unadmitted.pop(identity, None)
+
+    async def _end_late(self) -> None:
+        """End connections that were not admitted in time, until cancelled."""
+        while True:
+            await trio.sleep(self._admission / 4)
+            since = trio.current_time() - self._admission
+            for identity in [one for one, came in self._unadmitted.items() if came <= since]:
+                self._end_unadmitted(identity)
+
+    def _end_unadmitted(self, identity: bytes) -> None:
+        self._ended_unadmitted += 1
+        self._end(self._connections[identity])
 
     def _turn_away(self) -> None:
         self._turned_away += 1
@@ -336,6 +377,8 @@ class ChannelServer:
         """This connection is over. That is told when what was read from it has been handled."""
         if self._connections.pop(connection.identity, None) is None:
             return
+        self._unadmitted.pop(connection.identity, None)
+        self._door.give_back()
         del self._by_descriptor[connection.packets.descriptor]
         self._epoll.unregister(connection.packets.descriptor)
         connection.packets.close()
@@ -359,6 +402,7 @@ class ChannelServer:
             self._connections.clear()
             self._by_descriptor.clear()
             self._epoll.close()
+            self._door.close()
 
     def statistics(self) -> ChannelStatistics:
         """An immutable snapshot."""
@@ -371,4 +415,5 @@ class ChannelServer:
             bad=self._bad,
             hung_up=self._hung_up,
             unread_bytes=self._unread,
+            unadmitted=self._ended_unadmitted,
         )

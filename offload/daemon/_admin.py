@@ -47,7 +47,7 @@ from ._admin_messages import (
     SetLogLevel,
     decode_admin_request,
 )
-from ._config import TOKEN_NAME
+from ._config import ADMISSION, TOKEN_NAME
 from ._facts import described, version
 from ._messages import MAX_CREDENTIAL_BYTES, Answer, BadFrame, Done, Refusal, Refused, Request, cut, encode
 from ._operators import Operators
@@ -174,6 +174,8 @@ class Admin:
             peer_bytes=8 * _MAX_FRAME_BYTES,
             all_bytes=32 * _MAX_FRAME_BYTES,
             on_gone=self._gone,
+            weight=1,
+            admission=ADMISSION,
         )
 
     def __enter__(self) -> Admin:
@@ -261,6 +263,7 @@ class Admin:
             self._send(peer, self._refused(request, Refusal("credential", "this is not the token of admin_token_file")))
             self._channel.hang_up(peer)
             return
+        self._channel.admit(peer)
         self._send(peer, Admitted(request.seq, self._daemon.epoch, version(), os.getpid()))
 
     def _describe(self, peer: bytes, request: Describe) -> Described:

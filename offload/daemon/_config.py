@@ -43,6 +43,8 @@ TOKEN_NAME: Final = "admin.token"
 """What they show, unless ``admin_token_file`` names another file."""
 STATUS_NAME: Final = "status.sock"
 """Where the status page is served, with ``status = "ipc"``."""
+ADMISSION: Final = 10.0
+"""Seconds until an engine must have begun a session, and an operator shown the token. Good ones need milliseconds."""
 MARU_NAME: Final = "maru"
 """The directory of the embedded Maru server's sockets."""
 

@@ -4,6 +4,7 @@ A socket of its own beside the channel, whose frames carry no descriptors of oth
 
 Rule 1. Only processes of this user come in (the kernel tells). A packet that is none costs its connection.
 Rule 2. Every descriptor that arrives is closed here, unless a session has taken it.
+Rule 3. Connections are a share of the descriptors of this process, and none lasts; silence keeps no other engine out.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import msgspec
 import trio
 
 from maru._listeners import peer_uid
+from maru._process_limits import DESCRIPTORS
 from maru.transport._packet_listener import PacketListener
 from maru.transport._packets import descriptors_in, reachable
 
 from ._layout import BadLayout
-from ._memory import EngineMemory, adopt
 from ._messages import TOKEN_BYTES, Refusal, cut
 
 _MAX_BYTES: Final = 2_048
@@ -55,40 +56,53 @@ class Handover:
 
     Args:
         path: of the Unix socket, in a directory that only this user enters.
-        take: keeps the memory for the session with this token, and returns its number; raises ``Refusal``.
+        take: keeps the memory behind a descriptor for the session with this token, and returns its number. The descriptor is
+            its own to close, also when it raises ``Refusal`` or ``BadLayout``.
 
     Raises:
         PoolUnusable: no socket can be made there.
     """
 
-    def __init__(self, path: str, take: Callable[[bytes, EngineMemory], int]) -> None:
+    def __init__(self, path: str, take: Callable[[bytes, int], int]) -> None:
         self.path: str = path
         self._take = take
         self._listener = PacketListener(path)
-        self._open = 0
+        self._door = DESCRIPTORS.open(1, most=_MOST)
+        self._open: dict[trio.CancelScope, None] = {}
+        """Of each connection, the oldest first."""
 
     def __enter__(self) -> Handover:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._listener.close()
+        self._door.close()
 
     async def run(self) -> None:
         """Take descriptors until cancelled."""
         async with trio.open_nursery() as nursery:
 
             def begin(sock: socket.socket) -> bool:
-                if self._open >= _MOST:
-                    return False
-                self._open += 1
-                nursery.start_soon(self._serve, sock)
+                # A good engine's connection lasts for milliseconds, so the oldest goes before a newcomer is refused.
+                while not self._door.take():
+                    if not self._open:
+                        return False
+                    self._end(next(iter(self._open)))
+                scope = trio.CancelScope()
+                self._open[scope] = None
+                nursery.start_soon(self._serve, sock, scope)
                 return True
 
             await self._listener.run(begin, lambda: None)
 
-    async def _serve(self, accepted: socket.socket) -> None:
+    def _end(self, scope: trio.CancelScope) -> None:
+        del self._open[scope]
+        scope.cancel()
+        self._door.give_back()
+
+    async def _serve(self, accepted: socket.socket, scope: trio.CancelScope) -> None:
         try:
-            with trio.socket.from_stdlib_socket(accepted) as sock, trio.move_on_after(_IDLE):
+            with trio.socket.from_stdlib_socket(accepted) as sock, scope, trio.move_on_after(_IDLE):
                 while True:
                     message, attached, _, _ = await sock.recvmsg(
                         _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
@@ -100,7 +114,8 @@ class Handover:
         except (OSError, msgspec.MsgspecError) as exc:
             _log.info("a connection that hands memory over has ended: %s", exc)
         finally:
-            self._open -= 1
+            if scope in self._open:
+                self._end(scope)
 
     def _answer(self, message: bytes, descriptors: list[int]) -> _Taken:
         try:
@@ -109,7 +124,7 @@ class Handover:
             request = msgspec.msgpack.decode(message, type=_HandOver)
             if len(descriptors) != 1:
                 return _Taken(-1, "invalid", f"{len(descriptors)} descriptors came, and one at a time is taken")
-            return _Taken(self._take(request.token, adopt(descriptors.pop())), "", "")
+            return _Taken(self._take(request.token, descriptors.pop()), "", "")
         except Refusal as exc:
             return _Taken(-1, exc.kind, cut(exc))
         except BadLayout as exc:

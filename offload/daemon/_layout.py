@@ -47,21 +47,41 @@ def check_layout(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> Cache
     Raises:
         BadLayout: a tensor is not within its memory, or its blocks are not those of the others.
     """
+    count_pieces(tensors, sizes)
     layouts = []
     for at, tensor in enumerate(tensors):
         try:
-            layouts.append(_layout(tensor, sizes))
+            layouts.append(layout_of(tensor.shape, tensor.strides, tensor.item_bytes, tensor.block_axis))
         except ValueError as exc:
             raise BadLayout(f"tensor {at}: {exc}") from None
-    counts = {layout.n for layout in layouts}
+    return CacheLayout(tensors, layouts, layouts[0].n, sum(layout.block_bytes for layout in layouts))
+
+
+def count_pieces(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> int:
+    """Check a layout without listing its pieces, and return their number for one block of all tensors.
+
+    Raises:
+        BadLayout: as :func:`check_layout`, which lists them.
+    """
+    pieces = 0
+    for at, tensor in enumerate(tensors):
+        try:
+            pieces += _pieces(tensor, sizes)
+        except ValueError as exc:
+            raise BadLayout(f"tensor {at}: {exc}") from None
+    # The sum is bounded before anything is listed: 512 tensors of the most pieces would be 33 million objects.
+    if pieces > MAX_PIECES:
+        raise BadLayout(
+            f"a block consists of {pieces} pieces: at most {MAX_PIECES} are copied; lay its tensors out in longer runs"
+        )
+    counts = {tensor.shape[tensor.block_axis] for tensor in tensors}
     if len(counts) > 1:
         raise BadLayout(f"the tensors differ in their number of blocks: {sorted(counts)}")
-    if sum(len(layout.planes) for layout in layouts) > MAX_PIECES:
-        raise BadLayout(f"a block consists of more than {MAX_PIECES} pieces")
-    return CacheLayout(tensors, layouts, counts.pop(), sum(layout.block_bytes for layout in layouts))
+    return pieces
 
 
-def _layout(tensor: TensorLayout, sizes: Sequence[int]) -> Layout:
+def _pieces(tensor: TensorLayout, sizes: Sequence[int]) -> int:
+    """Check one tensor; the number of runs of bytes of one of its blocks."""
     shape, strides, axis = tensor.shape, tensor.strides, tensor.block_axis
     if len(shape) != len(strides) or not axis < len(shape):
         raise BadLayout(f"{len(shape)} sizes, {len(strides)} strides, blocks on axis {axis}")
@@ -73,17 +93,8 @@ def _layout(tensor: TensorLayout, sizes: Sequence[int]) -> Layout:
     end = tensor.offset + (last + 1) * tensor.item_bytes
     if 0 in shape or end > sizes[tensor.memory]:
         raise BadLayout(f"it ends at byte {end} of {sizes[tensor.memory]}")
-    _check_pieces(shape, strides, axis)
-    return layout_of(shape, strides, tensor.item_bytes, axis)
-
-
-def _check_pieces(shape: Sequence[int], strides: Sequence[int], block_axis: int) -> None:
-    """Raise for a block in more pieces than are copied: they are counted before they are listed."""
-    axes = sorted(
-        (axis for axis in range(len(shape)) if axis != block_axis and shape[axis] > 1), key=lambda a: -strides[a]
-    )
+    axes = sorted((at for at in range(len(shape)) if at != axis and shape[at] > 1), key=lambda at: -strides[at])
     run = 1
     while axes and strides[axes[-1]] == run:
         run *= shape[axes.pop()]
-    if math.prod(shape[axis] for axis in axes) > MAX_PIECES:
-        raise BadLayout(f"a block consists of more than {MAX_PIECES} pieces")
+    return math.prod(shape[at] for at in axes)

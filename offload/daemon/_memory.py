@@ -7,7 +7,9 @@ Rule 1. What is mapped can never shrink: only a memfd that is sealed against it 
         that is gone under a mapping is a SIGBUS, which ends the process.
 Rule 2. Any other file, such as one in ``/dev/shm``, is read and written by calls. Where it was cut off, the call is short: that
         block fails, and no other.
-Rule 3. Memory is given back with the last reference to it. A copy that is under way holds one, so ending a session never
+Rule 3. What a session has mapped or open is a share of what this process may have (:class:`Shares`), asked for before, and
+        given back with the last reference.
+Rule 4. Memory is given back with the last reference to it. A copy that is under way holds one, so ending a session never
         takes memory from under a copy, and a descriptor number is never used for another file while a thread still reads by it.
 """
 
@@ -18,20 +20,75 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
 from backends.pages import Pages, copy_pages, new_pages
 from backends.slots import Storage
+from maru._budget import Budget, Door
 from maru._errors import CannotMap
 from maru._memory.memory import Memory
+from maru._process_limits import ADDRESS_SPACE, DESCRIPTORS, MAPPINGS
 
 from ._layout import BadLayout, CacheLayout
+from ._messages import Refusal
 
 _CACHE_SHIFT: Final = 32
 """A reference is the number of a cache, and of a block in it."""
 _BLOCK_MASK: Final = (1 << _CACHE_SHIFT) - 1
+
+
+_PIECES: Final = Budget(lambda: 1 << 20)
+"""Runs of bytes of the blocks of all caches: some 300 bytes each, as they are listed."""
+
+
+class Shares:
+    """The share of engines in the limits of this process, and the share of each session in it. A context manager."""
+
+    def __init__(self) -> None:
+        self.descriptors: Door = DESCRIPTORS.open(4, each=0.5)
+        self.mappings: Door = MAPPINGS.open(1, each=0.5)
+        self.address_space: Door = ADDRESS_SPACE.open(1, each=0.5)
+        self.pieces: Door = _PIECES.open(1, each=0.125)
+
+    def __enter__(self) -> Shares:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for door in (self.descriptors, self.mappings, self.address_space, self.pieces):
+            door.close()
+
+
+@contextlib.contextmanager
+def granted(door: Door, session: Hashable, amount: int, unit: str) -> Iterator[Callable[[object], None]]:
+    """Take a share for an object that the block makes, and passes to the function that this yields.
+
+    The share is given back with the last reference to that object, since a copy may outlive its session; or at once if none
+    was passed.
+
+    Raises:
+        Refusal: the session, or all of them, have as much as may be.
+    """
+    if not door.take(session, amount):
+        raise Refusal(
+            "full",
+            f"{amount} {unit} for memory of this session, which has {door.held_by(session)} of at most {door.each}; all "
+            f"sessions have {door.held} of at most {door.most}",
+        )
+    owned = False
+
+    def keep(owner: object) -> None:
+        nonlocal owned
+        owned = True
+        weakref.finalize(owner, door.give_back, session, amount).atexit = False
+
+    try:
+        yield keep
+    finally:
+        if not owned:
+            door.give_back(session, amount)
 
 
 class EngineMemory(Protocol):
@@ -44,11 +101,12 @@ class EngineMemory(Protocol):
         ...
 
 
-def adopt(descriptor: int) -> EngineMemory:
+def adopt(descriptor: int, shares: Shares, session: Hashable) -> EngineMemory:
     """The memory behind a descriptor, which this takes over, also when it raises.
 
     Raises:
         BadLayout: it is nothing that can be read and written.
+        Refusal: the session, or all of them, have as much as may be.
     """
     try:
         status = os.fstat(descriptor)
@@ -56,9 +114,19 @@ def adopt(descriptor: int) -> EngineMemory:
             raise BadLayout("this descriptor is no memory: a memfd or a file with a size is")
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise BadLayout("this descriptor was opened for one direction; blocks are read and written")
-        if _never_shrinks(descriptor, status.st_size):
-            return MappedMemory(Memory(descriptor, 0, status.st_size, write=True))
-        return FileMemory(os.dup(descriptor), status.st_size)
+        if not _never_shrinks(descriptor, status.st_size):
+            with granted(shares.descriptors, session, 1, "descriptors") as keep:
+                file = FileMemory(os.dup(descriptor), status.st_size)
+                keep(file)
+            return file
+        with (
+            granted(shares.mappings, session, 1, "mappings") as keep,
+            granted(shares.address_space, session, status.st_size, "bytes of address space") as keep_bytes,
+        ):
+            memory = Memory(descriptor, 0, status.st_size, write=True)
+            keep(memory)
+            keep_bytes(memory)
+        return MappedMemory(memory)
     except (OSError, CannotMap) as exc:
         raise BadLayout(f"this memory cannot be used: {exc}") from exc
     finally:

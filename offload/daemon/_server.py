@@ -42,11 +42,12 @@ from .._engine import Engine, EngineConfig
 from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
 from ._admin import Admin, open_admin, read_token
-from ._config import CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, DaemonConfig, read_tenants
+from ._config import ADMISSION, CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, DaemonConfig, read_tenants
 from ._dropped import Dropped
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
 from ._instruments import open_instruments
+from ._memory import Shares
 from ._messages import MAX_FRAME_BYTES, Refusal
 from ._service import Service
 from ._sessions import Sessions
@@ -272,11 +273,19 @@ class Daemon:
                 peer_bytes=_UNREAD_BYTES,
                 all_bytes=_UNREAD_BYTES_TOGETHER,
                 on_gone=lambda peer: self._service.gone(peer),
+                admission=ADMISSION,
             )
             handover = Handover(
-                f"{self.directory}/{HANDOVER_NAME}", lambda token, memory: self._service.take_memory(token, memory)
+                f"{self.directory}/{HANDOVER_NAME}",
+                lambda token, descriptor: self._service.take_memory(token, descriptor),
             )
-            with channel, handover, open_admin(self) as self.admin, open_instruments(config) as instruments:
+            with (
+                channel,
+                handover,
+                Shares() as shares,
+                open_admin(self) as self.admin,
+                open_instruments(config) as instruments,
+            ):
                 self._engine.instruments += instruments
                 self._channel, self.url = channel, f"ipc://{channel.path}"
                 # The page store outlives the tier that is its client; pinned memory, the engines that the daemon drains.
@@ -294,8 +303,10 @@ class Daemon:
                         tenants=tenants,
                         send=channel.send,
                         hang_up=channel.hang_up,
+                        admit=channel.admit,
                         nursery=nursery,
                         engine_pages=bool(config.engine_pool_size_gb),
+                        shares=shares,
                     )
                     self._service.handover_path = handover.path
                     self._service.hosted = self._hosted

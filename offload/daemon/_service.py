@@ -16,6 +16,7 @@ Rule 3. A session is given back in the order of :class:`~offload.daemon._session
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -28,8 +29,8 @@ from backends.abc import Deletion
 from .._engine import Engine
 from ._cuda import CudaMemories
 from ._engine import DaemonEngine
-from ._layout import check_layout
-from ._memory import EngineMemory
+from ._layout import check_layout, count_pieces
+from ._memory import Shares, adopt, granted
 from ._messages import (
     NAME_OF,
     OLDEST,
@@ -85,6 +86,8 @@ _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, D
 """Requests that a daemon refuses while it drains."""
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
+_REGISTERING: Final = 4
+"""Threads that list and open caches: what takes long for some engines takes no thread from the copies of others."""
 
 
 class Service:
@@ -97,8 +100,10 @@ class Service:
         tenants: which engines may come.
         send: sends a frame to a connection, without waiting; whether it is there.
         hang_up: ends a connection.
+        admit: lets a connection stay, whose engine has shown its credential and has, or waits for, a session.
         nursery: of the tasks.
         engine_pages: whether engines may write pages of the page store.
+        shares: of engines in the limits of this process; the caller closes it.
     """
 
     def __init__(
@@ -110,8 +115,10 @@ class Service:
         tenants: Tenants,
         send: Callable[[bytes, bytes], bool],
         hang_up: Callable[[bytes], None],
+        admit: Callable[[bytes], None],
         nursery: trio.Nursery,
         engine_pages: bool = True,
+        shares: Shares,
     ) -> None:
         self.sessions: Sessions = Sessions(limits)
         self.tenants: Tenants = tenants
@@ -126,8 +133,11 @@ class Service:
         self._engine = engine
         self._send_frame = send
         self._hang_up = hang_up
+        self._admit = admit
         self._nursery = nursery
         self._last_memory = 0
+        self.shares: Shares = shares
+        self._registering = trio.CapacityLimiter(_REGISTERING)
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
         self.onward: OnwardCommits = OnwardCommits(engine, nursery)
         self.pages: Pages = Pages(engine, self.quotas, self.stores, self.onward, is_on=engine_pages)
@@ -223,13 +233,16 @@ class Service:
         if previous is None:
             return self._welcome(peer, request, version, tenant, resumed=False)
         previous.when_over.append(partial(self._welcome_late, peer, request, version, tenant))
+        self._admit(peer)
         self.end(previous, "its engine has begun another one")
+        self._hang_up(previous.peer)  # it was admitted for that session: else one engine could collect connections
         return None
 
     def _welcome(self, peer: bytes, request: Hello, version: int, tenant: str, *, resumed: bool) -> Answer:
         session = self.sessions.begin(peer, request.name, tenant, trio.current_time(), version)
         if session is None:
             raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows")
+        self._admit(peer)
         _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
         limits, block_bytes = self.sessions.limits, self._engine.block_bytes
         return Welcome(
@@ -242,7 +255,9 @@ class Service:
         try:
             answer: Answer = self._welcome(peer, request, version, tenant, resumed=True)
         except (Refusal, ValueError) as exc:
-            answer = self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc)))
+            self._send(peer, self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc))))
+            self._hang_up(peer)  # it was admitted for a session that it does not get
+            return
         if not self._send_frame(peer, encode(answer)):
             self.gone(peer)  # it was lost while the previous one was given back
 
@@ -299,17 +314,26 @@ class Service:
 
     # --- caches -----------------------------------------------------------------------------------------------------
 
-    def take_memory(self, token: bytes, memory: EngineMemory) -> int:
+    def take_memory(self, token: bytes, descriptor: int) -> int:
         """Keep memory that was handed over for the session with this token. Returns its number.
+
+        The descriptor is taken over, also when this raises.
 
         Raises:
             Refusal: there is no such session, or it has too much.
+            BadLayout: it is nothing that can be read and written.
         """
-        session = self.sessions.by_token(token)
-        if session is None or session.ended:
-            raise Refusal("session", "there is no session with this token")
-        if len(session.memories) >= self.sessions.limits.memories:
-            raise Refusal("full", f"a session has at most {self.sessions.limits.memories} memories")
+        try:
+            session = self.sessions.by_token(token)
+            if session is None or session.ended:
+                raise Refusal("session", "there is no session with this token")
+            if len(session.memories) >= self.sessions.limits.memories:
+                raise Refusal("full", f"a session has at most {self.sessions.limits.memories} memories")
+            kept, descriptor = descriptor, -1
+            memory = adopt(kept, self.shares, session.number)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
         self._last_memory += 1
         session.memories[self._last_memory] = memory
         return self._last_memory
@@ -322,7 +346,9 @@ class Service:
 
     async def _register(self, session: Session, request: RegisterKVCache) -> Answer:
         if request.cuda:
-            memories: list[Any] = await trio.to_thread.run_sync(CudaMemories.open, request.cuda)
+            memories: list[Any] = await trio.to_thread.run_sync(
+                CudaMemories.open, request.cuda, limiter=self._registering
+            )
             tensors = request.tensors
         else:
             numbers = sorted({tensor.memory for tensor in request.tensors})
@@ -332,12 +358,16 @@ class Service:
             tensors = [
                 msgspec.structs.replace(tensor, memory=numbers.index(tensor.memory)) for tensor in request.tensors
             ]
-        layout = check_layout(tensors, [memory.size for memory in memories])
-        await self._engine.wait_open(layout.block_bytes)
-        for tensor in request.tensors if not request.cuda else ():
-            session.memories.pop(tensor.memory, None)  # the cache has it from here on
-        # In a thread: the first cache of several pieces imports torch, which takes seconds.
-        storage = await trio.to_thread.run_sync(memories[0].storage, layout, memories)
+        sizes = [memory.size for memory in memories]
+        pieces = count_pieces(tensors, sizes)
+        with granted(self.shares.pieces, session.number, pieces, "pieces of blocks") as keep:
+            # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports torch.
+            layout = await trio.to_thread.run_sync(check_layout, tensors, sizes, limiter=self._registering)
+            await self._engine.wait_open(layout.block_bytes)
+            for tensor in request.tensors if not request.cuda else ():
+                session.memories.pop(tensor.memory, None)  # the cache has it from here on
+            storage = await trio.to_thread.run_sync(memories[0].storage, layout, memories, limiter=self._registering)
+            keep(storage)
         cache = self._engine.caches.add(storage, layout.blocks)
         session.caches.add(cache)
         _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)

@@ -254,3 +254,94 @@ async def test_a_cache_over_memory_of_another_session_is_refused(path):
         layout = [messages.TensorLayout(memory, 0, 1, [1, SIZE], [SIZE, 1], 0)]
         with pytest.raises(DaemonRefused, match="not handed over"):
             await other.ask(lambda s: messages.RegisterKVCache(s, layout), messages.Registered)
+
+
+# --- bounds that belong to a holder -------------------------------------------------------------------------------------
+
+
+def silent_connections(path, most):
+    """So many connections that say nothing."""
+    held = []
+    for _ in range(most):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        sock.connect(path)
+        held.append(sock)
+    return held
+
+
+@pytest.mark.parametrize("name", ["daemon.sock", "memory.sock"])
+async def test_silent_connections_keep_no_engine_out(path, name):
+    async with daemon(path, max_sessions=4) as server:
+        held = silent_connections(f"{server.directory}/{name}", 80)
+        await trio.sleep(0.05)
+        await serves(server)
+        assert server.statistics()["connections"] <= 8
+        for sock in held:
+            sock.close()
+
+
+async def test_a_connection_without_a_session_ends_in_time(path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._server.ADMISSION", 0.2)
+    async with daemon(path) as server:
+        with Raw(server) as good, Raw(server) as silent:
+            await good.hello()
+            silent.send(messages.Status(1))  # answered without a session, and no reason to stay
+            assert isinstance(await silent.answer(), messages.State)
+            assert await silent.is_over()
+            good.send(messages.Status(2))
+            assert isinstance(await good.answer(), messages.State)
+
+
+async def test_an_engine_collects_no_connections_by_new_sessions(path):
+    async with daemon(path, max_sessions=2) as server:
+        with Raw(server) as one, Raw(server) as two:
+            first = await one.hello()
+            assert isinstance(await two.hello(previous=first.token), Welcome) and await one.is_over()
+
+
+async def test_one_session_leaves_descriptors_to_others(path, monkeypatch, tmp_path):
+    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: 256)
+    (tmp_path / "memory").write_bytes(bytes(SIZE))
+    async with daemon(path) as server:
+        async with open_connection(server.url) as greedy, open_connection(server.url) as good:
+            with (tmp_path / "memory").open("r+b") as file:  # in memory
+                session, taken = await greedy.wait_session(), 0
+                with pytest.raises(CannotHandOver, match="descriptors for memory of this session, which has"):
+                    while taken < 256:
+                        await greedy.hand_over(file.fileno(), session)
+                        taken += 1
+                assert taken == server._service.shares.descriptors.each < 100
+                assert await good.hand_over(file.fileno(), await good.wait_session())
+        await serves(server)
+        await until(lambda: not server._service.shares.descriptors.held)
+
+
+async def test_pieces_of_one_frame_are_counted_before_the_work(path):
+    async with daemon(path) as server:
+        async with open_connection(server.url) as connection:
+            session, memory = await connection.wait_session(), SharedMemory(2 << 16)
+            number = await connection.hand_over(memory.descriptor, session)
+            cut = messages.TensorLayout(number, 0, 1, [1, 1 << 16, 1], [0, 2, 1], 0)
+            with pytest.raises(DaemonRefused, match=f"{512 << 16} pieces: at most 65536"):
+                await connection.ask(lambda seq: messages.RegisterKVCache(seq, [cut] * 512), messages.Registered)
+        await serves(server)
+
+
+async def test_finely_cut_caches_of_one_session_are_bounded_together(path):
+    async with daemon(path, block_bytes=1 << 16) as server, open_connection(server.url) as connection:
+        session, cut = await connection.wait_session(), []
+        shares = server._service.shares
+        with pytest.raises(DaemonBusy, match="pieces of blocks for memory of this session"):
+            while len(cut) < 64:
+                memory = SharedMemory(2 << 16)
+                number = await connection.hand_over(memory.descriptor, session)
+                tensor = messages.TensorLayout(number, 0, 1, [1, 1 << 16, 1], [1 << 17, 2, 1], 0)
+                cut.append(
+                    await connection.ask(
+                        lambda seq, one=tensor: messages.RegisterKVCache(seq, [one]), messages.Registered
+                    )
+                )
+        assert len(cut) == 2 and shares.pieces.held == 2 << 16
+        await connection.ask(lambda seq: messages.UnregisterKVCache(seq, cut[0].cache), messages.Done)
+        await until(lambda: shares.pieces.held == 1 << 16)

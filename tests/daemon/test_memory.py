@@ -9,8 +9,8 @@ import pytest
 from backends import DamagedBlock
 from backends.pages import new_pages
 from offload.client import SharedMemory
-from offload.daemon._layout import MAX_PIECES, BadLayout, check_layout
-from offload.daemon._memory import Caches, FileMemory, MappedMemory, adopt
+from offload.daemon._layout import MAX_PIECES, BadLayout, check_layout, count_pieces
+from offload.daemon._memory import Caches, FileMemory, MappedMemory, Shares, adopt
 from offload.daemon._messages import TensorLayout
 
 SIZE = 4096
@@ -32,20 +32,26 @@ def memfd(nbytes, seals=0):
 # --- what is mapped -----------------------------------------------------------------------------------------------------
 
 
+def adopted(descriptor):
+    """Memory of a session without any other."""
+    with Shares() as shares:
+        return adopt(descriptor, shares, 1)
+
+
 def test_memory_that_is_sealed_against_shrinking_is_mapped():
     shared = SharedMemory(4 * SIZE)
-    assert isinstance(adopt(os.dup(shared.descriptor)), MappedMemory)
+    assert isinstance(adopted(os.dup(shared.descriptor)), MappedMemory)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
 def test_memory_that_could_shrink_is_never_mapped(seals):
-    assert isinstance(adopt(memfd(4 * SIZE, seals)), FileMemory)
+    assert isinstance(adopted(memfd(4 * SIZE, seals)), FileMemory)
 
 
 def test_a_shared_memory_file_is_read_by_calls():
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.truncate(4 * SIZE)
-        assert isinstance(adopt(os.open(file.name, os.O_RDWR)), FileMemory)
+        assert isinstance(adopted(os.open(file.name, os.O_RDWR)), FileMemory)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_a_shared_memory_file_is_read_by_calls():
 def test_what_is_no_memory_is_refused_and_its_descriptor_closed(make):
     descriptor = make()
     with pytest.raises(BadLayout):
-        adopt(descriptor)
+        adopted(descriptor)
     with pytest.raises(OSError):
         os.fstat(descriptor)
 
@@ -70,7 +76,7 @@ def test_what_is_no_memory_is_refused_and_its_descriptor_closed(make):
 def test_the_descriptor_that_was_handed_over_is_closed_when_it_is_mapped():
     shared = SharedMemory(SIZE)
     descriptor = os.dup(shared.descriptor)
-    memory = adopt(descriptor)
+    memory = adopted(descriptor)
     with pytest.raises(OSError):
         os.fstat(descriptor)
     assert memory.size == SIZE
@@ -108,8 +114,26 @@ def test_a_layout_outside_of_its_memory_is_refused(tensor, why):
 
 def test_blocks_in_more_pieces_than_are_copied_are_refused_before_they_are_listed():
     fine = TensorLayout(0, 0, 1, [2, 1 << 40], [1, 2], 0)
-    with pytest.raises(BadLayout, match=f"more than {MAX_PIECES} pieces"):
+    with pytest.raises(BadLayout, match=f"{1 << 40} pieces: at most {MAX_PIECES}"):
         check_layout([fine], [1 << 50])
+
+
+def test_pieces_of_all_tensors_are_counted_before_any_is_listed(monkeypatch):
+    listed = []
+    monkeypatch.setattr("offload.daemon._layout.layout_of", lambda *args: listed.append(args))
+    cut = TensorLayout(0, 0, 1, [1, MAX_PIECES, 1], [0, 2, 1], 0)
+    with pytest.raises(BadLayout, match=f"{512 * MAX_PIECES} pieces: at most {MAX_PIECES}"):
+        check_layout([cut] * 512, [2 * MAX_PIECES])
+    assert not listed
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [([4, 64], [64, 1]), ([2, 8, 16], [128, 16, 1]), ([3, 1, 5, 2], [40, 40, 8, 2])]
+)
+def test_pieces_are_counted_as_they_are_listed(shape, strides):
+    tensor = TensorLayout(0, 0, 1, shape, strides, len(shape) - 2)
+    layout = check_layout([tensor], [1 << 20])
+    assert count_pieces([tensor], [1 << 20]) == sum(len(one.planes) for one in layout.layouts)
 
 
 def test_tensors_of_one_cache_have_the_same_blocks():
@@ -130,7 +154,7 @@ def caches_over(memory, n):
 def test_blocks_are_copied_from_and_to_memory_of_both_kinds(seals):
     descriptor = memfd(4 * SIZE, seals)
     os.pwrite(descriptor, b"\1" * SIZE, SIZE)
-    caches, cache = caches_over(adopt(os.dup(descriptor)), 4)
+    caches, cache = caches_over(adopted(os.dup(descriptor)), 4)
     pages = new_pages(1, SIZE)
     blocks = caches.blocks(cache, [1], [b"key"], None)
     caches.copy_out(blocks.refs, pages)
@@ -142,7 +166,7 @@ def test_blocks_are_copied_from_and_to_memory_of_both_kinds(seals):
 
 def test_memory_that_is_cut_off_fails_its_blocks_and_ends_nothing():
     descriptor = memfd(4 * SIZE)
-    caches, cache = caches_over(adopt(os.dup(descriptor)), 4)
+    caches, cache = caches_over(adopted(os.dup(descriptor)), 4)
     blocks = caches.blocks(cache, [3], [b"key"], None)
     os.ftruncate(descriptor, SIZE)
     pages = new_pages(1, SIZE)
@@ -155,7 +179,7 @@ def test_memory_that_is_cut_off_fails_its_blocks_and_ends_nothing():
 
 
 def test_blocks_that_a_cache_does_not_have_cannot_be_named():
-    caches, cache = caches_over(adopt(memfd(4 * SIZE)), 4)
+    caches, cache = caches_over(adopted(memfd(4 * SIZE)), 4)
     for ids in ([4], [1 << 31]):
         with pytest.raises(ValueError):
             caches.blocks(cache, ids, [b"key"], None)
@@ -170,7 +194,7 @@ def test_blocks_that_a_cache_does_not_have_cannot_be_named():
 
 def test_a_copy_that_is_under_way_keeps_the_memory_of_a_cache_that_is_gone():
     shared = SharedMemory(4 * SIZE)
-    caches, cache = caches_over(adopt(os.dup(shared.descriptor)), 4)
+    caches, cache = caches_over(adopted(os.dup(shared.descriptor)), 4)
     pages = caches.views(caches.blocks(cache, [1, 2], [b"a", b"b"], None).refs)
     caches.remove(cache)
     assert bytes(pages[0]) == bytes(SIZE)
@@ -182,7 +206,7 @@ def test_blocks_of_several_engines_are_copied_in_one_batch():
     for fill in (1, 2):
         descriptor = memfd(2 * SIZE, fcntl.F_SEAL_SHRINK if fill == 1 else 0)
         os.pwrite(descriptor, bytes([fill]) * 2 * SIZE, 0)
-        memory = adopt(descriptor)
+        memory = adopted(descriptor)
         numbers.append(caches.add(memory.storage(check_layout(run_of(2), [memory.size]), [memory]), 2))
     refs = [caches.blocks(number, [1], [b"key"], None).refs[0] for number in (numbers[1], numbers[0], numbers[1])]
     pages = new_pages(3, SIZE)
