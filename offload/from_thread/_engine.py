@@ -148,6 +148,11 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot go to another process: open one there")
 
+    @property
+    def budget_blocks(self) -> int:
+        """Blocks that may be in flight at once, and the largest single store."""
+        return self._worker.budget_blocks
+
     # --- opening and closing --------------------------------------------------------------------------------------
 
     def start(self) -> Engine:

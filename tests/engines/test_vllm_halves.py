@@ -497,6 +497,32 @@ def test_too_many_stores_are_dropped_and_counted():
         vllm.step(overwritten=range(32))
 
 
+@pytest.mark.parametrize(("budget", "stored"), [(3, 3), (2, 2)])
+def test_store_larger_than_budget_is_split(budget: int, stored: int):
+    config = PipelineConfig(
+        budget_blocks=budget, batch_config=BatchConfig(max_batch_size=1, min_batch_size=1, flush_interval=0.0)
+    )
+    with instance(memory(), config=config, computed=from_thread.Event) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        counts = vllm.worker.counts.snapshot()
+        assert counts["chunks offered"] == 4
+        assert counts["chunks dropped, since too many are on their way"] == 4 - stored
+        vllm.step(overwritten=range(16))
+
+
+def test_chunk_larger_than_budget_is_dropped():
+    """A chunk of published pages has a page for each layer."""
+    config = PipelineConfig(budget_blocks=1, batch_config=BatchConfig(max_batch_size=1, min_batch_size=1))
+    with instance(memory(), config=config) as vllm:
+        vllm.worker._source.pages_per_chunk = 2
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        assert vllm.worker.counts.snapshot() == {"chunks dropped, since too many are on their way": 4}
+
+
 def test_an_aborted_request_that_is_being_loaded_is_told_of_when_its_load_is_over():
     tier = SlowToLoad()
     with instance(tier) as vllm:

@@ -110,6 +110,15 @@ def test_what_one_instance_has_written_another_one_loads(tmp_path: Path):
         assert nothing_is_held(second)
 
 
+def test_more_rows_than_budget_are_stored_in_parts(tmp_path: Path):
+    pipeline = {"budget_blocks": 2, "batch_config": {"max_batch_size": 2, "min_batch_size": 1}}
+    with opened({**disk(tmp_path), "pipeline": pipeline}) as memory:
+        memory.begin("a")
+        assert write(memory, KEYS[:4]) >= 2
+        counts = memory.counts.snapshot()
+        assert counts["chunks stored"] + counts.get("chunks dropped, since too many are on their way", 0) == 4
+
+
 def test_what_was_evicted_from_host_memory_comes_back_from_a_tier(tmp_path: Path):
     with opened(disk(tmp_path), rows=2) as memory:
         for at in range(0, 6, 2):

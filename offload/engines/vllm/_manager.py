@@ -292,8 +292,9 @@ class HostMemory:
     def stored(self, keys: Iterable[Key], *, success: bool = True) -> None:
         """The workers have written these: store them into the tiers."""
         there, rows = self.table.stored(keys, success)
-        for start in range(0, len(there), STORED_TOGETHER):
-            self._store(there[start : start + STORED_TOGETHER], rows[start : start + STORED_TOGETHER])
+        together = min(STORED_TOGETHER, self.engine.budget_blocks)  # a larger store is refused as a whole
+        for start in range(0, len(there), together):
+            self._store(there[start : start + together], rows[start : start + together])
 
     def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
         named = self._naming.keys(keys, self._salt)

@@ -38,6 +38,8 @@ _log = logging.getLogger("vllm.offload")
 STORE_GRACE: Final = 0.02
 """Seconds that a step waits for stores whose blocks it overwrites, before it cancels them: the flush of a batch and the copy of
 some chunks. vLLM gives out anew in the very next step what a window has passed, so that else little would be stored of it."""
+PARTS_OF_BUDGET: Final = 8
+"""Parts of the budget that a store larger than it is split into."""
 DRAIN_TIMEOUT: Final = 10.0
 """Seconds that the end of a worker waits for what is being stored to arrive."""
 
@@ -252,19 +254,37 @@ class WorkerHalf:
             return
         computed = self._computed()
         for one in plan.stores:
-            self._store(one, computed, plan.generation)
+            for part in self._within_budget(one):
+                self._store(part, computed, plan.generation)
+
+    def _within_budget(self, plan: StorePlan) -> Sequence[StorePlan]:
+        """Split a store that exceeds the engine's budget, which refuses it as a whole."""
+        n, most = len(plan.hashes), self.engine.budget_blocks // self._source.pages_per_chunk
+        if n <= most:
+            return (plan,)
+        if not most:
+            self._dropped(n)
+            return ()
+        # Several parts fill the budget: what is in flight already then displaces the last parts, and not the whole store.
+        size = max(1, most // PARTS_OF_BUDGET)
+        return [
+            StorePlan(plan.request_id, plan.hashes[at : at + size], plan.blocks[at : at + size], plan.first + at)
+            for at in range(0, n, size)
+        ]
 
     def _store(self, plan: StorePlan, computed: PreconditionLike, generation: str) -> None:
         keys = self._naming.keys(plan.hashes, generation)
         chunks = self._source.chunks(keys, plan.blocks, plan.first)
-        if self.events is not None:
-            self.events.storing(keys, plan.hashes)
-        token = self._tokens.setdefault(plan.request_id, from_thread.CancellationToken())
         try:
+            if self.events is not None:
+                self.events.storing(keys, plan.hashes)
+            token = self._tokens.setdefault(plan.request_id, from_thread.CancellationToken())
             future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)
-        except OffloadError as error:
+        except BaseException as error:
             self._forget(chunks)
-            self._not_stored(error, len(chunks))
+            if not isinstance(error, OffloadError):
+                raise
+            self._not_stored(error, len(plan.hashes))
             return
         self.counts.add("chunks offered", len(plan.hashes))
         self._stores[future] = _Store(
@@ -279,9 +299,7 @@ class WorkerHalf:
         self._stores.pop(future, None)
         self.counts.add("chunks stored", len(result.completed) // pages)
         if future.dropped:
-            self.counts.trouble(
-                "chunks dropped, since too many are on their way", "see budget_blocks", len(chunks) // pages
-            )
+            self._dropped(len(chunks) // pages)
         elif result.status is Status.FAILED:
             why = result.error or next(iter(result.failed.values()), None)
             self._not_stored(why, (len(chunks) - len(result.completed)) // pages)
@@ -290,6 +308,9 @@ class WorkerHalf:
         if behind is not None:
             with contextlib.suppress(OffloadError):  # it is not found then, as if it were not there
                 self.engine.store(behind, NO_WAIT, tenant=self._tenant)
+
+    def _dropped(self, chunks: int) -> None:
+        self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", chunks)
 
     def _not_stored(self, why: BaseException | None, chunks: int) -> None:
         """Count it, and say what to do where there was no room."""
