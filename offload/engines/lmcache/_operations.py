@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 import attrs
 
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 _THERE: Final = frozenset({"present", "pending"})
 """Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
+
+
+Waited: TypeAlias = LookupFuture | LoadFuture
+"""A future that a step waits for."""
+
+
+FEW_KEYS: Final = 64
+"""Keys in the next lookup of a load after a gap. The number doubles with each lookup that finds all of them."""
 
 
 @attrs.frozen
@@ -275,85 +283,96 @@ class Loading(Operation):
 
     def start(self, opened: OpenEngine) -> None:
         """Load each row."""
-        names = self._names = self.names()
+        self._names = self.names()
         end = self.parts(len(self.rows))
         for row in self.rows:
-            hit = self.cache.locked_hit(names[row.start : row.stop])
-            if hit is None:
-                self._look(opened, row, end)
-            else:
-                self._copy(opened, row, end, hit, None)
+            _Steps(self._load_row(opened, row, end)).start()
 
-    def _look(self, opened: OpenEngine, rest: range, end: Callable[[], None]) -> None:
-        """Look for what is left of a row; its first key may be missing, and then for what is behind that."""
-        if not rest:
-            end()
-            return
+    def _load_row(self, opened: OpenEngine, row: range, end: Callable[[], None]) -> Iterator[Waited]:
+        """Load a row, and end its part unless a copy may still be under way."""
+        rest, most = row, len(row)
+        own: Hit | None = None
         try:
-            salt = self.keys[rest.start].cache_salt
-            future = self.cache.ask(opened, self._names[rest.start : rest.stop], salt)
-        except Exception as error:
-            self._give_up(rest, end, error)
-            return
-        future.add_done_callback(partial(self._looked, opened, rest, end))
-
-    def _looked(self, opened: OpenEngine, rest: range, end: Callable[[], None], future: LookupFuture) -> None:
-        try:
-            hit = future.result(0)
-        except Exception as error:
-            self._give_up(rest, end, error)
-            return
-        if not len(hit):
-            self.cache.note_unavailable(hit.unavailable, len(rest))
-            hit.release()
-            # Without its tiers every further question would be answered as this one, and each may take a timeout.
-            self._look(opened, rest[len(rest) :] if hit.unavailable else rest[1:], end)
-            return
-        self._copy(opened, rest, end, hit, hit)
-
-    def _copy(self, opened: OpenEngine, rest: range, end: Callable[[], None], hit: Hit, own: Hit | None) -> None:
-        """Load the blocks of a hit into the first places of what is left."""
-        here = rest[: len(hit)]
-        try:
-            places = ObjectPlaces(self._spans[here.start : here.stop], opened.page_bytes)
-            future = opened.engine.begin_load(hit, places)
-        except Exception as error:
-            if own is not None:
-                own.release()
-            self._give_up(rest, end, error)
-            return
-        future.add_done_callback(partial(self._copied, opened, rest, here, end, own))
-
-    def _copied(
-        self,
-        opened: OpenEngine,
-        rest: range,
-        here: range,
-        end: Callable[[], None],
-        own: Hit | None,
-        future: LoadFuture,
-    ) -> None:
-        if own is not None:
-            own.release()
-        try:
-            outcomes = future.result(0).outcomes
+            hit = self.cache.locked_hit(self._names[row.start : row.stop])
+            while rest:
+                asked = rest[:most]
+                if hit is None:
+                    hit = own = yield from self._look(opened, asked)
+                if len(hit):
+                    yield from self._copy(opened, rest, hit)
+                else:
+                    self.cache.note_unavailable(hit.unavailable, len(rest))
+                if hit.unavailable and not len(hit):
+                    # Without its tiers every further question would be answered as this one, and each may take a timeout.
+                    rest = rest[len(rest) :]
+                elif len(hit) < len(asked):
+                    rest = rest[len(hit) + 1 :]  # behind the hit is a key that no tier has
+                    # Few at a time, so that many gaps cost a lookup of few keys each, and not of all that is left.
+                    most = FEW_KEYS
+                else:
+                    rest, most = rest[len(hit) :], 2 * most
+                if own is not None:
+                    own.release()
+                hit = own = None
         except DrainUnproven as error:
             # No end of this part, and so none of the task (rule 4 of the package): LMCache gives the memory of a load that has
             # ended to another request, and this copy may still write into it.
-            self.cache.faults.note("load", error, len(here))
+            self.cache.faults.note("load", error, len(rest))
             return
         except Exception as error:
-            self._give_up(rest, end, error)
-            return
-        for at, outcome in zip(here, outcomes, strict=True):
+            self.cache.faults.note("load", error, len(rest))
+        finally:
+            if own is not None:
+                own.release()
+        end()
+
+    def _look(self, opened: OpenEngine, rest: range) -> Generator[Waited, None, Hit]:
+        """Look for what is left of a row; its first key may be missing, and then for what is behind that."""
+        future = self.cache.ask(opened, self._names[rest.start : rest.stop], self.keys[rest.start].cache_salt)
+        yield future
+        return future.result(0)
+
+    def _copy(self, opened: OpenEngine, rest: range, hit: Hit) -> Generator[Waited, None, None]:
+        """Load the blocks of a hit into the first places of what is left."""
+        here = rest[: len(hit)]
+        places = ObjectPlaces(self._spans[here.start : here.stop], opened.page_bytes)
+        future = opened.engine.begin_load(hit, places)
+        yield future
+        for at, outcome in zip(here, future.result(0).outcomes, strict=True):
             if outcome == LOADED:
                 self._loaded[at] = True
             elif isinstance(outcome, Failed):
                 self.cache.faults.note("load", outcome.error)
             elif isinstance(outcome, Missed):
                 self.cache.faults.count("load", outcome.reason)
-        self._look(opened, rest[len(here) + 1 :], end)  # behind the hit is a key that no tier has
 
-    def _give_up(self, rest: range, end: Callable[[], None], error: Exception) -> None:
-        self.cache.faults.note("load", error, len(rest))
-        end()
+
+class _Steps:
+    """Steps that follow each other, each begun when the future that the one before waits for has ended.
+
+    A future that has ended already calls back at once. So a step is begun by a loop, and never by the callback of the step
+    before: a load of many missing keys has one for each, more than Python has frames.
+    """
+
+    def __init__(self, steps: Iterator[Waited]) -> None:
+        self._steps = steps
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._is_running = True
+
+    def start(self) -> None:
+        """Run the steps until one has to wait."""
+        for future in self._steps:
+            future.add_done_callback(self._go_on)
+            with self._lock:
+                self._is_running, self._has_ended = self._has_ended, False
+                if not self._is_running:
+                    return
+
+    def _go_on(self, future: Waited) -> None:
+        with self._lock:
+            if self._is_running:  # the loop of `start` finds it ended
+                self._has_ended = True
+                return
+            self._is_running = True
+        self.start()

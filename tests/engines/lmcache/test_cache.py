@@ -1,6 +1,7 @@
 """The cache, over real tiers: what LMCache is told of each object, and what is held for it."""
 
 import queue
+import sys
 import threading
 
 import pytest
@@ -89,6 +90,27 @@ def test_a_load_goes_on_behind_a_gap():
         assert cache.load(KEYS, loaded) == [True, False, False, True]
         assert (loaded[0], loaded[3]) == (stored[0], stored[3])
         assert loaded[1:3] == untouched
+
+
+@pytest.mark.parametrize("n", [50, 500, 2_000])
+@pytest.mark.parametrize("every", [1, 2])
+def test_load_of_many_missing_keys_ends(n, every):
+    """With none there, and with each second one there: a lookup for each gap, at whatever recursion limit."""
+    with open_cache(in_memory(f"{n + 1}KiB", chunk_size_bytes=64)) as cache:
+        many = chunks(n)
+        stored = objects(n, 64)
+        cache.store(chunks(1, n), objects(1, 64))
+        there = [every == 2 and at % 2 == 1 for at in range(n)]
+        if every == 2:
+            assert cache.store(many[1::2], stored[1::2]).success
+        loaded = objects(n, 64)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(300)
+        try:
+            assert cache.load(many, loaded) == there
+        finally:
+            sys.setrecursionlimit(limit)
+        assert all(loaded[at] == stored[at] for at in range(n) if there[at])
 
 
 def test_objects_smaller_than_a_page_come_back_as_they_were():
