@@ -69,7 +69,8 @@ class PageStorage:
     def load(self, keys: Sequence[Key], pages: LentPages) -> list[bool]:
         """Copy the leading pages that are there; of each, whether it has come. The pages are the caller's again behind it.
 
-        What did not come may hold anything, as SGLang takes it for: it computes such a page.
+        What did not come may hold anything, as SGLang takes it for: it computes such a page. Behind the first page that did
+        not come no other has: SGLang's callers differ in whether they stop there.
         """
         loaded = [False] * len(keys)
         with pages:
@@ -92,10 +93,13 @@ class PageStorage:
             future.request_cancel()
             self._faults.note("load", error, len(loaded))
             return
+        leading = True
         for at, outcome in enumerate(outcomes):
+            leading = leading and outcome == LOADED
+            loaded[at] = leading
             if outcome == LOADED:
-                loaded[at] = True
-            elif isinstance(outcome, Failed):
+                continue
+            if isinstance(outcome, Failed):
                 self._faults.note("load", outcome.error)
             elif isinstance(outcome, Missed):
                 self._faults.count("load", outcome.reason)

@@ -59,6 +59,21 @@ def test_what_comes_is_a_prefix_and_other_pages_stay_as_they_are(pool, backend):
     assert failures(backend) == {}
 
 
+def test_pages_behind_a_lost_page_do_not_come(pool, tmp_path):
+    """Gone between SGLang's question and its load: the pages behind are no prefix any more."""
+    keys, directory = hashes(4), tmp_path / "kv"
+    disk = {"type": "file", "directory": str(directory), "capacity_bytes": "1MiB"}
+    with open_backend(pool, extra_config({"disk": disk})) as backend:
+        for at, key in enumerate(keys):
+            before = set(directory.glob("*/*.kv"))
+            assert backend.batch_set_v1([key], tokens(at)) == [True]
+            if at == 1:
+                [lost] = set(directory.glob("*/*.kv")) - before
+        assert backend.batch_exists(keys) == 4
+        lost.unlink()
+        assert backend.batch_get_v1(keys, tokens(8, 9, 10, 11)) == [True, False, False, False]
+
+
 def test_what_is_there_already_is_stored(pool, backend):
     keys = hashes(2)
     assert backend.batch_set_v1(keys, tokens(0, 1)) == [True, True]
