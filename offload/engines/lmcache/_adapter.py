@@ -140,13 +140,17 @@ class MaruL2Adapter(L2AdapterInterface):
             return self._stores.take_all()
 
     def _stored(self, task: int, keys: list[ObjectKey], spans: list[Span], outcome: StoreOutcome) -> None:
-        written = [(key, span.used) for key, span in compress(zip(keys, spans, strict=True), outcome.written)]
+        result = L2StoreResult(outcome.success, sum(span.used for span in compress(spans, outcome.written)))
+        self._found(keys, spans, outcome.there)
+        self._finish(self._stores, task, result, self._store_event)
+
+    def _found(self, keys: list[ObjectKey], spans: list[Span], there: Sequence[bool]) -> None:
+        """Note what is in the tiers, by whichever process: LMCache measures its use by it."""
+        objects = [(key, span.used) for key, span in compress(zip(keys, spans, strict=True), there)]
         with self._lock:
-            new, forgotten = self._residents.add(written)
-        result = L2StoreResult(outcome.success, sum(size for _, size in written))
+            new, forgotten = self._residents.add(objects)
         self._tell(self._notify_keys_stored, new)
         self._tell(self._notify_keys_deleted, forgotten)
-        self._finish(self._stores, task, result, self._store_event)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class MaruL2Adapter(L2AdapterInterface):
         """Copy objects out of the tier; their memory is written until the task has ended."""
         spans = list(map(_span, objects))
         task = self._begin(self._loads)
-        finish = partial(self._loaded, task, list(keys))
+        finish = partial(self._loaded, task, list(keys), spans)
         self._cache.load(keys, spans, finish, describe=lambda at: _described(objects[at]))
         return task
 
@@ -194,9 +198,10 @@ class MaruL2Adapter(L2AdapterInterface):
         with self._lock:
             return self._loads.take(task_id)
 
-    def _loaded(self, task: int, keys: list[ObjectKey], loaded: list[bool]) -> None:
+    def _loaded(self, task: int, keys: list[ObjectKey], spans: list[Span], loaded: list[bool]) -> None:
         hits = list(compress(keys, loaded))
         if hits:
+            self._found(keys, spans, loaded)
             self._guarded(self._notify_keys_accessed, hits)
         self._finish(self._loads, task, _bitmap(loaded), self._load_event)
 
@@ -300,14 +305,20 @@ def _make(config: L2AdapterConfigBase, l1_memory_desc: L1MemoryDesc | None = Non
 
 
 def _span(item: MemoryObj) -> Span:
-    dtypes = item.get_dtypes()
-    dtype = dtypes[0] if len(dtypes) == 1 else None  # of several, nothing says where each begins once it is padded
+    described = _described(item)
+    # Of several dtypes, nothing says where each begins once it is padded.
+    dtype = described[1][0] if described is not None and len(described[1]) == 1 else None
     return Span(item.data_ptr, item.get_physical_size(), item.get_size(), item, dtype)
 
 
-def _described(item: MemoryObj) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The shapes and dtypes of an object."""
-    return item.get_shapes(), item.get_dtypes()
+def _described(item: MemoryObj) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """Return the shapes and dtypes of an object, or ``None`` if it has none, as one of bytes alone."""
+    try:
+        shapes: Sequence[Any] = item.get_shapes()
+        dtypes: Sequence[Any] = item.get_dtypes()
+    except (AssertionError, ValueError):  # as LMCache's own objects without dtypes answer
+        return None
+    return None if None in dtypes else (shapes, dtypes)
 
 
 def _described_by(layout: MemoryLayoutDesc | None) -> tuple[Sequence[Any], Sequence[Any]] | None:

@@ -268,6 +268,13 @@ class MaruL1Manager:
             self.faults.note("status", error)
             return 0, 0
 
+    def _published_count(self) -> int:
+        try:
+            return self._l1.report_status().registered_pages
+        except Exception as error:
+            self.faults.note("status", error)
+            return 0
+
     def get_staging_memory_usage(self) -> int:
         """Bytes of the pages that are being written."""
         with self._lock:
@@ -328,7 +335,8 @@ class MaruL1Manager:
             return {
                 "is_healthy": self._is_healthy,
                 "type": type(self).__name__,
-                "total_object_count": len(self._reading) + staging,
+                # Published pages are this instance's; those that are read may be others'.
+                "total_object_count": max(self._published_count(), len(self._reading)) + staging,
                 "write_locked_count": len(self._staged),
                 "read_locked_count": len(self._reading),
                 "temporary_count": 0,

@@ -246,6 +246,31 @@ def test_usage_is_what_was_stored_and_not_deleted_by_salt(adapter, driver):
     assert adapter.get_usage().total_bytes_used == 0
 
 
+def test_usage_counts_objects_that_another_process_stored(server):
+    with open_adapter(page_store(server)) as first, open_adapter(page_store(server)) as second:
+        mine = keys_of(3, 700)
+        Driver(first).store(mine, [memory_object() for _ in mine])
+        assert Driver(second).store(mine[:1], [memory_object()]).bytes_transferred() == 0
+        assert second.get_usage().total_bytes_used == PAGE
+        assert Driver(second).lookup(mine) == [True] * 3
+        assert Driver(second).load(mine, [memory_object() for _ in mine]) == [True] * 3
+        assert second.get_usage().total_bytes_used == 3 * PAGE
+        assert second.report_status()["stored_object_count"] == 3
+        second.submit_unlock(mine)
+        second.delete(mine)
+        assert second.get_usage().total_bytes_used == 0
+
+
+def test_object_without_dtypes_is_stored_and_loaded(driver):
+    stored, loaded = [memory_object() for _ in KEYS], [memory_object(fill=False) for _ in KEYS]
+    for item in stored + loaded:
+        item.meta.dtypes = item.meta.shapes = None
+    assert driver.store(KEYS, stored).is_successful()
+    assert driver.lookup(KEYS, {}) == [True] * 4
+    assert driver.load(KEYS, loaded) == [True] * 4
+    assert list(map(bytes_of, loaded)) == list(map(bytes_of, stored))
+
+
 def test_the_pool_is_what_usage_is_measured_against(server):
     with open_adapter(page_store(server)) as adapter:
         assert adapter.get_usage().total_capacity_bytes == 1 << 24

@@ -150,6 +150,15 @@ def test_finishing_and_reading_in_one_go(level):
     level.finish_read(KEYS[:2])
 
 
+def test_status_counts_objects_that_are_stored(level):
+    before = level.report_status()["total_object_count"]
+    write(level)
+    assert level.report_status()["total_object_count"] == before + 4
+    level.reserve_read(KEYS)
+    assert level.report_status()["total_object_count"] == before + 4
+    level.finish_read(KEYS)
+
+
 def test_nothing_is_for_lmcache_to_evict(level):
     write(level)
     assert not level.is_key_evictable(KEYS[0])
