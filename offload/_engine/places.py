@@ -20,6 +20,7 @@ import attrs
 
 from backends.abc import BlockSizeError, ReadableTier, Source, TenantTier, Tier
 from backends.closing import closing
+from backends.forwarding import OPTIONAL
 from backends.leaving import SpillingTier
 
 from .._errors import ConfigError, TierNotEntered
@@ -159,6 +160,9 @@ class _Kind:
 
 def _kind_of(name: str, tier: Any) -> _Kind:
     try:
+        # From Python 3.12 on `isinstance` of a protocol does not ask `__getattr__`, but the breaker in front of the tier will.
+        for method in OPTIONAL:
+            getattr(tier, method, None)
         return _Kind(
             not isinstance(tier, Tier),
             is_source(tier),

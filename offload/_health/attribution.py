@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from backends.abc import Failed, Outcome
+from backends.forwarding import OPTIONAL, ForwardingTier
 from backends.pages import Pages
 from maru.exception_groups import leaves
 
@@ -19,6 +20,8 @@ from .breaker import Verdict
 from .faults import describe, judge_exception, judge_outcomes
 
 T = TypeVar("T")
+
+_PASSED_ON: Final = frozenset(OPTIONAL) - {"views", "copy_out"}  # those two are recorded
 
 
 class ErrorAttribution:
@@ -30,6 +33,10 @@ class ErrorAttribution:
     def observe(self, other_end: T) -> T:
         """A proxy for the source or the destination of the copy, which records its errors."""
         observed: Any = _Observed(other_end, self._errors)
+        if isinstance(other_end, ForwardingTier):
+            # Its optional methods are attributes of the instance. `__class__` does not show them, and from Python 3.12 on
+            # `isinstance` of a protocol does not ask `__getattr__`, so the proxy has them as its own.
+            vars(observed).update((name, method) for name, method in vars(other_end).items() if name in _PASSED_ON)
         return observed  # type: ignore[no-any-return]
 
     def is_of_other_end(self, error: BaseException) -> bool:
@@ -82,6 +89,11 @@ class _Observed:
 
     def __len__(self) -> int:
         return len(self._place)
+
+    @property
+    def block_bytes(self) -> int:
+        size: int = self._place.block_bytes
+        return size
 
     def views(self, *refs: Sequence[int]) -> Pages | None:
         views: Pages | None = self._recorded(self._place.views, *refs)

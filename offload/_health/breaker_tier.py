@@ -18,7 +18,7 @@ Rule 6. All other attributes are the tier's own: its blocks as a source, its sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Any, Final, TypeVarTuple
@@ -381,6 +381,13 @@ class BreakerReservation(_Forwarding):
     def keep(self, keys: Sequence[Key]) -> None:
         """Give back the room of every granted key not in ``keys``."""
         self.inner.keep(keys)
+
+    def note_depths(self, depths: Mapping[Key, int]) -> None:
+        """Pass on the depths of these blocks, if the tier keeps depths; see :class:`backends.abc.DepthReservation`."""
+        # Defined here, since from Python 3.12 on `isinstance` of a protocol does not ask `__getattr__`.
+        note = getattr(self.inner, "note_depths", None)
+        if note is not None:
+            note(depths)
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the kept blocks and publish them.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
-from backends.abc import LOADED, RoomRequest
+from backends.abc import LOADED, ChecksummedSource, DepthTier, PaddedSource, RoomRequest, Source, TenantTier
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
@@ -17,6 +18,7 @@ from backends.testing import FakeTier, check_tier, payload_of
 from maru import MaruHandler, NoAnswer
 from maru.testing import Fate, open_lossy_wire, open_test_server
 from offload import BreakerConfig, HealthState, TierUnavailable, with_breaker
+from offload._health.attribution import ErrorAttribution
 from tests.support.maru_actors import impatient
 
 BLOCK = 256 << 10
@@ -100,3 +102,11 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
                 places = PagesDestination.over([bytearray(BLOCK) for _ in keys])
                 assert await tier.load(lease, places) == [LOADED] * len(keys)
             assert tier.health.state is HealthState.CLOSED and tier.health.faults == 0
+
+
+@pytest.mark.parametrize("protocol", [Source, ChecksummedSource, PaddedSource, DepthTier, TenantTier])
+def test_an_observed_source_keeps_its_kinds(protocol: type, tmp_path: Path) -> None:
+    for tier in (MemoryTier(4 * 256, 256), FileTier(tmp_path, 4 * 256, block_bytes=256), FakeTier(4, 256)):
+        behind = with_breaker(tier, "tier")
+        assert isinstance(behind, protocol) is isinstance(tier, protocol)
+        assert isinstance(ErrorAttribution().observe(behind), protocol) is isinstance(tier, protocol)
