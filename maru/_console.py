@@ -5,6 +5,7 @@ Rule 1. What is printed is printed as it is: no markup and no emoji is looked fo
 Rule 2. A line is never broken: that is for the terminal to do, so that a command can be copied from it as one.
 Rule 3. A number that names something (an epoch, a session, a checksum) is hexadecimal text in JSON, since it may have 64 bits,
         of which many readers keep 53. What counts or measures is a number.
+Rule 4. No control character of a text reaches a terminal: names and reasons come from peers, also by way of a server.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ._printable import printable_lines
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 _UNREAD = 160
 
@@ -33,8 +37,15 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """
     from rich.console import Console
 
+    class PrintableConsole(Console):
+        """A console that escapes what a peer may have put into a text: see Rule 4."""
+
+        def render_str(self, text: str, *args: Any, **kwargs: Any) -> Text:
+            """Escape, and do as rich does."""
+            return super().render_str(printable_lines(text), *args, **kwargs)
+
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNREAD
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, width=width)
+    return PrintableConsole(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, width=width)
 
 
 def show(*parts: RenderableType) -> None:
@@ -47,6 +58,11 @@ def show(*parts: RenderableType) -> None:
             sheet.print(part, soft_wrap=isinstance(part, str | Text))
     for line in captured.get().splitlines():
         click.echo(line if sheet.is_terminal else line.rstrip())
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    click.echo(printable_lines(text))
 
 
 def print_json(answer: object) -> None:

@@ -19,6 +19,7 @@ Rule 3. If the reader of the output has stopped reading, the command ends with S
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from typing import Any, Final
 
 import click
 
+from ._printable import printable_lines
 from .exception_groups import holds, leaves
 
 _AGAIN: Final = 0.01
@@ -134,8 +136,9 @@ def _say(program: str, error: BaseException, received: list[int]) -> int:
         return ExitCode.OUR_FAULT
     if isinstance(said, BrokenPipeError):
         return 128 + signal.SIGPIPE
-    with contextlib.suppress(OSError):
-        said.show()
+    text = io.StringIO()
+    said.show(text)
+    _write(printable_lines(text.getvalue().rstrip("\n")))  # it may have a peer's words
     return ExitCode.USAGE if isinstance(said, click.FileError) else said.exit_code
 
 

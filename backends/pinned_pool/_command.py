@@ -14,6 +14,7 @@ import click
 
 from maru._commands import given_knobs, knob_option
 from maru._ending import ExitCode
+from maru._printable import LineFormatter
 from maru.configuration import as_size
 from maru.exception_groups import leaves
 
@@ -94,7 +95,7 @@ async def _serve(config: PinnedPoolConfig) -> None:
 
 def _configure_logging(config: PinnedPoolConfig) -> None:
     """Write this package's log to the standard error."""
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    formatter: logging.Formatter = LineFormatter()
     if config.json_logs:
         from maru._server.main import JsonFormatter
 

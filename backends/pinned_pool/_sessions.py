@@ -16,6 +16,8 @@ from typing import Final
 import attrs
 import trio
 
+from maru._printable import printable
+
 from ._errors import PoolRefused
 from ._memory import PoolMemory
 from ._messages import (
@@ -185,7 +187,7 @@ class Sessions:
             if len(self) >= self._most:
                 self.turned_away += 1
                 return Refused(0, f"there are {self._most} clients already, as many as max_clients allows")
-            session = Session(self._next_client, peer, request.name)
+            session = Session(self._next_client, peer, printable(request.name))
             self._by_peer[peer] = self._by_client[session.client] = session
             self._next_client += 1
         return Welcome(

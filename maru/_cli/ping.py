@@ -8,7 +8,7 @@ from time import perf_counter
 
 import click
 
-from .._console import identifier
+from .._console import identifier, say
 from .._ending import CheckFailed
 from .._errors import NoAnswer
 from .._wire import Code, HeartbeatReply
@@ -59,8 +59,8 @@ def command(options: ServerOptions, count: int, interval: float) -> None:
             }
         )
     else:
-        click.echo(f"{options.address}, over {server.over}: {plural(count, 'round trip')}, {lost} lost")
-        click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
+        say(f"{options.address}, over {server.over}: {plural(count, 'round trip')}, {lost} lost")
+        say(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
     if lost:
         raise CheckFailed(
             f"{options.address} did not answer {lost} of {count} within {options.timeout:g} s: "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import attrs
 import click
 
-from .._console import identifier
+from .._console import identifier, say
 from .._wire import Code, KeyRequest, ListReply, ListRequest, LookupReply, UsageReply
 from ._connection import ServerConnection, ServerOptions, open_connection, server_options
 from ._output import plural, print_json, show, size
@@ -60,7 +60,7 @@ def command(options: ServerOptions, key: str) -> None:
     elif there.found:
         _show(there)
     else:
-        click.echo(f"{key!r} is not there")
+        say(f"{key!r} is not there")
     if not there.found:
         sys.exit(1)
 

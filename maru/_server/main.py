@@ -17,6 +17,7 @@ import trio
 from .._commands import age
 from .._config import ServerConfig
 from .._console import identifier
+from .._printable import LineFormatter
 from .server import MaruServer, open_server
 
 _log = logging.getLogger("maru.server")
@@ -44,9 +45,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(config: ServerConfig) -> None:
     """Write the package's log to the standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter() if config.json_logs else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if config.json_logs else LineFormatter())
     root = logging.getLogger("maru")
     root.handlers[:] = [handler]
     root.propagate = False

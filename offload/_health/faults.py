@@ -19,6 +19,7 @@ import trio
 from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused, UntrustedServer
+from maru._printable import printable
 from maru.exception_groups import unwrap
 
 from .._errors import TierBehindFailed, TierTooSlow, TierUnavailable
@@ -110,8 +111,12 @@ def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
     return verdict, cause
 
 
+_MOST_TEXT: Final = 600
+"""Characters of an error that are kept: enough for one that names its knob, its value and the way out."""
+
+
 def describe(error: BaseException) -> str:
     """Describe an exception in one line of text, which keeps no frame alive. A group with one error as that error."""
     error = unwrap(error)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+    text = printable(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:_MOST_TEXT]}" if text else type(error).__name__

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from maru._commands import output_file
+from maru._console import say
 from maru._ending import BadInput, EnvironmentFault
 from maru._files import read_file
 
@@ -47,7 +48,7 @@ def save(ring: str, out: str | None) -> None:
         RECORDING.write(place, to_bytes(recording))
     except OSError as error:
         raise EnvironmentFault(f"{place}: cannot be written: {error.strerror or error}") from error
-    click.echo(f"saved {place}: {summary_of(recording)}")
+    say(f"saved {place}: {summary_of(recording)}")
 
 
 @command.command()
@@ -66,6 +67,6 @@ def show(file: str, last: float | None, as_json: bool) -> None:
             fields = {name: getattr(one.record, name) for name in one.record.__struct_fields__}
             click.echo(msgspec.json.encode({"number": one.number, "at": one.at, "kind": kind, **fields}).decode())
         return
-    click.echo(summary_of(recording))
+    say(summary_of(recording))
     for line in lines_of(recording, entries):
-        click.echo(line)
+        say(line)

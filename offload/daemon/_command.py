@@ -21,6 +21,7 @@ import click
 from maru._commands import age, given_knobs, knob_option
 from maru._ending import ExitCode
 from maru._errors import MaruError
+from maru._printable import LineFormatter
 from maru.exception_groups import leaves
 
 from .._errors import ConfigError
@@ -252,7 +253,7 @@ def ready_line(daemon: Daemon) -> str:
 def _configure_logging(level: str) -> None:
     """Write the logs of this project to the standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LineFormatter())
     for name in ("offload", "backends", "maru"):
         root = logging.getLogger(name)
         root.handlers[:] = [handler]

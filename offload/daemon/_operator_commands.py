@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from maru._cli._output import duration, plural, print_json, show, size
-from maru._console import identifier
+from maru._console import identifier, say
 from maru._ending import BadInput, CheckFailed
 
 from ._admin_messages import (
@@ -61,8 +61,8 @@ def ping(options: DaemonOptions, count: int) -> None:
             {"address": f"ipc://{options.path}", **facts, "under_way": state.under_way, "sent": count, **figures}
         )
     else:
-        click.echo(f"ipc://{options.path} is {state.state}, with {plural(state.sessions, 'session')}")
-        click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
+        say(f"ipc://{options.path} is {state.state}, with {plural(state.sessions, 'session')}")
+        say(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
     if state.state != "ready":
         raise CheckFailed(f"ipc://{options.path} is {state.state}")
 
@@ -161,7 +161,7 @@ def query(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: st
     else:
         for key, block in zip(keys, told.blocks, strict=True):
             silent = f"; no answer from {', '.join(block.unavailable)}" if block.unavailable else ""
-            click.echo(f"{key}: {', '.join(block.tiers) or 'in no tier'}{silent}")
+            say(f"{key}: {', '.join(block.tiers) or 'in no tier'}{silent}")
     if missing := sum(not block.tiers for block in told.blocks):
         raise CheckFailed(f"{missing} of {plural(len(keys), 'key')} in no tier: `offload explain` says why")
 
@@ -178,9 +178,9 @@ def explain(options: DaemonOptions, keys: Sequence[str], as_text: bool, tenant: 
         print_json({"usable": told.usable, "blocks": blocks})
         return
     for key, block in zip(keys, told.blocks, strict=True):
-        click.echo(f"{key}: {block.text}")
+        say(f"{key}: {block.text}")
     if len(keys) > 1:
-        click.echo(f"a lookup of them in this order would find {told.usable} of {len(keys)}")
+        say(f"a lookup of them in this order would find {told.usable} of {len(keys)}")
 
 
 # --- running it ---------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def drain(ctx: click.Context, options: DaemonOptions) -> None:
     if options.as_json:
         print_json({"dropped_stores": dropped.stores, "dropped_requests": dropped.others})
     else:
-        click.echo(f"drained; {dropped}")
+        say(f"drained; {dropped}")
     ctx.exit(dropped.exit_code)
 
 
@@ -214,9 +214,9 @@ def reload(options: DaemonOptions) -> None:
     if options.as_json:
         print_json({"refused": told.refused})
         return
-    click.echo("the settings were read again")
+    say("the settings were read again")
     for name in told.refused:
-        click.echo(f"{name} was not changed: it needs a restart")
+        say(f"{name} was not changed: it needs a restart")
 
 
 @click.command("log-level")
@@ -254,13 +254,13 @@ def list_quarantine(options: DaemonOptions) -> None:
         print_json({"copies": copies, "withheld": withheld, "withheld_keys": told.withheld_keys})
         return
     for copy in told.copies:
-        click.echo(f"{copy.name}: {plural(copy.blocks, 'block')}, {duration(copy.seconds)} ago: {copy.reason}")
+        say(f"{copy.name}: {plural(copy.blocks, 'block')}, {duration(copy.seconds)} ago: {copy.reason}")
     for key in told.withheld:
-        click.echo(f"withheld: {key.hex()}")
+        say(f"withheld: {key.hex()}")
     if told.withheld_keys > len(told.withheld):
-        click.echo(f"withheld: {told.withheld_keys - len(told.withheld):,} more")
+        say(f"withheld: {told.withheld_keys - len(told.withheld):,} more")
     if not told.copies and not told.withheld:
-        click.echo("nothing is in quarantine")
+        say("nothing is in quarantine")
 
 
 @quarantine.command("release")
@@ -281,4 +281,4 @@ def release_quarantine(options: DaemonOptions, names: Sequence[str], withheld: S
     if options.as_json:
         print_json({"released": told.count})
     else:
-        click.echo(f"{told.count} released")
+        say(f"{told.count} released")

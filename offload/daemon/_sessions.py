@@ -21,6 +21,8 @@ from typing import Any
 
 import attrs
 
+from maru._printable import printable
+
 from ._messages import TOKEN_BYTES, Refusal
 
 
@@ -141,7 +143,7 @@ class Sessions:
             self.turned_away += 1
             return None
         self._last += 1
-        session = Session(self._last, peer, name, tenant, now, version=version)
+        session = Session(self._last, peer, printable(name), tenant, now, version=version)
         self._by_peer[peer] = self._all[session.number] = session
         return session
 
