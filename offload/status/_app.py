@@ -4,7 +4,8 @@ Rule 1. Whoever looks costs the engine one snapshot a second together, not each:
 Rule 2. Nothing here changes anything: all routes are read.
 Rule 3. A page of another site that a browser shows must not read this one: only known names are served (no rebinding of names
         to this host), and the page loads nothing from elsewhere.
-Rule 4. A stream of events ends when the server does, or its client; a slow client gets the latest view, not all of them.
+Rule 4. A stream of events ends when the server does, or its client; a slow client gets the latest view, not all of them. There
+        are so many at most: one connection of HTTP/2 may ask for a hundred.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ INTERVAL: Final = 1.0
 """Seconds between two views."""
 MAP_INTERVAL: Final = 5.0
 """Seconds between two maps of the pool, which cost a server with a million keys a second of its processor."""
+MOST_STREAMS: Final = 64
+"""Streams of events at once."""
 HOSTS: Final[Sequence[str]] = ("localhost", "127.0.0.1", "[::1]")
 """Names under which it is served: see rule 3."""
 
@@ -85,6 +88,11 @@ class Sampler:
         if not self._watchers:
             self.latest["status"] = _encode(self.source.view())
         return self.latest.get("status") or _encode(self.source.view())
+
+    @property
+    def watchers(self) -> int:
+        """Streams of events that are open."""
+        return self._watchers
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -195,6 +203,8 @@ class StatusApp:
         return _respond(self._sampler.status(), "application/json")
 
     async def _events(self, request: Request) -> Response:
+        if self._sampler.watchers >= MOST_STREAMS:
+            return _json({"error": f"{MOST_STREAMS} streams of events are open, as many as may be: close one"}, 503)
         return EventStream(self._sampler, self._stop)
 
     async def _explain(self, request: Request) -> Response:

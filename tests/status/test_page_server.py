@@ -7,7 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import h11
@@ -201,3 +201,37 @@ async def test_a_tier_that_has_not_been_entered_is_not_ready() -> None:
     tiers = {"host": FakeTier(8, 64), "maru": Late(8, 64)}
     async with open_engine(FakeTier(8, 64), tiers, on_enter_failure="miss") as engine:
         assert EngineStatus(engine, StageTimes()).not_ready() == "not entered yet: maru"
+
+
+async def test_connections_of_other_users_leave_room_for_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP any user of the host may connect and ask for events, which do not end."""
+    monkeypatch.setattr("offload.status._server.MOST", 8)
+    async with served() as (_, address, _), AsyncExitStack() as stack:
+        with monkeypatch.context() as other:
+            other.setattr("offload.status._server.find_user", lambda stream: 65_534)
+            streams = [await stack.enter_async_context(event_stream(address)) for _ in range(20)]
+            heads = [await read_until(stream, b"event: status") for stream in streams]
+        assert [bool(head) for head in heads] == [True] * 4 + [False] * 16
+        status, _, _ = await get(address, "/readyz")
+        assert status == 200
+
+
+async def test_a_connection_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(stream: trio.SocketStream) -> int:
+        raise OSError("gone")
+
+    async with served() as (_, address, _):
+        with monkeypatch.context() as going:
+            going.setattr("offload.status._server.find_user", gone)
+            async with event_stream(address) as stream:
+                assert await read_until(stream, b"event") == b""
+        assert (await get(address, "/healthz"))[0] == 200
+
+
+async def test_streams_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.status._app.MOST_STREAMS", 1)
+    async with served() as (_, address, _), event_stream(address) as first:
+        assert b"event: status" in await read_until(first, b"event: status")
+        status, _, body = await get(address, "/events")
+        assert status == 503 and b"1 streams of events are open" in body
+        assert (await get(address, "/status"))[0] == 200
