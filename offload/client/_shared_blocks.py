@@ -23,12 +23,14 @@ class SharedBlocks:
     Args:
         memory: where they lie.
         block_bytes: the size of one.
+        n: how many there are, if the memory has room for something else behind them.
     """
 
-    def __init__(self, memory: SharedMemory, block_bytes: int) -> None:
+    def __init__(self, memory: SharedMemory, block_bytes: int, n: int | None = None) -> None:
         self.memory: SharedMemory = memory
         self.block_bytes: int = block_bytes
-        self._pages = memory.pages(block_bytes)
+        pages = memory.pages(block_bytes)
+        self._pages = pages if n is None else pages.part(0, n)
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import queue
 import threading
@@ -16,6 +17,7 @@ import pytest
 import trio
 
 from backends.testing import FakeTier
+from offload.engines.vllm._arena import Arena, link_of
 from offload.engines.vllm._manager import HostMemory, open_host_memory
 from offload.engines.vllm._naming import ChunkNaming
 from offload.engines.vllm._rows import Answer
@@ -254,16 +256,71 @@ def test_an_instance_is_not_stopped_by_an_engine_that_is_closed(tmp_path: Path):
 def test_all_processes_of_an_instance_have_one_arena_and_it_stays_nowhere(tmp_path: Path):
     with opened(disk(tmp_path)) as memory:
         name = f"test-{os.getpid()}-{next(NAMES) - 1}"
-        other = type(memory.arena)(name, len(memory.arena), ROW)
+        other = type(memory.arena)(name, len(memory.arena), ROW, 0)
         memory.arena.pages([3])[0][:] = b"\1" * ROW
         assert bytes(other.pages([3], 8, 16)[0]) == b"\1" * 16
         with pytest.raises(ValueError, match="has another size"):
-            type(memory.arena)(name, len(memory.arena) + 1, ROW)
+            type(memory.arena)(name, len(memory.arena) + 1, ROW, 1)
         memory.arena.unlink()
         apart = type(memory.arena)(name, len(memory.arena), ROW)
         assert bytes(apart.pages([3])[0]) == bytes(ROW)
         apart.unlink()
     assert not any(name in str(path) for path in Path(f"/dev/shm/offload-{os.geteuid()}").iterdir())
+
+
+ALIKE = ["kv.1", "kv_1", "kv/1", "kv-1", "Kv.1", "kv.1 ", "x" * 64, "x" * 65, "x" * 300]
+
+
+def test_instances_with_similar_names_share_no_rows():
+    arenas = [Arena(f"test-{os.getpid()}-{name}", 2, ROW) for name in ALIKE]
+    try:
+        for at, arena in enumerate(arenas):
+            arena.write(0, bytes([at + 1]) * ROW)
+        assert [arena.read(0) for arena in arenas] == [bytes([at + 1]) * ROW for at in range(len(arenas))]
+    finally:
+        for arena in arenas:
+            arena.unlink()
+
+
+def test_second_process_of_one_rank_is_refused():
+    name = f"test-{os.getpid()}-{next(NAMES)}"
+    ranks: list[int | None] = [None, 0, 1]
+    arenas = [Arena(name, 2, ROW, rank) for rank in ranks]
+    arenas[0].write(1, b"\1" * ROW)
+    assert arenas[2].read(1) == b"\1" * ROW
+    for rank in ranks:
+        with pytest.raises(ValueError, match="give each instance an engine_id of its own"):
+            Arena(name, 2, ROW, rank)
+    del arenas[1]
+    gc.collect()
+    again = Arena(name, 2, ROW, 0)  # its process has ended, and started once more
+    assert again.read(1) == b"\1" * ROW
+    again.unlink()
+
+
+def test_link_to_arena_of_another_instance_is_not_followed():
+    """The process that made a link has died, and its number is another instance's."""
+    one, two = (f"test-{os.getpid()}-{next(NAMES)}" for _ in range(2))
+    links = Path(f"/dev/shm/offload-{os.geteuid()}")
+    first = Arena(one, 2, ROW)
+    (links / link_of(two)).symlink_to(os.readlink(links / link_of(one)))
+    second = Arena(two, 2, ROW)
+    second.write(0, b"\2" * ROW)
+    assert first.read(0) == bytes(ROW)
+    first.unlink()
+    second.unlink()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4096, 4097])
+def test_rows_end_before_the_marks(rows: int):
+    arena = Arena(f"test-{os.getpid()}-{next(NAMES)}", rows, 32)
+    assert len(arena) == rows
+    arena.mark_unwritten([rows - 1])
+    arena.write(rows - 1, bytes(32))
+    arena.write(0, bytes(32))
+    assert arena.take_unwritten(range(rows)) == {rows - 1}
+    assert arena.take_unwritten(range(rows)) == set()
+    arena.unlink()
 
 
 def test_a_step_of_an_instance_that_runs_waits_for_no_other_one_that_starts(tmp_path: Path):
@@ -287,7 +344,7 @@ def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():
         kind = type(memory.arena)
     links = Path(f"/dev/shm/offload-{os.geteuid()}")
     for target in ("/proc/999999999/fd/3", "/proc/self/fd/0"):
-        (links / name).symlink_to(target)
+        (links / link_of(name)).symlink_to(target)
         arena = kind(name, 2, ROW)
         arena.pages([1])[0][:] = b"\1" * ROW
         arena.unlink()

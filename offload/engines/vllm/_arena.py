@@ -3,14 +3,22 @@
 The engine beside the scheduler stores from it and loads into it; workers copy between it and their cache. It is one memfd, so
 that nothing of it stays when the last of them has ended, however that was. While an instance starts, a link in a directory of
 this user's in /dev/shm leads to it. Its size is sealed: a daemon maps it as well, and copies in place.
+
+Rule 1. Two instances never share rows. The name of a link has a hash of the instance's name, the arena has that hash as its
+        identity, and each process of an instance locks its own byte in it: a second one of the same name and rank is refused.
+Rule 2. A row that a worker could not write is marked, since vLLM has no way to report that to the scheduler.
+
+Behind the rows lie a mark for each of them and, in the last page, the identity. So rows begin where pages do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -22,6 +30,13 @@ from ...client._shared import SharedMemory, sealed_memfd
 from ...client._shared_blocks import SharedBlocks
 
 _NAME: Final = "offload-arena"
+_PAGE: Final = 4096
+_IDENTITY: Final = struct.Struct("=32sQQ")
+"""In the last page: the hash of the name, how many rows, and the size of each."""
+_LOCKS: Final = 1024
+"""Where the bytes that processes lock begin in the last page: the scheduler's, then those of the workers by rank. Locks may lie
+behind the end of a file."""
+_FLOCK: Final = struct.Struct("hhqqi")
 
 
 class Arena(SharedBlocks):
@@ -31,21 +46,33 @@ class Arena(SharedBlocks):
         name: the same in all processes of an instance, and in no other instance of this user.
         n: how many rows.
         block_bytes: size of each.
+        rank: of the worker; ``None`` for the scheduler.
 
     Raises:
         OSError, maru.CannotMap: the memory cannot be had.
-        ValueError: there is an arena of this name and of another size.
+        ValueError: there is an arena of this name and of another size, or with a process of this rank.
     """
 
-    def __init__(self, name: str, n: int, block_bytes: int) -> None:
-        self._link = re.sub(r"[^A-Za-z0-9_-]", "_", name)
-        size = n * block_bytes
+    def __init__(self, name: str, n: int, block_bytes: int, rank: int | None = None) -> None:
+        self._link = link_of(name)
+        identity = _IDENTITY.pack(_digest(name), n, block_bytes)
+        rows_end = n * block_bytes
+        last_page = -(-(rows_end + n) // _PAGE) * _PAGE
         with _links() as links:
-            fd = _opened(self._link, links, size)
-            memory = SharedMemory.of(_made(self._link, links, size) if fd is None else fd, size)
+            opened = _opened(self._link, links, identity)
+            fd = _made(self._link, links, last_page + _PAGE) if opened is None else opened
+            try:
+                _lock(fd, last_page, rank, name)
+            except BaseException:
+                os.close(fd)
+                raise
+            memory = SharedMemory.of(fd, last_page + _PAGE)
+            if opened is None:
+                memory.buffer()[last_page : last_page + len(identity)] = identity
         self._may_be_linked = True
         memory.memory.populate()
-        super().__init__(memory, block_bytes)
+        super().__init__(memory, block_bytes, n)
+        self._marks = memory.buffer()[rows_end : rows_end + n]
 
     def __repr__(self) -> str:
         return f"<Arena of {len(self)} rows of {self.block_bytes} bytes>"
@@ -56,6 +83,18 @@ class Arena(SharedBlocks):
             with _links() as links:
                 _remove(self._link, links)
             self._may_be_linked = False
+
+    def mark_unwritten(self, rows: Sequence[int]) -> None:
+        """Mark rows that a worker was to write and did not, or not wholly."""
+        for row in rows:
+            self._marks[row] = 1
+
+    def take_unwritten(self, rows: Sequence[int]) -> set[int]:
+        """Return those of these rows that are marked, and remove their marks."""
+        marked = {row for row in rows if self._marks[row]}
+        for row in marked:
+            self._marks[row] = 0
+        return marked
 
     def pages(self, ids: Sequence[int], offset: int = 0, nbytes: int | None = None) -> Pages:
         """Where these rows lie, or ``nbytes`` of each from ``offset`` on.
@@ -80,21 +119,41 @@ def _links() -> Iterator[int]:
         os.close(links)
 
 
-def _opened(link: str, links: int, size: int) -> int | None:
-    """A descriptor of the arena that this link leads to. None where it leads to none, since who made it has died."""
+def link_of(name: str) -> str:
+    """Return the name of the link of an arena: a readable part, and a hash that no other name has."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:64]}.{_digest(name).hex()}"
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=32, person=b"offload-arena").digest()
+
+
+def _opened(link: str, links: int, identity: bytes) -> int | None:
+    """A descriptor of the arena that this link leads to. None where it leads to none of ours: its maker has died.
+
+    Another process may have the number of one that has died, and another arena under the same descriptor.
+    """
     try:
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC, dir_fd=links)
     except FileNotFoundError:
         return None
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):  # another process has that number by now
+    try:
+        found = b""
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
+            found = os.pread(fd, _IDENTITY.size, max(0, os.fstat(fd).st_size - _PAGE))
+        if found == identity:
+            return fd
+        wanted, n, block_bytes = _IDENTITY.unpack(identity)
+        if found[: len(wanted)] == wanted:
+            raise ValueError(
+                f"an arena {link} has another size than {n} rows of {block_bytes} bytes: are there two instances with one "
+                "engine_id?"
+            )
+    except BaseException:
         os.close(fd)
-        return None
-    if os.fstat(fd).st_size != size:
-        os.close(fd)
-        raise ValueError(
-            f"an arena {link} has another size than {size} bytes: are there two instances with one engine_id?"
-        )
-    return fd
+        raise
+    os.close(fd)
+    return None
 
 
 def _made(link: str, links: int, size: int) -> int:
@@ -108,6 +167,22 @@ def _made(link: str, links: int, size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _lock(fd: int, last_page: int, rank: int | None, name: str) -> None:
+    """Lock the byte of a process, as long as it has the arena.
+
+    Raises:
+        ValueError: another process has locked it.
+    """
+    start = last_page + _LOCKS + (0 if rank is None else rank + 1)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0))
+    except BlockingIOError:
+        whose = "a scheduler" if rank is None else f"a worker of rank {rank}"
+        raise ValueError(
+            f"the arena of engine_id {name!r} has {whose} already: give each instance an engine_id of its own"
+        ) from None
 
 
 def _sweep(links: int) -> None:

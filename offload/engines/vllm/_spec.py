@@ -85,7 +85,8 @@ class OffloadSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """What is in a worker."""
-        arena = Arena(self.config.engine_id, self._settings.cpu_bytes_to_use // self._row_bytes, self._row_bytes)
+        rows, rank = self._settings.cpu_bytes_to_use // self._row_bytes, self.config.parallel.rank
+        arena = Arena(self.config.engine_id, rows, self._row_bytes, rank)
         return RowWorker(arena, self._part_bytes, kv_caches, self.config)
 
     @cached_property
