@@ -170,7 +170,8 @@ class HostMemory:
         except OffloadError as error:
             self.counts.trouble("lookups without an answer, not taken for misses", error)
             hit = None
-        with hit or contextlib.nullcontext():  # what is begun from it keeps it pinned
+        # What is begun from it keeps it pinned. A hit without blocks is false, and has to be released as well.
+        with contextlib.nullcontext() if hit is None else hit:
             then(hit)
 
     def _found(self, question: Question, hit: from_thread.Hit | None) -> None:
