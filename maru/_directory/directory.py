@@ -39,6 +39,7 @@ from .regions import Region, RegionState
 from .registrar import Registrar
 from .remover import Remover
 from .sessions import Leases, Session
+from .slices import Slices, finish
 from .state import State
 from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, facts_of, statistics_of, usage_of
 
@@ -301,6 +302,10 @@ class Directory:
         A region with a pinned key in it stays, and so does one in which a published connection has looked up something
         lately. The ids are in :meth:`take_dropped`, too.
         """
+        return finish(self.making_room(wanted_bytes, now), now)
+
+    def making_room(self, wanted_bytes: int, now: float) -> Slices[list[int]]:
+        """Do :meth:`make_room` in slices. One at a time."""
         self.settle()
         return self._remover.make_room(wanted_bytes, now)
 
@@ -429,6 +434,10 @@ class Directory:
 
         Asked again with the same request id, it answers the same. When it is :meth:`quiet` there is nothing to reclaim.
         """
+        return finish(self.reclaiming(session_id, pages, now, request_id=request_id), now)
+
+    def reclaiming(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> Slices[int]:
+        """Do :meth:`reclaim` in slices. Asked again before the last one, it answers 0."""
         self.settle()
         return self._remover.reclaim(self._state.sessions[session_id], pages, now, request_id)
 
@@ -440,6 +449,10 @@ class Directory:
 
     def trim(self, session_id: int, now: float) -> int:
         """If its keys take more than the high watermark, delete down to the low one; how many keys. Else it is O(1)."""
+        return finish(self.trimming(session_id, now), now)
+
+    def trimming(self, session_id: int, now: float) -> Slices[int]:
+        """Do :meth:`trim` in slices."""
         self.settle()
         return self._remover.trim(self._state.sessions[session_id], now)
 
@@ -458,16 +471,16 @@ class Directory:
         self.settle()
         session = self._state.sessions[session_id]
         self._changes.fence(session_id, attempt)
-        returning = session.outbox.pages
         held: list[int] = []
         for region_id, offset in zip(regions, offsets, strict=True):
             region = session.regions.get(region_id)
-            key = None if region is None else region.keys_at.get(offset)
-            location = None if key is None else self._located[key]
-            if location is not None and location.attempt == attempt:
-                held.append(location.generation)
+            if region is None:
+                held.append(0)
+            elif (key := region.keys_at.get(offset)) is not None:
+                location = self._located[key]
+                held.append(location.generation if location.attempt == attempt else 0)
             else:
-                held.append(self._state.generation if (region_id, offset, attempt) in returning else 0)
+                held.append(self._state.generation if region.returning.get(offset) == attempt else 0)
         return held
 
     def acknowledge(self, session_id: int, number: int) -> None:

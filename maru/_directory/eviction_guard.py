@@ -9,7 +9,7 @@ None of this is journaled. After a restart the earlier pins are unknown, so no k
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from typing import Final, Protocol
 
 from .limits import Limits
@@ -32,7 +32,7 @@ class Holds(Protocol):
         """This session holds nothing any more."""
         ...
 
-    def held(self) -> Collection[int]:
+    def held(self) -> Set[int]:
         """The generations that are held."""
         ...
 
@@ -170,19 +170,22 @@ class EvictionGuard:
         held = self.boards.claim(keys, generations)
         return {key for key, generation in zip(keys, generations, strict=True) if generation in held}
 
-    def claim_region(self, region: Region, now: float) -> bool:
-        """Claim all that lies there; False, and nothing claimed, if some of it is held."""
-        if self.boards is None:
-            return True
-        if not self.claim(list(region.keys_at.values())):
-            return True
-        self.give_up_region(region)
-        region.read_until = max(region.read_until, now + _LOOK_AGAIN)
-        return False
+    def is_any_held(self, region: Region, keys: Iterable[str], now: float) -> bool:
+        """Return whether a board holds one of these keys of a region, which then is not looked at for a while.
 
-    def give_up_region(self, region: Region) -> None:
-        """What lies there was claimed, and stays after all."""
-        self.give_up(list(region.keys_at.values()))
+        Nothing is claimed: it may be held a moment later.
+        """
+        if self.boards is None or not (held := self.boards.held()):
+            return False
+        located = self._state.located
+        if held.isdisjoint([located[key].generation for key in keys if key in located]):
+            return False
+        self.look_later(region, now)
+        return True
+
+    def look_later(self, region: Region, now: float) -> None:
+        """Leave this region alone for a while: something in it is held."""
+        region.read_until = max(region.read_until, now + _LOOK_AGAIN)
 
     def give_up(self, keys: Sequence[str]) -> None:
         """These were claimed, and stay after all."""

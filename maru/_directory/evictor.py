@@ -10,11 +10,15 @@ from .eviction_guard import EvictionGuard
 from .pins import Held
 from .regions import Region
 from .sessions import Session
+from .slices import AT_ONCE, LOOKS_AT_ONCE, Slices
 from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
 _LONG_SEARCH: Final = 10_000
 _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
+
+MOST_FOR_ROOM: Final = 2_048
+"""Keys that go for the quota of one registration. One that needs more has the rest refused; asked again, it finds more room."""
 
 
 class Evictor:
@@ -27,32 +31,67 @@ class Evictor:
         self._counters = counters
 
     def evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> int:
-        """The ``n`` least recently used keys of this owner that are not held, nor ``also`` stay, go; how many went."""
+        """Evict the ``n`` least recently used keys of this owner that are not held, nor among ``also``; how many went.
+
+        A search passes over a bounded number of held keys: the next one goes on behind them.
+        """
+        return self._evict(session, n, now, also)[0] if self._may(session, now) else 0
+
+    def evict_in_slices(self, session: Session, n: int, now: float) -> Slices[int]:
+        """Evict ``n`` keys of this owner, as :meth:`evict`, however many held ones are passed over for it."""
+        went = looked = 0
         if not self._may(session, now):
             return 0
+        known = sum([len(region.keys_at) for region in session.regions.values()])
+        while True:
+            gone, passed = self._evict(session, min(AT_ONCE, n - went), now)
+            went, looked = went + gone, looked + gone + passed
+            if went >= n or not passed + gone:
+                return went
+            if looked >= known:  # each was looked at once
+                if looked - went > _LONG_SEARCH:
+                    session.barren_until = now + (looked - went) * _REST
+                return went
+            now = yield
+            self._changes.settle()
+            if self._state.sessions.get(session.number) is not session or not self._may(session, now):
+                return went
+
+    def _evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> tuple[int, int]:
+        """How many keys went, and how many held ones were passed over."""
         held = self._guard.held(also, now)
         found = self._search(session, n, held, now)
         went = self._remove(found)
         if went < len(found):  # a reader has begun to hold some of them meanwhile: others in their place
             went += self._remove(self._search(session, len(found) - went, held, now))
-        return went
+        return went, held.passed
 
-    def evict_bytes(self, sessions: Iterable[Session], wanted_bytes: int, also: Container[str], now: float) -> int:
-        """Keys of these owners go, of the first one first, until so many bytes are free; how many keys.
+    def evict_bytes(
+        self,
+        sessions: Iterable[Session],
+        wanted_bytes: int,
+        also: Container[str],
+        now: float,
+        most: int = MOST_FOR_ROOM,
+    ) -> int:
+        """Evict keys of these owners, of the first one first, until so many bytes are free; how many keys.
 
         Args:
             sessions: the owners whose keys may go.
             wanted_bytes: how much.
-            also: keys that stay, beside those that are held.
+            also: keys that stay, next to those that are held.
             now: the time.
+            most: keys that go at most.
         """
         located = self._state.located
         victims: list[str] = []
         for session in sessions:
+            if len(victims) >= most:
+                break
             if not self._may(session, now):
                 continue
             held = self._guard.held(also, now)
-            while wanted_bytes > 0:
+            while wanted_bytes > 0 and len(victims) < most and held.passed <= LOOKS_AT_ONCE:
                 found = self._search(session, 1, held, now)
                 if not found:
                     break
@@ -61,7 +100,10 @@ class Evictor:
         return self._remove(victims)
 
     def abandoned(self, wanted_bytes: int, now: float) -> list[Region]:
-        """Abandoned regions that may go whole and together have so many bytes, the longest abandoned first; else none."""
+        """Choose abandoned regions that may go whole, the longest abandoned first, of so many bytes together; else none.
+
+        Nothing is claimed, and no key is looked at.
+        """
         self._guard.expire_pins(now)
         if self._guard.is_quiet(now):
             return []
@@ -69,14 +111,10 @@ class Evictor:
         for region in self._state.abandoned.values():
             if wanted_bytes <= 0:
                 break
-            if not region.pinned and region.read_until <= now and self._guard.claim_region(region, now):
+            if not region.pinned and region.read_until <= now:
                 chosen.append(region)
                 wanted_bytes -= region.length
-        if wanted_bytes <= 0:
-            return chosen
-        for region in chosen:
-            self._guard.give_up_region(region)
-        return []
+        return chosen if wanted_bytes <= 0 else []
 
     def note_uses(self, by: int | None = None) -> None:
         """Count what this session, or all, read without a message, before something is chosen by the order of use."""

@@ -169,9 +169,9 @@ def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionP
         region.charge(place.used_bytes)
         state.used_bytes += place.used_bytes
     for session in state.sessions.values():
-        for region_id, offset, _ in session.outbox.pages:
+        for region_id, offset, attempt in session.outbox.pages:
             if region_id in session.regions:
-                session.regions[region_id].returning.add(offset)
+                session.regions[region_id].returning[offset] = attempt
         in_order = _in_order(state, session)
         session.policy.use(in_order, image.depths and depths_of([state.located[key] for key in in_order]))
     return state

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 from ..eviction import LRU
+from .slices import LOOKS_AT_ONCE
 
 MOST: Final = 64
 """Batches. Noted keys are held twice, so few; and in a crowd nothing is gained by waiting."""
@@ -42,6 +43,7 @@ class _LazyLRU(LRU[str]):
         super().__init__()
         self._notes: list[tuple[Sequence[str], Sequence[int | None] | None]] = []
         self._noted = noted
+        self._most_passed = LOOKS_AT_ONCE
 
     def use(self, keys: Sequence[str], depths: Sequence[int | None] | None = None) -> None:
         notes = self._notes

@@ -61,8 +61,8 @@ class Region:
     state: RegionState = RegionState.ORPHAN
     keys_at: dict[int, str] = attrs.field(factory=dict)
     """By offset: which key lies there."""
-    returning: set[int] = attrs.field(factory=set)
-    """Offsets that are on the way back to the owner."""
+    returning: dict[int, int] = attrs.field(factory=dict)
+    """By offset: the attempt under which each page was stored that is on the way back to the owner."""
     used_bytes: int = 0
     pinned: int = 0
     """How many of its keys have a pin."""

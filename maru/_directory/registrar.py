@@ -109,7 +109,7 @@ class Registrar:
             and end <= region.length
             and min(offsets) >= 0
             and max(map(len, keys)) * 4 <= self._limits.max_key_bytes
-            and (not region.returning or region.returning.isdisjoint(offsets))
+            and (not region.returning or region.returning.keys().isdisjoint(offsets))
         )
         return total if right else 0
 

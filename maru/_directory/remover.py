@@ -18,10 +18,13 @@ from .evictor import Evictor
 from .limits import Limits
 from .regions import Region
 from .sessions import Session
+from .slices import AT_ONCE, Slices
 from .statistics import Counters
 
 _AHEAD: Final = 64
 """Of so many keys of an owner one may go before its page is needed: for larger batches it asks."""
+_LOOKED_AT: Final = 8_192
+"""Keys that are compared in one slice with what boards hold: a tenth of a microsecond each, and the boards once."""
 
 
 class Remover:
@@ -76,31 +79,45 @@ class Remover:
             session.remember(asked, answers, self._limits.max_answers)
         return answers
 
-    def reclaim(self, session: Session, pages: int, now: float, request_id: int) -> int:
+    def reclaim(self, session: Session, pages: int, now: float, request_id: int) -> Slices[int]:
         """Delete so many of its keys that are not held; see ``Directory.reclaim``."""
         asked = "reclaim", request_id
         if asked in session.answers:
             return session.answers[asked][0]
-        if self._guard.is_quiet(now):
+        if session.is_reclaiming or self._guard.is_quiet(now):
             return 0
         keys = sum([len(region.keys_at) for region in session.regions.values()])
         session.ahead.asked(pages, session.outbox.unsent, session.flow, keys // _AHEAD)
-        dropped = self._evictor.evict(session, pages, now)
-        if request_id:
-            session.remember(asked, [dropped], self._limits.max_answers)
-        return dropped
+        went = [0]
+        if request_id:  # now, so that it is not begun a second time
+            session.remember(asked, went, self._limits.max_answers)
+        session.is_reclaiming = True
+        try:
+            went[0] = yield from self._evictor.evict_in_slices(session, pages, now)
+        finally:
+            session.is_reclaiming = False
+        return went[0]
 
     def keep_ahead(self, session: Session, now: float) -> int:
         """Evict what makes up for what it has registered, if it has ever had to ask for room; how many keys went."""
-        missing = session.ahead.missing(session.flow)
+        missing = min(AT_ONCE, session.ahead.missing(session.flow))  # what is left comes behind its next registration
         return self._evictor.evict(session, missing, now) if missing else 0
 
-    def trim(self, session: Session, now: float) -> int:
+    def trim(self, session: Session, now: float) -> Slices[int]:
         """From above the high watermark down to the low one; how many keys went."""
-        used, allocated = session.used_bytes, session.allocated_bytes
-        if used <= self._limits.high_watermark * allocated:
-            return 0
-        return self._evictor.evict_bytes([session], used - int(self._limits.low_watermark * allocated), (), now)
+        went = 0
+        if session.used_bytes <= self._limits.high_watermark * session.allocated_bytes:
+            return went
+        now = yield  # many sessions are looked at in one step
+        while self._state.sessions.get(session.number) is session:
+            excess = session.used_bytes - int(self._limits.low_watermark * session.allocated_bytes)
+            some = self._evictor.evict_bytes([session], excess, (), now, AT_ONCE)
+            went += some
+            if some < AT_ONCE:
+                break
+            now = yield
+            self._changes.settle()
+        return went
 
     def forget(self, keys: Iterable[str]) -> int:
         """Drop these whatever protects them; how many were there."""
@@ -120,12 +137,64 @@ class Remover:
         self._counters.dropped_with_region += keys
         return keys
 
-    def make_room(self, wanted_bytes: int, now: float) -> list[int]:
+    def make_room(self, wanted_bytes: int, now: float) -> Slices[list[int]]:
         """Drop abandoned regions whole, the longest abandoned first, if that frees so many bytes; those, or none."""
-        chosen = [region.region_id for region in self._evictor.abandoned(wanted_bytes, now)]
-        for region_id in chosen:
-            self.drop_region(region_id)
-        return chosen
+        while chosen := self._evictor.abandoned(wanted_bytes, now):
+            # Before the first key goes: of a region that stays, all is to stay.
+            for region in chosen:
+                if (yield from self._find_held(region, now)):
+                    break
+            else:
+                dropped = []
+                for region in chosen:
+                    if (yield from self._drop_if_free(region, now)):
+                        dropped.append(region.region_id)
+                return dropped
+        return []
+
+    def _find_held(self, region: Region, now: float) -> Slices[bool]:
+        """Whether something in this region is held by a board."""
+        keys = list(region.keys_at.values())
+        for start in range(0, len(keys), _LOOKED_AT):
+            if start:
+                now = yield
+                self._changes.settle()
+            if self._guard.is_any_held(region, keys[start : start + _LOOKED_AT], now):
+                return True
+        return False
+
+    def _drop_if_free(self, region: Region, now: float) -> Slices[bool]:
+        """Drop an abandoned region unless it turns out to be read, or owned again; whether it is gone.
+
+        Its keys go slice by slice, each with its record: wherever the journal is cut, what is left is a smaller region.
+        """
+        region_id = region.region_id
+        keys = list(region.keys_at.values())
+        for start in range(0, max(1, len(keys)), AT_ONCE):
+            if start:
+                now = yield
+                self._changes.settle()
+            if self._state.regions.get(region_id) is not region:  # its last key went meanwhile
+                return True
+            if region.session is not None or region.pinned or region.read_until > now:
+                return False
+            there = region.keys_at
+            some = [key for key in keys[start : start + AT_ONCE] if self._lies_in(key, region_id)]
+            held = self._guard.claim(some)
+            if held:
+                self._guard.give_up([key for key in some if key not in held])
+                self._guard.look_later(region, now)
+                return False
+            if len(some) == len(there):
+                self.drop_region(region_id)
+                return True
+            self._changes.remove(some)
+            self._counters.dropped_with_region += len(some)
+        return self._state.regions.get(region_id) is not region
+
+    def _lies_in(self, key: str, region_id: int) -> bool:
+        location = self._state.located.get(key)
+        return location is not None and location.region_id == region_id
 
 
 def _protected(region: Region, by: int) -> bool:

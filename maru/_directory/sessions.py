@@ -206,6 +206,8 @@ class Session:
     ahead: RoomAhead = attrs.field(factory=RoomAhead)
     registered: int = 0
     """Keys that it has registered since this server started."""
+    is_reclaiming: bool = False
+    """Whether a RECLAIM of it is under way: a second one evicts nothing."""
     barren_until: float = -math.inf
     """Until when it is believed that none of its keys can go."""
 

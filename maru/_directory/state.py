@@ -103,7 +103,7 @@ class State:
         for region_id, offset, _ in news:
             region = self.regions.get(region_id)
             if region is not None:
-                region.returning.discard(offset)
+                region.returning.pop(offset, None)
         return bool(news)
 
     # --- regions --------------------------------------------------------------------------------------------------
@@ -327,8 +327,8 @@ class State:
             return
         session.policy.discard(keys)
         if not session.published:
-            region.returning.update(offsets)
             attempts = [location.attempt for location in locations]
+            region.returning.update(zip(offsets, attempts, strict=True))
             session.outbox.pages.extend(zip(repeat(region.region_id), offsets, attempts))
 
     def _write_over(self, region: Region, offset: int) -> None:

@@ -4,7 +4,8 @@ Clients of ours on this host come over a channel (a Unix socket of packets), all
 that runs the same loop, so that neither waits for the other; a frame means the same whichever way it came.
 
 A *step* is one round: frames are handed to the service, what it wants written down is written, and then the answers leave.
-Nothing in a step waits: memory is got and freed in tasks of their own, which end with a step.
+Nothing in a step waits: memory is got and freed in tasks of their own, which end with a step. What grows with keys is done in
+slices, one in a step of a task of its own, so that everybody else has a turn in between.
 
 Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
 Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
@@ -155,6 +156,7 @@ class MaruServer:
         self._reading = trio.CancelScope()
         self._allocating = self._freeing = self._unread = 0
         self._freed = trio.lowlevel.ParkingLot()
+        self._under_way, self._less_under_way = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         self._stopping = trio.Event()
 
     def __repr__(self) -> str:
@@ -284,6 +286,7 @@ class MaruServer:
                 nursery.start_soon(self._committer.run)
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
+            nursery.start_soon(self._work)
             # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
             nursery.start_soon(_find_version)
             nursery.start_soon(self._indexes.run, self._committer)
@@ -326,14 +329,15 @@ class MaruServer:
         self._service.closed = True
         self._reading.cancel()
         with trio.move_on_after(self.config.drain_timeout, shield=True):
-            while self._allocating:
+            while self._allocating or self._service.is_busy:
                 await self._freed.park()
             await self._committer.wait_idle()
         self._nursery.cancel_scope.cancel()
 
     async def _read(self, source: TrioSocket | ChannelServer) -> None:
         """The loop: frames come, and steps answer them. Between two steps all other tasks have their turn."""
-        handle, receive, committer = self._service.handle, source.receive_batch, self._committer
+        service, receive, committer = self._service, source.receive_batch, self._committer
+        handle = service.handle
         # Whoever asks next waits for all that was read before. So no more is read at once than the last step that was
         # too long had time for, and one more behind each batch that was short.
         most = _BATCH
@@ -352,6 +356,8 @@ class MaruServer:
                     self._step(answers)
                     answers, most = [], min(most, handled)
                     await trio.lowlevel.checkpoint()
+                    while service.is_crowded:
+                        await self._less_under_way.park()
                     if not committer.writable:
                         await committer.wait_writable()
                     now = self._time.look()
@@ -366,6 +372,21 @@ class MaruServer:
             if handled and perf_counter() > ends:
                 most = min(most, handled)
             self._step(answers)
+            while service.is_crowded:
+                await self._less_under_way.park()
+
+    async def _work(self) -> None:
+        """Go on with what takes several steps, one slice in each."""
+        service, committer = self._service, self._committer
+        while True:
+            while not service.is_busy:
+                self._freed.unpark_all()
+                await self._under_way.park()
+            await committer.wait_writable()  # always a checkpoint
+            answer = service.go_on(self._time.now())
+            self._step([] if answer is None else [answer])
+            if not service.is_crowded:
+                self._less_under_way.unpark_all()
 
     def _gone(self, identity: bytes) -> None:
         self._service.disconnected(identity, self._time.now())
@@ -388,6 +409,8 @@ class MaruServer:
             _log.log(level, "%s", text)
         if service.stopping:
             self._stopping.set()
+        if service.is_busy:
+            self._under_way.unpark_all()
         # Half of the work of registering, on which no answer depends.
         self._storage.directory.settle()
         self._storage.order.settle()
@@ -456,12 +479,33 @@ class MaruServer:
             except PoolFull:
                 if not self._freeing:  # or else there may be room in a moment
                     missing = length - self._pool.totals().free_bytes
-                    if not self._service.make_room(missing if missing > 0 else length, self._time.now()):
+                    if not await self._make_room(missing if missing > 0 else length):
                         raise
-            await self._committer.wait_writable()
-            self._step()
             while self._freeing:
                 await self._freed.park()
+            await trio.lowlevel.checkpoint()
+
+    async def _make_room(self, wanted_bytes: int) -> bool:
+        """Have abandoned regions go, in slices, and their memory be freed; whether any went. One at a time: ``_freeing``."""
+        self._freeing += 1
+        try:
+            slices = self._service.make_room(wanted_bytes, self._time.now())
+            now: float | None = None
+            while True:
+                try:
+                    slices.send(now)  # type: ignore[arg-type]  # None begins it
+                except StopIteration as end:
+                    dropped: list[int] = end.value
+                    break
+                await self._committer.wait_writable()
+                self._step()
+                now = self._time.now()
+            await self._committer.wait_writable()
+            self._step()
+            return bool(dropped)
+        finally:
+            self._freeing -= 1
+            self._freed.unpark_all()
 
     async def _free(self, region_ids: Iterable[int]) -> None:
         try:

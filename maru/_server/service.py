@@ -17,8 +17,9 @@ What each message does is a function in `service_v1` or `service_own`; ``_ACTION
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -26,6 +27,7 @@ from .._config import ServerConfig
 from .._directory import Directory, DirectoryStatistics
 from .._directory.locations import Location
 from .._directory.records import encode
+from .._directory.slices import Slices
 from .._errors import BadFrame, BadMessage
 from .._wire import (
     HEADER_BYTES,
@@ -45,8 +47,12 @@ from . import service_v1 as v1
 from .peers import Peer, Refused, Word
 from .reports import Reports
 
-Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes | None]"
-"""What a message does: told who asks, the header, the message, its bytes and the time. Answers with a frame, or later."""
+Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes | Slices[bytes] | None]"
+"""Does what a message asks for: gets the sender, the header, the message, its bytes and the time. Answers with a frame, later,
+or in slices: then the answer comes from :meth:`Service.go_on`."""
+
+MOST_UNDER_WAY: Final = 32 << 20
+"""Bytes of frames that are worked off in slices. Beyond, no frame is read: each is kept, decoded, until it is answered."""
 
 DEBUG: Final = 10
 INFO: Final = 20
@@ -125,6 +131,14 @@ class Event(NamedTuple):
     text: str
 
 
+class _UnderWay(NamedTuple):
+    """A request that is worked off in slices."""
+
+    identity: bytes
+    header: Header
+    slices: Slices[bytes | None]
+
+
 class _Waiting(NamedTuple):
     """A request for memory that is not answered yet."""
 
@@ -201,6 +215,8 @@ class Service:
         self._handles: dict[int, Handle] = {}
         self._handle_bytes: dict[int, bytes] = {}
         self._waiting: dict[int, _Waiting] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._under_way_bytes = 0
         self._last_ticket = 0
         self._allocations: list[Allocation] = []
         self._unowned: list[int] = []
@@ -229,7 +245,11 @@ class Service:
                 message = decode_request(code, payload)
             except MemoryError:
                 raise Refused(Word.NO_ROOM, "the server has no memory left to read this request") from None
-            return action(self, peer, header, message, payload, now)
+            answer = action(self, peer, header, message, payload, now)
+            if answer is None or type(answer) is bytes:
+                return answer
+            self._under_way_bytes += length
+            return self._advance(_UnderWay(identity, header, cast("Slices[bytes | None]", answer)), None)
         except BadMessage as exc:
             text, word = str(exc), Word.MALFORMED
         except Refused as exc:
@@ -240,6 +260,43 @@ class Service:
             return None
         self._refused += 1
         return error_reply(code, sequence, text, word, self.epoch, flags)
+
+    # --- what takes several steps ---------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way, to be gone on with in further steps."""
+        return bool(self._under_way)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so much is under way that no further frame is to be handed in."""
+        return self._under_way_bytes > MOST_UNDER_WAY
+
+    def go_on(self, now: float) -> tuple[bytes, bytes] | None:
+        """Do one slice of what has waited longest; whom to answer, and what, if that was the last one."""
+        one = self._under_way.popleft()
+        answer = self._advance(one, now)
+        return None if answer is None else (one.identity, answer)
+
+    def _advance(self, one: _UnderWay, now: float | None) -> bytes | None:
+        code, flags, sequence, length = one.header
+        try:
+            one.slices.send(now)  # type: ignore[arg-type]  # None begins it
+        except StopIteration as end:
+            answer: bytes | None = end.value
+        except Refused as exc:
+            self._refused += 1
+            answer = error_reply(code, sequence, str(exc), exc.word, self.epoch, flags)
+        else:
+            self._under_way.append(one)
+            return None
+        self._under_way_bytes -= length
+        return answer
+
+    def _begin(self, slices: Slices[None]) -> None:
+        """Work this off, with nobody to answer."""
+        self._advance(_UnderWay(b"", Header(0, 0, 0, 0), slices), None)
 
     def disconnected(self, identity: bytes, now: float) -> None:
         """This connection is gone. Sessions outlive it; what a published client has lasts as long as the directory says."""
@@ -280,6 +337,11 @@ class Service:
         if peer.session != session_id:
             peer.session = session_id
         return session_id
+
+    def check_session(self, token: bytes, session_id: int) -> None:
+        """Refuse to go on for a session that has ended between two slices."""
+        if self.directory.session_of(token) != session_id:
+            raise Refused(Word.NO_SESSION, "this session has ended")
 
     def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
         """Open or resume a session of a client of ours: token, whether it was there, how long it may be silent."""
@@ -345,9 +407,9 @@ class Service:
         self._waiting[self._last_ticket] = _Waiting(peer, header, instance_id, token)
         self._allocations.append(Allocation(self._last_ticket, size))
 
-    def make_room(self, size: int, now: float) -> bool:
-        """The pool is full: whether abandoned regions went, so that asking again is of use."""
-        return bool(self.directory.make_room(size, now))
+    def make_room(self, size: int, now: float) -> Slices[list[int]]:
+        """Have abandoned regions go, since the pool is full; those that went. If any did, asking again is of use."""
+        return self.directory.making_room(size, now)
 
     def allocated(
         self, ticket: int, region_id: int, offset: int, length: int, now: float
@@ -427,9 +489,12 @@ class Service:
         """Look at the watermarks of those who have stored."""
         while self.filled:
             session_id, _ = self.filled.popitem()
-            count = self.directory.trim(session_id, now)
-            if count:
-                self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
+            self._begin(self._trim(session_id, now))
+
+    def _trim(self, session_id: int, now: float) -> Slices[None]:
+        count = yield from self.directory.trimming(session_id, now)
+        if count:
+            self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
 
     def keep_ahead(self, now: float) -> None:
         """For those who have stored since this was called last: count what they have read, and evict ahead of what comes next.

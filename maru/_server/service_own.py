@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from .._directory.locations import Location
+from .._directory.slices import Slices
 from .._journal.registrations import columns_of
 from .._wire import (
     BeatReply,
@@ -104,13 +105,16 @@ def drop(service: Service, peer: Peer, header: Header, message: DropRequest, pay
     return reply(header.code, header.sequence, DropReply(service.epoch, pending, answers), header.flags)
 
 
-def reclaim(service: Service, peer: Peer, header: Header, message: ReclaimRequest, payload: bytes, now: float) -> bytes:
+def reclaim(
+    service: Service, peer: Peer, header: Header, message: ReclaimRequest, payload: bytes, now: float
+) -> Slices[bytes]:
     """The least recently used keys of this owner go, and their pages come back to it."""
     session_id = _enter(service, peer, message, now)
     if service.directory.quiet(now):
         raise Refused(Word.QUIET, "the server has restarted: what was being read may not go yet")
     pages = max(0, message.pages)
-    dropped = service.directory.reclaim(session_id, pages, now, request_id=message.request_id)
+    dropped = yield from service.directory.reclaiming(session_id, pages, now, request_id=message.request_id)
+    service.check_session(message.session, session_id)
     pending = service.directory.pending(session_id, now)
     return reply(header.code, header.sequence, ReclaimReply(service.epoch, pending, dropped), header.flags)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
 from typing import Final, Generic
@@ -26,6 +27,7 @@ class LRU(Generic[K]):
         # The depth of each key is kept here, where it costs nothing more.
         self._order: OrderedDict[K, int | None] = OrderedDict()
         self._candidates: Candidates[K, int | None] = Candidates()
+        self._most_passed = sys.maxsize  # held keys that one call passes over
 
     def __len__(self) -> int:
         return len(self._order) + len(self._candidates)
@@ -59,7 +61,8 @@ class LRU(Generic[K]):
         order, candidates = self._order, self._candidates
         known = len(self)
         victims: list[K] = []
-        left = len(order)  # each key is looked at once in one call, whatever goes back
+        # Each key is looked at once in one call, whatever goes back.
+        left = min(len(order), n + self._most_passed)
         no_depths = not candidates  # so far: then the first of the queue goes, with nothing to choose from
         while len(victims) < n:
             if left and (no_depths or candidates.want(known)):

@@ -14,11 +14,11 @@ from tests.maru.test_directory import BUSY, DELETED, HELD, NEW, PAGE, PINNED, PR
 class Shared:
     """A world with an index, and readers that hold by boards of theirs."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, keys: int = 256) -> None:
         self.world = world
         self.indexes = TenantIndexes()
         self.boards = Boards(self.indexes, lambda: None)
-        memory = mmap.mmap(-1, bytes_for(256))
+        memory = mmap.mmap(-1, bytes_for(keys))
         self.indexes.open("", memory, 1, 1)
         self.indexes.fill("", world.locate(world.list_keys()))
         self.indexes.end_filling("")

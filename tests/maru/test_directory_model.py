@@ -515,8 +515,9 @@ class Model:
         answers = []
         for region_id, offset in pages:
             region = self.region(region_id)
-            entry = self.at(region, offset) if region is not None and region.owner is session else None
-            is_returning = (region_id, offset, attempt) in [tuple(rest) for _, *rest in session.returns]
+            is_own = region is not None and region.owner is session
+            entry = self.at(region, offset) if is_own else None
+            is_returning = is_own and (region_id, offset, attempt) in [tuple(rest) for _, *rest in session.returns]
             answers.append(
                 entry.generation
                 if entry is not None and entry.attempt == attempt
@@ -567,7 +568,7 @@ def recounted(directory):
         mine = [location for location in state.located.values() if location.region_id == region.region_id]
         assert region.used_bytes == sum(location.length for location in mine)
         assert region.pinned == sum(key in pinned for key in region.keys_at.values())
-        assert not region.returning & region.keys_at.keys()
+        assert not region.returning.keys() & region.keys_at.keys()
         assert (region.session is None) == (region.region_id in state.abandoned)
         assert region.session is not None or (region.keys_at and not region.returning)
         assert region.session is None or region.session.regions[region.region_id] is region

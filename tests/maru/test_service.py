@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from maru import ServerConfig
 from maru._directory import Directory, Limits
 from maru._directory.records import Deleted, Fenced, Registered, decode
+from maru._directory.slices import finish
 from maru._journal.registrations import recorded_columns
 from maru._server.peers import MAX_ANSWER_BYTES, Word
 from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
@@ -101,6 +102,9 @@ class World:
     def send(self, peer, code, message=None, flags=0):
         sequence = next(self.sequences)
         frame = self.service.handle(peer, request(code, sequence, message, flags), self.now)
+        while self.service.is_busy:
+            to, frame = self.service.go_on(self.now) or (peer, None)
+            assert to == peer
         self.records += self.service.take_records()
         return None if frame is None else read(frame, code, sequence, flags)
 
@@ -785,7 +789,7 @@ def test_a_closed_session_leaves_readable_orphans(world):
     assert refused(world.beat(token), Word.NO_SESSION)
     assert world.send(b"v1", Code.LOOKUP_KV, KeyRequest("a")).found
     world.now += 100
-    assert world.service.make_room(REGION, world.now)
+    assert finish(world.service.make_room(REGION, world.now), world.now) == [region]
     assert world.service.take_dropped() == [region]
     assert not world.send(b"v1", Code.LOOKUP_KV, KeyRequest("a")).found
 
@@ -883,6 +887,7 @@ def test_watermarks_reclaim_ahead_of_need(world):
     token, region = world.ours()
     world.store(token, region, [f"k{number}" for number in range(16)])
     world.service.trim(world.now)
+    assert world.service.go_on(world.now) is None and not world.service.is_busy
     returns = world.beat(token).returns
     assert len(returns.offsets) == 2  # 16 pages are above 0.95, 14 are below 0.90
     world.service.trim(world.now)

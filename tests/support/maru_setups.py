@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import signal
 import struct
 import time
 import types
 
+from maru._directory.changes import Changes
 from maru._pool.pool import open_pool
 from maru._server import indexes, relay_supervisor, server, storage
 from maru._server.served_time import ServedTime
@@ -58,3 +60,19 @@ def small_index(keys: str) -> None:
 def stop_relays(program: str) -> None:
     """Its relays stand still before their first line of Python: a machine on which starting a program takes for ever."""
     relay_supervisor.sys = types.SimpleNamespace(executable=program)
+
+
+def end_at_slice(number: str) -> None:
+    """It is killed when it is about to remove keys for the so-manieth time: all slices before are in the journal."""
+    slices = iter(range(1, int(number)))
+
+    def killing(method):
+        @functools.wraps(method)
+        def remove(self, *args):
+            if next(slices, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, *args)
+
+        return remove
+
+    Changes.remove, Changes.drop_region = killing(Changes.remove), killing(Changes.drop_region)

@@ -1,0 +1,31 @@
+"""Work in slices: what grows with keys is done a part at a time, so that no step of the server grows with it. Pure.
+
+Rule 1. A slice leaves everything in order, with its records: after each the journal may be cut, and a restart finds the rest.
+Rule 2. Anything may happen between two slices. Each checks again what it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Slices: TypeAlias = Generator[None, float, T]
+"""Yields after each slice but the last, is resumed with the time, and returns what came of it."""
+
+AT_ONCE: Final = 512
+"""Keys that are removed in one slice: some 5 us each, with the index, the journal and KV events."""
+LOOKS_AT_ONCE: Final = 4_096
+"""Held keys that a search for victims passes over in one slice: half a microsecond each."""
+
+
+def finish(slices: Slices[T], now: float) -> T:
+    """Do all slices at once; what came of them."""
+    try:
+        next(slices)
+        while True:
+            slices.send(now)
+    except StopIteration as end:
+        result: T = end.value
+        return result

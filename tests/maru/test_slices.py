@@ -1,0 +1,266 @@
+"""Work in slices: each is bounded, and wherever the journal is cut behind one, a restart finds a right directory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+
+import pytest
+
+from maru._directory import Directory, Limits
+from maru._directory.slices import AT_ONCE, LOOKS_AT_ONCE, Slices
+from maru._wire import (
+    AllocRequest,
+    BeatRequest,
+    CloseRequest,
+    Code,
+    HandshakeRequest,
+    KeysRequest,
+    ReclaimRequest,
+    ResolveRequest,
+    StoreRequest,
+    body_of,
+    decode_reply,
+    read_header,
+    request,
+)
+from maru.transport import ChannelConnection
+from tests.maru.test_directory import PAGE, World, columns_of, decode, encode
+from tests.maru.test_directory_boards import Shared
+from tests.support.maru_processes import PATIENCE, Server, temporary_pool
+
+MANY = 4 * AT_ONCE + 7
+NAMES = [f"k{at}" for at in range(MANY)]
+
+
+def in_slices(world: World, slices: Slices, copy: Directory | None = None):
+    """What came of it, and the records of each slice, each of which brings a copy to the same state."""
+    records, now = [], None
+    while True:
+        try:
+            slices.send(now)
+            result, more = None, True
+        except StopIteration as end:
+            result, more = end.value, False
+        records.append(world.directory.take_records())
+        if copy is not None:
+            for record in records[-1]:
+                copy.apply(decode(encode(record)), columns_of)
+            assert copy.dump() == world.directory.dump()
+        if not more:
+            return result, records
+        now = world.now
+
+
+def keys_in(records) -> list[int]:
+    return [sum([len(getattr(record, "keys", ())) for record in some]) for some in records]
+
+
+def stocked(**options):
+    """A session with many keys in region 1; and a directory in the same state."""
+    world = World(**options)
+    a = world.session(region=1, pages=MANY)
+    world.store(a, NAMES)
+    copy = Directory(world.limits)
+    for record in world.directory.take_records():
+        copy.apply(decode(encode(record)), columns_of)
+    return world, a, copy
+
+
+def test_a_reclaim_goes_in_slices_with_their_records():
+    world, a, copy = stocked()
+    dropped, records = in_slices(world, world.reclaiming(a, MANY - 1, world.now), copy)
+    assert dropped == MANY - 1 and world.there([NAMES[0]]) == NAMES[0]  # of a batch the head goes last
+    assert max(keys_in(records)) == AT_ONCE and sum(keys_in(records)) == MANY - 1
+
+
+def test_a_reclaim_passes_held_keys_in_slices():
+    from maru._directory.lazy_order import LazyOrder
+
+    world = World(eviction=LazyOrder().policy)
+    names = [f"k{at}" for at in range(3 * LOOKS_AT_ONCE + 5)]
+    a = world.session(region=1, pages=len(names))
+    world.store(a, names)
+    world.pin(a, names[:-2])
+    looks = []
+    guard = world.directory._guard
+    held = guard.held
+    guard.held = lambda *args: looks.append(held(*args)) or looks[-1]
+    dropped, records = in_slices(world, world.reclaiming(a, 10, world.now))
+    assert dropped == 2 and len(records) >= 3
+    assert max(one.passed for one in looks) <= LOOKS_AT_ONCE + 10
+
+
+def test_a_trim_goes_in_slices_with_their_records():
+    world, a, copy = stocked(limits=Limits(high_watermark=0.9, low_watermark=0.1))
+    went, records = in_slices(world, world.trimming(a, world.now), copy)
+    assert went == len(NAMES) - int(0.1 * MANY * PAGE) // PAGE
+    assert max(keys_in(records)) == AT_ONCE
+
+
+def test_an_abandoned_region_goes_in_slices_with_their_records():
+    world, a, copy = stocked()
+    world.directory.end_session(a, world.now)
+    for record in world.directory.take_records():
+        copy.apply(record, columns_of)
+    dropped, records = in_slices(world, world.making_room(MANY * PAGE, world.now), copy)
+    assert dropped == [1] and world.take_dropped() == [1] and not len(world.directory)
+    assert max(keys_in(records)) == AT_ONCE and world.statistics().dropped_with_region == MANY
+
+
+@pytest.mark.parametrize("what", ["pin", "read", "own again"])
+def test_a_region_that_is_read_between_slices_stays(what):
+    world = World()
+    theirs = world.connection("p", region=1, pages=MANY)
+    world.store(theirs, NAMES)
+    world.directory.disconnect(theirs, world.now)
+    world.now += 100.0
+    world.directory.expire(world.now)
+    slices = world.making_room(MANY * PAGE, world.now)
+    next(slices)
+    left = NAMES[-1]
+    if what == "pin":
+        world.pin(world.session(), [left])
+    elif what == "read":
+        world.find(world.connection(), [left])
+    else:
+        again = world.connection()
+        world.store(again, ["new"], offsets=[0])
+    dropped, _ = in_slices(world, slices_after(slices, world))
+    assert dropped == [] and world.there([left]) == left and 1 in world.region_ids()
+
+
+def slices_after(slices: Slices, world: World) -> Slices:
+    """What is left of slices that were begun."""
+    now = world.now
+    while True:
+        try:
+            slices.send(now)
+        except StopIteration as end:
+            return end.value
+        now = yield
+
+
+def test_a_session_that_ends_between_slices_ends_its_reclaim():
+    world, a, _ = stocked()
+    slices = world.reclaiming(a, MANY, world.now)
+    next(slices)
+    world.directory.end_session(a, world.now)
+    with pytest.raises(StopIteration) as end:
+        slices.send(world.now)
+    assert end.value.value == AT_ONCE and len(world.directory) == MANY - AT_ONCE
+
+
+def test_a_second_reclaim_of_a_session_evicts_nothing():
+    world, a, _ = stocked()
+    slices = world.reclaiming(a, MANY, world.now, request_id=1)
+    next(slices)
+    assert world.reclaim(a, MANY, request_id=1) == 0 and world.reclaim(a, MANY, request_id=2) == 0
+    assert in_slices(world, slices_after(slices, world))[0] == MANY
+    assert world.reclaim(a, MANY, request_id=1) == MANY
+
+
+def test_room_that_cannot_be_made_claims_no_key():
+    world, a, _ = stocked()
+    index = Shared(world)
+    world.directory.end_session(a, world.now)
+    claimed = []
+    index.boards.claim = lambda names, generations: claimed.append(names) or set()
+    assert world.make_room(MANY * PAGE + 1, world.now) == []
+    assert not claimed and len(world.directory) == MANY
+
+
+def test_a_region_with_a_held_key_keeps_all_keys():
+    world, a, _ = stocked()
+    index, b = Shared(world, keys=2 * MANY), world.session()
+    index.hold(b, [NAMES[-1]])
+    world.directory.end_session(a, world.now)
+    assert world.make_room(MANY * PAGE, world.now) == [] and len(world.directory) == MANY
+    assert index.marked() == []
+
+
+def test_a_resolve_never_searches_the_returns():
+    world, a, _ = stocked()
+    world.delete(world.session(), NAMES)
+    outbox = world.directory._state.sessions[a].outbox
+
+    class Pages:
+        """Returns that are not searched."""
+
+        def __len__(self):
+            return MANY
+
+    outbox.pages = Pages()
+    offsets = [at * PAGE for at in range(MANY)]
+    assert set(world.resolve(a, 1, [1] * MANY, offsets)) == {world.directory._state.generation}
+    assert set(world.resolve(a, 2, [1] * MANY, offsets)) == {0}
+
+
+# --- kill -9 ------------------------------------------------------------------------------------------------------
+
+
+class Raw:
+    """A client of the channel that says what it is told to."""
+
+    def __init__(self, server: Server):
+        self.connection = ChannelConnection(f"{server.pool}/channel.sock")
+        self._sequences = itertools.count(1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.connection.close()
+
+    def ask(self, code, message):
+        sequence = next(self._sequences)
+        end = time.perf_counter() + PATIENCE
+        assert self.connection.send_by(request(code, sequence, message), end)
+        while True:
+            frame = self.connection.receive_by(end)
+            assert frame is not None, f"no answer to {code!r}"
+            header = read_header(frame)
+            if header.sequence == sequence:
+                return decode_reply(header.code, body_of(frame, header))
+
+
+@pytest.mark.parametrize("what", ["reclaim", "region"])
+def test_a_kill_at_each_slice_loses_nothing_else(what):
+    """Keys that are left are found, and every other page is on its way back to its owner."""
+    left = []
+    for kill_at in range(1, 2 + MANY // AT_ONCE):
+        with (
+            temporary_pool() as pool,
+            Server(pool, "--capacity-bytes", "4MiB", "--high-watermark", "1.0", "--low-watermark", "1.0", "--max-lease", "60",
+                   setup=f"tests.support.maru_setups:end_at_slice:{kill_at}") as server,
+        ):  # fmt: skip
+            with Raw(server) as raw:
+                shaken = raw.ask(Code.HANDSHAKE, HandshakeRequest(instance_id="a", extensions=1, lease=60.0))
+                token = shaken.session
+                region = raw.ask(Code.REQUEST_ALLOC, AllocRequest("a", 4 << 20, session=token)).handle.region_id
+                stored = raw.ask(Code.STORE, StoreRequest(token, 0, 1, region, NAMES, list(range(MANY)), 1, None))
+                assert not any(stored.statuses)
+                with contextlib.suppress(OSError, AssertionError):
+                    if what == "reclaim":
+                        raw.ask(Code.RECLAIM, ReclaimRequest(token, 0, 1, MANY))
+                    else:
+                        raw.ask(Code.CLOSE, CloseRequest(token, 0))
+                        raw.ask(Code.REQUEST_ALLOC, AllocRequest("b", 4 << 20))
+            server.restart()
+            with Raw(server) as raw:
+                there = raw.ask(Code.BATCH_EXISTS_KV, KeysRequest(NAMES)).results
+                left.append(sum(there))
+                if what == "region":
+                    assert there == [False] * (MANY - left[-1]) + [True] * left[-1]
+                    continue
+                assert there == [True] * left[-1] + [False] * (MANY - left[-1])
+                epoch = raw.ask(Code.HANDSHAKE, HandshakeRequest(instance_id="a", extensions=1, session=token)).epoch
+                back, numbers = [], 0
+                while (returns := raw.ask(Code.BEAT, BeatRequest(token, numbers, epoch)).returns) is not None:
+                    back += returns.offsets
+                    numbers += len(returns.offsets)
+                assert back == list(range(MANY - 1, left[-1] - 1, -1))
+                resolved = raw.ask(Code.RESOLVE, ResolveRequest(token, numbers, 1, [region] * MANY, list(range(MANY))))
+                assert list(map(bool, resolved.held)) == there
+    assert len(set(left)) == len(left), "each kill is to find another slice"
