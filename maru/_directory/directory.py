@@ -124,6 +124,10 @@ class Directory:
         number = self._state.tokens.get(token)
         return None if number is None else self._state.sessions[number].tenant
 
+    def tenants(self) -> set[str]:
+        """Return the tenants that have a session; it costs as much as there are sessions."""
+        return {session.tenant for session in self._state.sessions.values()}
+
     def attach(self, session_id: int, now: float) -> None:
         """It has said our epoch, so it uses nothing any more that it knew from an earlier one. Its lease starts anew."""
         self.renew(session_id, now)

@@ -46,6 +46,11 @@ class TenantIndexes:
             before.retire()
         self._writers[tenant] = writer
 
+    def drop(self, tenant: str) -> None:
+        """Retire the index of this tenant and let go of its memory: its readers ask by message from now on."""
+        self._writers.pop(tenant).retire()
+        self._waiting = [(other, entries) for other, entries in self._waiting if other != tenant]
+
     def close(self) -> None:
         """Have no index any more, and let go of their memory. They are not retired."""
         self._writers.clear()

@@ -23,6 +23,9 @@ from .journal import Journal
 
 _REST: Final = 4.0
 """Times the length of a compaction: it takes a fifth of a core at most."""
+_LEAST_REST: Final = 0.25
+"""Seconds between two that the journal waits for."""
+_LEAST_RETRY: Final = 1.0
 _RETRY: Final = 10.0
 """Rest after one that did not work, in seconds: a full disk does not empty itself."""
 
@@ -48,7 +51,13 @@ async def keep_compacted(
         except trio.ClosedResourceError:
             return
         length = trio.current_time() - began
-        await trio.sleep(length * _REST if outcome is Outcome.DONE else _RETRY)
+        # One that makes the room for what waits to be written rests no longer than it must.
+        with trio.move_on_after(length * _REST if outcome is Outcome.DONE else _RETRY):
+            await trio.sleep(_LEAST_REST if outcome is Outcome.DONE else _LEAST_RETRY)
+            try:
+                await journal.wait_pressed()
+            except trio.ClosedResourceError:
+                return
 
 
 async def _compact(journal: Journal, directory: Directory) -> Outcome:

@@ -22,6 +22,7 @@ Not thread-safe, and one journal for a directory: the caller that opens it holds
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -49,6 +50,12 @@ from .segments import (
 
 SEGMENT_BYTES: Final = 512 << 10
 """A segment's size. What is in the live one is replayed at the next start: up to 10 ms of batches, 30 ms of single keys."""
+ROOM_BYTES: Final = 8 * SEGMENT_BYTES
+"""Bytes that regions and indexes leave to the journal in its file system: closed segments, the live one, and a snapshot that is
+written beside the one before it."""
+_SNAPSHOTS: Final = 3
+_MOST_REFUSED: Final = 40
+"""Appends that wait for a compaction, in a row (10 s of a server's). If none comes, what room there is gets used."""
 MAX_CLOSED_SEGMENTS: Final = 16
 """So many are folded even if they are small: each start of a server that writes begins one."""
 _SNAPSHOT_SHARE: Final = 8
@@ -139,6 +146,8 @@ class Journal:
         # counts
         self._records = self._appended = self._synced = self._flushes = self._failures = 0
         self._closed_segments = self._closed_bytes = self._snapshot_bytes = 0
+        self._pressed = False  # nothing is written until closed segments are folded
+        self._refused = 0  # appends refused for that, in a row
         self._surveyed = trio.lowlevel.ParkingLot()
         self.survey()
 
@@ -207,11 +216,35 @@ class Journal:
                 self._begin(self._number + 1, self._end)
             self._ragged = False
         elif self._end >= self._full_at:
+            self._check_room()
             try:
                 self._begin(self._number + 1, self._end)
             except OSError as exc:  # what is to be written may still fit here
                 self._full_at = self._end + self._segment_bytes
                 _log.warning("%r has its size, and the next segment cannot be begun: %s", self, exc)
+
+    def _check_room(self) -> None:
+        """Refuse to begin a segment that would leave a compaction no room, as long as that compaction makes room.
+
+        A disk that is filled by segments could not be emptied any more: the snapshot that replaces them is written first.
+
+        Raises:
+            OSError: the closed segments are to be folded first.
+        """
+        system = os.statvfs(self.path)
+        needed = (
+            self._snapshot_bytes + self._closed_bytes + self._end
+        )  # of the snapshot that replaces all of them, at most
+        self._pressed = bool(
+            system.f_blocks  # else it has no limit of its own
+            and self._closed_segments
+            and system.f_bavail * system.f_frsize < needed + self._segment_bytes
+            and self._refused < _MOST_REFUSED
+        )
+        if self._pressed:
+            self._refused += 1
+            self._surveyed.unpark_all()
+            raise OSError(errno.ENOSPC, "no room for another segment until the closed ones are folded")
 
     def _begin(self, number: int, previous_end: int) -> None:
         path = path_of(self.path, "journal", number)
@@ -341,18 +374,32 @@ class Journal:
         closed = [path_of(self.path, "journal", number) for number in listing.segments if newest <= number < live]
         self._snapshot_bytes = sum(map(_size, [path_of(self.path, "snapshot", newest)] if newest else []))
         self._closed_segments, self._closed_bytes = len(closed), sum(map(_size, closed))
+        if not closed:
+            self._pressed, self._refused = False, 0
         if self.compaction_due:
             self._surveyed.unpark_all()
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that others leave free in its file system, so that it can be written and compacted."""
+        return max(ROOM_BYTES, _SNAPSHOTS * self._snapshot_bytes)
 
     @property
     def compaction_due(self) -> bool:
         """Whether there is enough in closed segments for a snapshot to be worth its while."""
         enough = max(self._segment_bytes, self._snapshot_bytes // _SNAPSHOT_SHARE)
-        return self._closed_bytes >= enough or self._closed_segments >= MAX_CLOSED_SEGMENTS
+        return self._pressed or self._closed_bytes >= enough or self._closed_segments >= MAX_CLOSED_SEGMENTS
 
     async def wait_compaction_due(self) -> None:
         """Wait until it is."""
         while not self.compaction_due:
+            await self._surveyed.park()
+            self._check()
+        await trio.lowlevel.checkpoint()
+
+    async def wait_pressed(self) -> None:
+        """Wait until a compaction is needed at once."""
+        while not self._pressed:
             await self._surveyed.park()
             self._check()
         await trio.lowlevel.checkpoint()

@@ -25,6 +25,7 @@ from .backing import (
     region_file_name,
     reserve_all,
 )
+from .index_files import leave_free
 from .state_directory import StateDirectory, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
@@ -45,9 +46,11 @@ class Files(Ledger):
         path: str | os.PathLike[str],
         capacity_bytes: int | None,
         reserve: Reserve = os.posix_fallocate,
+        keep_free: int = 0,
     ) -> None:
         self._state_directory = state_directory
         self._reserve = reserve
+        self._keep_free = keep_free
         self._fd, self.path = open_private(path)
         self._lock = -1
         try:
@@ -65,6 +68,8 @@ class Files(Ledger):
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):
+            if self._keep_free:
+                leave_free(self._fd, length, self._keep_free)
             region_id = self._state_directory.next_region_id()
             name = region_file_name(region_id)
             temporary = name + ".tmp"

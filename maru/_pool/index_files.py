@@ -13,6 +13,7 @@ Rule 4. A board is memory without a name, since a server that comes next has no 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -38,8 +39,14 @@ def why_not_here(machine: str = "") -> str:
     return ""
 
 
-def make_index_file(home: str, number: int, length: int) -> mmap.mmap:
-    """A new file, of zeros, mapped to be written.
+def make_index_file(home: str, number: int, length: int, keep_free: int = 0) -> mmap.mmap:
+    """Make a new file, of zeros, mapped to be written.
+
+    Args:
+        home: the directory.
+        number: in its name.
+        length: its bytes.
+        keep_free: bytes that the file system keeps for others.
 
     Raises:
         OSError: there is no room for it, or none can be made there.
@@ -47,6 +54,8 @@ def make_index_file(home: str, number: int, length: int) -> mmap.mmap:
     path = os.path.join(home, f"{PREFIX}{number}")
     fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        if keep_free:
+            leave_free(fd, length, keep_free)
         os.posix_fallocate(fd, 0, length)
         return mmap.mmap(fd, length)
     except BaseException:
@@ -54,6 +63,18 @@ def make_index_file(home: str, number: int, length: int) -> mmap.mmap:
         raise
     finally:
         os.close(fd)
+
+
+def leave_free(fd: int, length: int, keep_free: int) -> None:
+    """Refuse to take ``length`` bytes of a file system that would have less than ``keep_free`` left: the journal needs those.
+
+    Raises:
+        OSError: it would have less.
+    """
+    system = os.fstatvfs(fd)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks and free < length + keep_free:  # a file system without blocks has no limit of its own
+        raise OSError(errno.ENOSPC, f"{free} bytes are free, of which {keep_free} are kept for the journal")
 
 
 def open_index_file(home: str, number: int) -> int:

@@ -241,6 +241,7 @@ async def open_pool(
     home: str | os.PathLike[str] | None = None,
     threads: int = 4,
     reserve: Reserve = os.posix_fallocate,
+    keep_free: int = 0,
 ) -> Pool:
     """Open a pool, exclusively until it is closed or this process ends.
 
@@ -253,6 +254,7 @@ async def open_pool(
         home: the directory of what outlives the server. By default ``where``, which must be a directory then.
         threads: how many allocations and removals may be under way at once, and how many openings.
         reserve: reserves memory for a file.
+        keep_free: bytes that a region leaves free in a directory's file system.
 
     Raises:
         PoolInUse: another server has it; the text names its process.
@@ -260,7 +262,7 @@ async def open_pool(
     """
 
     def work(go_on: object) -> tuple[StateDirectory, Backing]:
-        return open_backing(where, capacity_bytes, home=home, reserve=reserve)
+        return open_backing(where, capacity_bytes, home=home, reserve=reserve, keep_free=keep_free)
 
     def undo(opened: tuple[StateDirectory, Backing]) -> None:
         opened[1].close()
@@ -278,6 +280,7 @@ def open_backing(
     *,
     home: str | os.PathLike[str] | None = None,
     reserve: Reserve = os.posix_fallocate,
+    keep_free: int = 0,
 ) -> tuple[StateDirectory, Backing]:
     """As :func:`open_pool`, blocking: what a :class:`Pool` is made of."""
     where = os.fspath(where)
@@ -288,7 +291,7 @@ def open_backing(
             return state_directory, Memfds(state_directory, capacity_bytes, reserve)
         if kind == "device":
             return state_directory, Device(state_directory, where, capacity_bytes, reserve)
-        return state_directory, Files(state_directory, where, capacity_bytes, reserve)
+        return state_directory, Files(state_directory, where, capacity_bytes, reserve, keep_free)
     except BaseException:
         state_directory.close()
         raise

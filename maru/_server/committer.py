@@ -11,6 +11,7 @@ Rule 3. A journal that will take nothing any more ends :meth:`Committer.run` wit
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
@@ -39,6 +40,7 @@ class Committer:
         sync: when it is flushed.
         send: takes answers that may leave.
         publish: called when all that happened is written, before what says so leaves.
+        make_room: called when the disk is found full, before the journal is tried again.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class Committer:
         sync: JournalSync,
         send: Callable[[Sequence[Answer]], None],
         publish: Callable[[], None] = lambda: None,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._journal = journal
         self._sync = "never" if journal is None else sync
         self._send = send
         self._publish = publish
+        self._make_room = make_room
         self._unwritten: list[bytes] = []
         self._kept: list[Answer] = []
         """Until ``_unwritten`` is written."""
@@ -128,6 +132,8 @@ class Committer:
                 self._broken = exc
                 if before is None:
                     _log.error("answers are kept back: %s", exc)
+                    if getattr(exc.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                        self._make_room()
                     self._changed.unpark_all()
                 return False
             if before is not None:

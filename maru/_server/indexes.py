@@ -8,6 +8,8 @@ What they show and when is decided in `maru._index`; here are the files, the tas
 Rule 1. An index is filled piece by piece, between two steps: nobody waits longer for an answer than for a few names.
 Rule 2. What is added is in the journal: a piece is taken from the directory only while nothing waits to be written.
 Rule 3. Without an index everything works, by messages. Whatever goes wrong with a file costs that, and a line in the log.
+Rule 4. An index goes with the last session of its tenant, and all go when the journal finds the disk full. A new one leaves the
+        journal its room.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -32,6 +35,8 @@ LEAST_KEYS: Final = 1 << 14
 GROWTH: Final = 4
 MOST_TENANTS: Final = 64
 """Whose readers share an index; all others ask by message."""
+_LOOK: Final = 5.0
+"""Seconds between two looks for tenants without a session."""
 _PIECE: Final = 128
 """Names that are added at once: a quarter of a millisecond."""
 
@@ -76,9 +81,19 @@ class Indexes:
         epoch: of the server.
         most_keys: that a file is made for.
         is_on: whether there are to be any.
+        keep_free: bytes that a new file leaves in its file system.
     """
 
-    def __init__(self, directory: Directory, home: str, epoch: int, *, most_keys: int, is_on: bool) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        home: str,
+        epoch: int,
+        *,
+        most_keys: int,
+        is_on: bool,
+        keep_free: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.why_not = why_not_here() if is_on else "index = off"
         """Why there are none; empty if there may be."""
         self._directory = directory
@@ -87,7 +102,12 @@ class Indexes:
         self._most_keys = max(LEAST_KEYS, most_keys)
         self._indexes = TenantIndexes()
         self._boards = Boards(self._indexes, _fence)
+        self._keep_free = keep_free
         self._files: dict[str, _File] = {}
+        self._unneeded: list[int] = []
+        """Numbers of files to be removed."""
+        self._is_short = False
+        """Whether the last file could not be made."""
         self._numbers = 0
         self._handed_out = self._grown = 0
         self._making = trio.Lock()
@@ -140,21 +160,34 @@ class Indexes:
             async with self._making:
                 if tenant not in self._files:
                     if len(self._files) >= MOST_TENANTS:
+                        await self._drop_unused()
+                    if len(self._files) >= MOST_TENANTS:
                         raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
                     await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
+                if tenant not in self._files:  # it gave way while it was made
+                    raise CannotMap("the disk of the pool is full")
                 number = self._files[tenant].number
                 fd = await run_in_thread(open_index_file, self._home, number)
         except OSError as exc:
-            _log.warning("no index can be made in %s: %s", self._home, exc)
             raise CannotMap(f"no index can be made: {exc}") from exc
         self._handed_out += 1
         return fd
 
+    def give_way(self) -> None:
+        """Drop all indexes: the journal has no room. Clients look up by message until there is room again."""
+        if self._files:
+            _log.warning("%d indexes are dropped, since the disk of %s is full", len(self._files), self._home)
+        for tenant in list(self._files):
+            self._drop(tenant)
+
     async def run(self, committer: Committer) -> None:
-        """Fill what was made and make what is too small larger, until cancelled."""
+        """Fill what was made, make what is too small larger, and remove what nobody needs, until cancelled."""
         while True:
-            await self._due.wait()
+            with trio.move_on_after(_LOOK):
+                await self._due.wait()
             self._due = trio.Event()
+            async with self._making:
+                await self._drop_unused()
             for tenant in list(self._files):
                 await self._fill(tenant, committer)
                 await self._grow(tenant, committer)
@@ -178,42 +211,83 @@ class Indexes:
         return fd
 
     def _is_too_small(self, tenant: str) -> bool:
-        return self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys
+        return tenant in self._files and self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys
+
+    def _drop(self, tenant: str) -> None:
+        self._unneeded.append(self._files.pop(tenant).number)
+        self._indexes.drop(tenant)
+        self._due.set()
+
+    async def _drop_unused(self) -> None:
+        """Drop the indexes of tenants without a session, and remove the files of all that were dropped."""
+        if self._files:
+            for tenant in self._files.keys() - self._directory.tenants():
+                self._drop(tenant)
+        while self._unneeded:
+            number = self._unneeded.pop()
+            try:
+                await run_in_thread(remove_index_file, self._home, number)
+            except OSError:  # no thread: at the next look
+                self._unneeded.append(number)
+                return
 
     async def _make(self, tenant: str, keys: int) -> None:
-        """A new file for this tenant, empty; the one before is retired."""
+        """Make a new file for this tenant, empty; the one before is retired.
+
+        Raises:
+            OSError: there is no room for it, or no thread to make it.
+        """
         keys = min(keys, self._most_keys)
         self._numbers += 1
         number = self._numbers
-        memory = await run_in_thread(make_index_file, self._home, number, bytes_for(keys))
+        try:
+            memory = await run_in_thread(make_index_file, self._home, number, bytes_for(keys), self._keep_free())
+        except OSError as exc:
+            if not self._is_short:
+                self._is_short = True
+                _log.warning("no index can be made in %s, so its clients look up by message: %s", self._home, exc)
+            raise
+        if self._is_short:
+            self._is_short = False
+            _log.warning("indexes can be made in %s again", self._home)
         before = self._files.get(tenant)
         self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
         self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
         self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
         self._files[tenant] = _File(number, keys)
-        self._due.set()
         if before is not None:
-            await run_in_thread(remove_index_file, self._home, before.number)
+            self._unneeded.append(before.number)
+        self._due.set()
 
     async def _fill(self, tenant: str, committer: Committer) -> None:
-        if not self._indexes.is_filling(tenant):
+        if tenant not in self._files or not self._indexes.is_filling(tenant):
             return
-        names = self._directory.list_keys()
+        names, number = self._directory.list_keys(), self._files[tenant].number
         for start in range(0, len(names), _PIECE):
             while not committer.writable:
                 await committer.wait_writable()
+            if not self._is_of(
+                tenant, number
+            ):  # it gave way; there may be another one, which is filled from the beginning
+                return
             self._indexes.fill(tenant, self._directory.locate(names[start : start + _PIECE]))
             await trio.lowlevel.checkpoint()
-        self._indexes.end_filling(tenant)
+        if self._is_of(tenant, number):
+            self._indexes.end_filling(tenant)
+
+    def _is_of(self, tenant: str, number: int) -> bool:
+        file = self._files.get(tenant)
+        return file is not None and file.number == number
 
     async def _grow(self, tenant: str, committer: Committer) -> None:
         """Replace it by larger ones until it is large enough."""
         while self._is_too_small(tenant):
             try:
                 async with self._making:
+                    if tenant not in self._files:
+                        return
                     await self._make(tenant, GROWTH * self._files[tenant].keys)
-            except OSError as exc:
-                _log.warning("the index cannot grow: %s", exc)
+            except OSError:
                 await trio.sleep(1.0)  # a full disk does not empty itself at once
                 return
             self._grown += 1

@@ -136,8 +136,11 @@ class MaruServer:
             service.epoch,
             most_keys=config.max_entries,
             is_on=config.index == "auto",
+            keep_free=lambda: 0 if storage.journal is None else storage.journal.room_bytes,
         )
-        self._committer = Committer(storage.journal, config.journal_sync, self._send, self._indexes.publish)
+        self._committer = Committer(
+            storage.journal, config.journal_sync, self._send, self._indexes.publish, self._indexes.give_way
+        )
         self._most_connections = connections_of(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         asks = (config.relayed or config.rm_host) and not config.insecure
         self._find_user = find_user if asks and tells_users() else None

@@ -21,7 +21,7 @@ from .._directory.lazy_order import LazyOrder
 from .._directory.limits import Limits
 from .._directory.records import encode
 from .._errors import PoolUnusable
-from .._journal.journal import Journal
+from .._journal.journal import ROOM_BYTES, Journal
 from .._journal.recovery import Recovered, recover
 from .._journal.segments import current_boot_id
 from .._pool.index_files import retire_left
@@ -60,7 +60,11 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
     """
     limits = limits_of(config)
     home = config.pool_path or default_pool_path()
-    async with await open_pool(config.dax_path or home, config.capacity_bytes or None, home=home) as pool:
+    # Next to the journal, regions leave it room: else they fill its disk, and nothing can be acknowledged any more.
+    keep_free = ROOM_BYTES if config.journal and not config.dax_path else 0
+    async with await open_pool(
+        config.dax_path or home, config.capacity_bytes or None, home=home, keep_free=keep_free
+    ) as pool:
         try:
             # Before anything else: from here on it shows nothing of what happens.
             await run_in_thread(retire_left, pool.home)

@@ -240,6 +240,62 @@ async def test_without_room_for_a_file_there_is_none_and_everything_else_works(
         assert len((await filled(handler)).find(["k"])) == 1
 
 
+async def test_index_goes_with_the_last_session(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru._server.indexes._LOOK", 0.05)
+    monkeypatch.setattr("maru._server.indexes.MOST_TENANTS", 2)
+    async with open_server(config(pool)) as server:
+        for number in range(4):
+            async with client(pool, tenant=f"t{number}") as handler:
+                await put(handler, ["k"])
+                left = await filled(handler)
+            await until(lambda: not server.statistics().indexes.tenants)
+            assert left.is_retired
+        await until(lambda: not any(name.startswith("maru.index.") for name in os.listdir(pool)))
+
+
+async def test_indexes_leave_the_journal_its_room(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        await put(handler, ["k"])
+        free, fields = [server._storage.journal.room_bytes - 1], list(os.statvfs(pool))
+        monkeypatch.setattr(
+            "os.fstatvfs",
+            lambda fd: os.statvfs_result([fields[0], 1, *fields[2:4], free[0], *fields[5:]]),
+        )
+        for _ in range(2):
+            with pytest.raises(ServerRefused, match="kept for the journal"):
+                await fetch(handler)
+        async with client(pool) as other:  # no region is made either, and it reads all the same
+            assert await other.exists("k")
+            assert await other.batch_put(["l"], [bytes(PAGE)]) == [Stored.FULL]
+        free[0] += 8 << 20
+        assert len((await filled(handler)).find(["k"])) == 1
+    assert caplog.text.count("no index can be made") == 1
+    assert caplog.text.count("can be made in") == 2
+
+
+async def test_indexes_give_way_to_a_full_journal(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        await put(handler, ["k"])
+        reader = await filled(handler)
+        journal, refusals = server._storage.journal, [None]
+        write = journal._write
+
+        def full(fd: int, data: bytes) -> int:
+            if refusals:
+                refusals.pop()
+                raise OSError(28, "No space left on device")
+            return write(fd, data)
+
+        monkeypatch.setattr(journal, "_write", full)
+        await put(handler, ["l"])
+        assert reader.is_retired and not refusals
+        assert await handler.batch_exists(["k", "l"]) == [True, True]
+        await until(lambda: not any(name.startswith("maru.index.1") for name in os.listdir(pool)))
+        assert len((await filled(handler)).find(["k", "l"])) == 2
+
+
 # --- restarts -----------------------------------------------------------------------------------------------------
 
 

@@ -394,6 +394,43 @@ async def test_a_compaction_is_due_when_closed_segments_have_a_share_of_the_snap
     assert journal.compaction_due
 
 
+async def test_compaction_gets_its_room_before_a_segment(tmp_path, monkeypatch):
+    journal = open_journal(tmp_path, segment_bytes=200)
+    free = 10_000
+    fields = list(os.statvfs(tmp_path))
+    monkeypatch.setattr(
+        journal_module.os, "statvfs", lambda path: os.statvfs_result([1, 1, 1, *fields[3:4], free, *fields[5:]])
+    )
+    journal.append([b"x" * 200])
+    free = 0
+    journal.append([b"y" * 200])  # nothing is closed, so nothing could be folded
+    with pytest.raises(JournalFailed, match="until the closed ones are folded"):
+        journal.append([b"z"])
+    with trio.fail_after(60):
+        await journal.wait_pressed()
+        await journal.wait_compaction_due()
+    os.unlink(tmp_path / "journal.1")
+    journal.survey()
+    assert not journal.compaction_due
+    journal.append([b"z"])
+    assert read(tmp_path, 3) == ([b"z"], "whole")
+
+
+def test_journal_uses_its_last_room_without_a_compaction(tmp_path, monkeypatch):
+    journal = open_journal(tmp_path, segment_bytes=200)
+    for _ in range(2):
+        journal.append([b"x" * 200])
+    fields = list(os.statvfs(tmp_path))
+    monkeypatch.setattr(
+        journal_module.os, "statvfs", lambda path: os.statvfs_result([1, 1, 1, *fields[3:4], 0, *fields[5:]])
+    )
+    for _ in range(journal_module._MOST_REFUSED):
+        with pytest.raises(JournalFailed):
+            journal.append([b"z"])
+    journal.append([b"z"])
+    assert read(tmp_path, 3) == ([b"z"], "whole")
+
+
 # --- fsync --------------------------------------------------------------------------------------------------------
 
 

@@ -1114,6 +1114,28 @@ async def test_the_task_survives_a_compaction_that_fails_and_ends_with_the_journ
     assert "no process" in caplog.text
 
 
+async def test_compaction_for_waiting_records_does_not_rest(tmp_path, monkeypatch, autojump_clock):
+    server = small_history(tmp_path)
+    asked = []
+
+    async def fake(path):
+        asked.append(trio.current_time())
+        await trio.sleep(10)
+        return Outcome.DONE
+
+    monkeypatch.setattr(compactor_module, "run_compaction", fake)
+    monkeypatch.setattr(type(server.journal), "compaction_due", True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_compacted, server.journal, server.directory)
+        await trio.sleep(20)
+        server.journal._pressed = True
+        server.journal._surveyed.unpark_all()
+        await trio.sleep(11)
+        server.journal.close()
+        nursery.cancel_scope.cancel()
+    assert asked[:2] == pytest.approx([asked[0], asked[0] + 20], abs=0.5)
+
+
 # --- killed again and again ---------------------------------------------------------------------------------------
 
 _WRITER = """
