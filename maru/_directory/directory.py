@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from .._wire.messages_own import Returns
+from .._wire.messages_own import Returns, StoreStatus
 from ..eviction import LRU, EvictionPolicy
 from ..kv_events import KeyWatcher
 from . import image as image_module
@@ -351,6 +351,11 @@ class Directory:
             self._published.join_owners(by, columns.regions)
         elif columns.attempt in session.fences:
             return None
+        elif session.outbox.under_way >= self._limits.max_unacknowledged:
+            # Each key that goes would add to what is kept for this session. Nobody else pays: its own keys are refused.
+            n = len(columns.keys)
+            self._counters.refused += n
+            return Registration([StoreStatus.BUSY.value] * n, [0] * n, 0, list(range(n)))
         self._guard.expire_pins(now)
         parts = columns.by_region()
         regions = {
@@ -488,16 +493,23 @@ class Directory:
         return held
 
     def acknowledge(self, session_id: int, number: int) -> None:
-        """The owner has applied every return up to this number. A lower one than before says nothing."""
-        if number > self._state.sessions[session_id].outbox.acknowledged:
-            self._changes.acknowledge(session_id, number)
+        """The owner has applied every return up to this number. A lower one than before says nothing.
+
+        No more are taken at once than can be under way to it: a number says the same in its next message.
+        """
+        acknowledged = self._state.sessions[session_id].outbox.acknowledged
+        if number > acknowledged:
+            self._changes.acknowledge(session_id, min(number, acknowledged + self._limits.max_unacknowledged))
 
     def pending(self, session_id: int, now: float, *, resend: bool = False) -> Returns | None:
         """Pages on the way back to this session: those not sent yet, or the first that are not acknowledged. Now sent."""
         outbox = self._state.sessions[session_id].outbox
         if not outbox.pages or self.quiet(now):
             return None
-        return outbox.pending(resend, self._limits.max_returns)
+        if resend:
+            return outbox.pending(True, self._limits.max_returns)
+        room = self._limits.max_unacknowledged - outbox.under_way
+        return outbox.pending(False, min(self._limits.max_returns, room)) if room > 0 else None
 
     # --- statistics -----------------------------------------------------------------------------------------------
 

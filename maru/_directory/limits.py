@@ -35,6 +35,9 @@ class Limits:
     """A longer key is refused: keys are a large part of that memory."""
     max_returns: int = 4096
     """Pages handed back in one message, so that it stays below the frame limit; the others follow in the next."""
+    max_unacknowledged: int = 32_768
+    """Pages handed back to a session that it has not acknowledged. With so many under way to it, its registrations are refused:
+    eight full messages, of which a client that reads acknowledges each with its next request."""
     max_answers: int = 64
     """Answers to DROP and RECLAIM that are remembered for each session, should it ask again."""
     max_fences: int = 1024

@@ -123,6 +123,11 @@ class Outbox:
         """Pages that its owner was not told of yet."""
         return self.last - self._sent
 
+    @property
+    def under_way(self) -> int:
+        """Pages that its owner was told of, and has not acknowledged."""
+        return self._sent - self.acknowledged
+
     def acknowledge(self, number: int) -> list[tuple[int, int, int]]:
         """The owner has applied all up to ``number``; those that are news. Numbers that were never given mean all."""
         pop = self.pages.popleft

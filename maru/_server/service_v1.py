@@ -63,7 +63,7 @@ _REASONS = {
     StoreStatus.RANGE: "it lies outside of its region, or has no length",
     StoreStatus.QUOTA: "a quota is used up, and nothing may go",
     StoreStatus.KEY: "it is too long, or there are too many keys",
-    StoreStatus.BUSY: "its page is on the way back to its owner",
+    StoreStatus.BUSY: "its page is on the way back to its owner, or too many are that the owner has not acknowledged",
 }
 
 # --- regions ------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class StoreStatus(enum.IntEnum):
     KEY = 6
     """The key cannot be one."""
     BUSY = 7
-    """The page is being returned to its owner, which has not acknowledged it."""
+    """The page is being returned to its owner, which has not acknowledged it; or too many are."""
 
 
 class DropAnswer(enum.IntEnum):

@@ -26,7 +26,7 @@ from maru._wire import (
     request,
 )
 from maru.transport import ChannelConnection
-from tests.maru.test_directory import PAGE, World, columns_of, decode, encode
+from tests.maru.test_directory import BUSY, NEW, PAGE, World, columns_of, decode, encode
 from tests.maru.test_directory_boards import Shared
 from tests.support.maru_processes import PATIENCE, Server, temporary_pool
 
@@ -195,6 +195,41 @@ def test_a_resolve_never_searches_the_returns():
     offsets = [at * PAGE for at in range(MANY)]
     assert set(world.resolve(a, 1, [1] * MANY, offsets)) == {world.directory._state.generation}
     assert set(world.resolve(a, 2, [1] * MANY, offsets)) == {0}
+
+
+def test_returns_that_nobody_acknowledges_are_bounded():
+    """The session that acknowledges nothing stores nothing more; no page is lost, and others store on."""
+    limits = Limits(max_unacknowledged=24, max_returns=8)
+    world = World(limits=limits)
+    a, b = world.session(region=1, pages=1000), world.session(region=2)
+    stored = most = 0
+    returned = []
+    for turn in range(40):
+        keys = [f"{turn}/{at}" for at in range(10)]
+        statuses = world.store(a, keys, first=10 * turn, attempt=turn)
+        assert len(set(statuses)) == 1
+        stored += statuses.count(NEW)
+        returned += world.pending(a)
+        world.delete(b, keys)
+        most = max(most, len(world.directory._state.sessions[a].outbox))
+    assert statuses == [BUSY] * 10 and stored < 60 and most <= 60
+    assert world.store(b, "x", region=2) == [NEW]
+    while len(returned) < stored:  # what it acknowledges is followed by the rest
+        world.acknowledge(a, returned[-1][0])
+        returned += world.pending(a)
+    assert [(number, offset // PAGE) for number, _, offset, _ in returned] == [(at + 1, at) for at in range(stored)]
+    assert world.store(a, "y", first=999, attempt=99) == [NEW]
+
+
+def test_an_acknowledgement_is_taken_in_bounded_parts():
+    world = World(limits=Limits(max_unacknowledged=24, max_returns=8))
+    a = world.session(region=1, pages=100)
+    world.store(a, [f"k{at}" for at in range(100)])
+    world.delete(a, [f"k{at}" for at in range(100)])
+    outbox = world.directory._state.sessions[a].outbox
+    for left in (76, 52, 28, 4, 0):
+        world.acknowledge(a, 1 << 40)
+        assert len(outbox) == left
 
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
