@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import resource
 import secrets
@@ -124,6 +125,7 @@ class MaruServer:
             new_token=lambda: secrets.token_bytes(16),
             totals=self._totals,
             version="maru",
+            anew_until=self._time.now() + config.max_lease if storage.begins_anew else -math.inf,
         )
         service.facts = self._facts
         for region_id in storage.directory.region_ids():

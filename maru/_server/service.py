@@ -177,6 +177,8 @@ class Service:
         new_token: makes the 16 random bytes of a session.
         totals: the pool's bytes, and how many are free.
         version: of the server, for people.
+        anew_until: until when owners are told that something which an earlier start had acknowledged is not in the directory.
+            Owners that live come back within their leases. Later, a key may have been stored and deleted here meanwhile.
     """
 
     def __init__(
@@ -189,10 +191,12 @@ class Service:
         new_token: Callable[[], bytes],
         totals: Callable[[], tuple[int, int]],
         version: str = "",
+        anew_until: float = -math.inf,
     ) -> None:
         self.config = config
         self.directory = directory
         self.epoch = epoch
+        self.anew_until = anew_until
         self.secret = secret
         self.new_token = new_token
         self.totals = totals

@@ -290,6 +290,7 @@ def handshake(
         service.version,
         service.config.max_keys,
         service.config.max_key_bytes,
+        now < service.anew_until,
     )
     return reply(header.code, header.sequence, answer, header.flags)
 

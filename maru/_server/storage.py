@@ -47,6 +47,11 @@ class Storage:
     recovered: Recovered | None
     """How the directory came back; None where nothing is written down."""
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether something that was acknowledged before this start may be unknown."""
+        return self.recovered is None or bool(self.recovered.lost)
+
 
 @asynccontextmanager
 async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:

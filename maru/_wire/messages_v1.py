@@ -114,6 +114,8 @@ class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
     server: str = ""
     max_keys: int = MAX_KEYS
     max_key_bytes: int = MAX_KEY_BYTES
+    begins_anew: bool = False
+    """Whether this server has just started, and may not know what an earlier one had acknowledged."""
 
 
 class HeartbeatReply(Message, frozen=True):

@@ -204,7 +204,7 @@ def test_what_is_copied_stays_mapped_although_the_session_is_lost_meanwhile():
     def disturbed(effect):
         if isinstance(effect, Work):
             spans = [weakref.ref(span) for span in client.s.spans.values()]
-            client.s.lose_session()
+            client.s.lose_session(forgotten=True)
             gc.collect()
             seen.append([span() is not None for span in spans])
         return perform(effect)
@@ -709,16 +709,11 @@ def test_a_put_into_a_session_that_is_over_is_made_again_in_the_next_one():
     at_rest(client)
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_what_a_server_has_forgotten_is_registered_again(forgets):
+def test_what_a_server_has_forgotten_is_registered_again():
     world, client, reader = joined("a", "b", pool_size=200 * PAGE)
     keys = keys_of(150)
     client.put(keys, values_of(keys))
-    if forgets:
-        world.restart(forgets=True)
-    else:
-        world.now += 100
-        world.service.expire(world.now)
+    world.restart(forgets=True)
     client.run(beat(client.s))
     assert client.s.counters.sessions_lost == 1
     client.run(restore(client.s))
@@ -726,6 +721,43 @@ def test_what_a_server_has_forgotten_is_registered_again(forgets):
     assert reader.get(keys) == values_of(keys)
     assert len(world.memory) == 1
     at_rest(client, reader)
+
+
+@pytest.mark.parametrize("restarts", [None, "remembers", "forgets"])
+def test_a_key_deleted_meanwhile_stays_deleted(restarts):
+    world, owner, other = joined("a", "b")
+    owner.put(["doc", "kept"], values_of(["doc", "kept"]))
+    if restarts is not None:
+        world.restart(forgets=restarts == "forgets")
+    world.now += 100  # the owner stands still past its lease, and longer than a forgetful server waits for owners
+    answer = Deleted.MISSING if restarts == "forgets" else Deleted.DELETED
+    assert other.run(delete(other.s, ["doc"])) == [answer]
+    for _ in range(2):
+        owner.run(beat(owner.s))
+        owner.run(restore(owner.s))
+    assert owner.s.counters.sessions_lost == 1
+    assert other.get(["doc"]) == owner.get(["doc"]) == [Loaded.MISSING]
+    assert other.put(["doc"], [b"new"]) == [Stored.NEW]
+    assert owner.get(["doc"]) == [b"new"]
+    if restarts != "forgets":  # it is found in the region that was the owner's
+        assert owner.get(["kept"]) == [value_of("kept")]
+    at_rest(owner, other)
+
+
+def test_keys_not_restored_yet_go_with_the_next_session():
+    world, owner, other = joined("a", "b")
+    owner.put(["doc"], [value_of("doc")])
+    world.restart(forgets=True)
+    owner.run(beat(owner.s))
+    assert len(owner.s.former) == 1
+    world.now += 100  # it stands still before it restores
+    other.put(["doc"], [b"new"])
+    other.run(delete(other.s, ["doc"]))
+    owner.run(beat(owner.s))
+    owner.run(restore(owner.s))
+    assert owner.get(["doc"]) == [Loaded.MISSING]
+    assert (owner.s.counters.keys_lost, owner.s.counters.sessions_lost) == (1, 2)
+    at_rest(owner, other)
 
 
 def test_restore_drops_a_page_that_was_damaged():
@@ -770,9 +802,10 @@ def test_what_cannot_be_registered_again_is_counted():
     assert (client.s.counters.keys_kept, client.s.counters.keys_lost, client.s.former) == (0, 8, [])
 
 
-def test_a_region_that_a_restart_has_lost_is_given_up_and_its_keys_registered_again():
-    world, client = joined("a")
-    client.put(["k"], [value_of("k")])
+def test_keys_of_a_region_lost_by_a_restart_are_missed():
+    world, client, other = joined("a", "b")
+    client.put(["k", "deleted"], values_of(["k", "deleted"]))
+    other.run(delete(other.s, ["deleted"]))  # its owner has not heard of it, and never will: the region is gone before
     directory = world.service.directory
     directory.drop_region(1)
     world.restart()
@@ -781,8 +814,8 @@ def test_a_region_that_a_restart_has_lost_is_given_up_and_its_keys_registered_ag
     client.run(beat(client.s))
     assert client.s.pages.regions == []
     client.run(restore(client.s))
-    assert client.get(["k"]) == [value_of("k")]
-    at_rest(client)
+    assert client.get(["k", "deleted"]) == [Loaded.MISSING] * 2
+    assert client.put(["k"], [value_of("k")]) == [Stored.NEW]
 
 
 def test_foreign_regions_that_are_gone_are_let_go_of():
@@ -1122,7 +1155,7 @@ class Machine(RuleBasedStateMachine):
     """Two clients and a server, with losses, late arrivals, restarts and leases that end.
 
     What is read is always what was stored under that key; what was acknowledged is there until somebody deletes it, or it
-    makes room; and in the end nobody holds what should be free.
+    makes room; what was deleted stays deleted until somebody stores it; and in the end nobody holds what should be free.
     """
 
     index = "off"
@@ -1137,6 +1170,13 @@ class Machine(RuleBasedStateMachine):
             client.run(connect(client.s))
         self.held = [[], []]
         self.memory = {}
+        self.gone = set()  # deleted, and not stored since
+        self.unsure = set()  # a store without an answer may be done late
+        self.has_forgotten = False  # then owners may register again what was deleted before they had heard of it
+
+    def storing(self, keys):
+        self.gone.difference_update(keys)
+        self.unsure.update(keys)
 
     def with_fates(self, who, data):
         client = self.clients[who]
@@ -1168,8 +1208,11 @@ class Machine(RuleBasedStateMachine):
     @rule(who=who, keys=some, data=st.data())
     def put(self, who, keys, data):
         client = self.with_fates(who, data)
+        known = {*keys} - self.unsure
+        self.storing(keys)
         answers = self.attempt(client, lambda: client.put(keys, values_of(keys)))
         if answers is not None:
+            self.unsure -= known
             assert len(answers) == len(keys)
             assert set(answers) <= {Stored.NEW, Stored.DUPLICATE, Stored.FULL}
 
@@ -1183,6 +1226,7 @@ class Machine(RuleBasedStateMachine):
     def get_while_something_happens(self, who, keys, between, data):
         client, other = self.clients[who], self.clients[1 - who]
         keys = list(dict.fromkeys(keys))
+        self.storing([*keys, *NAMES] if between == "delete" else keys)
         self.attempt(other, lambda: other.put(keys, values_of(keys)))
         self.attempt(client, lambda: client.get(keys))  # its regions are mapped
         self.with_fates(who, data)
@@ -1197,6 +1241,7 @@ class Machine(RuleBasedStateMachine):
                 elif between == "sleep":
                     self.world.now += 20.0
                 else:
+                    self.has_forgotten |= between == "forget"
                     self.world.restart(forgets=between == "forget")
             return perform(effect)
 
@@ -1228,7 +1273,9 @@ class Machine(RuleBasedStateMachine):
     @rule(who=who, keys=some, data=st.data())
     def delete(self, who, keys, data):
         client = self.with_fates(who, data)
-        self.attempt(client, lambda: client.run(delete(client.s, keys)))
+        answers = self.attempt(client, lambda: client.run(delete(client.s, keys))) or ()
+        deleted = {key for key, answer in zip(keys, answers, strict=False) if answer is Deleted.DELETED}
+        self.gone |= deleted - self.unsure
 
     @rule(who=who, n=st.integers(1, 3), keep=st.booleans(), data=st.data())
     def fill_by_hand(self, who, n, keep, data):
@@ -1238,6 +1285,7 @@ class Machine(RuleBasedStateMachine):
             client.s.pages.cancel(pages)
         elif pages:
             keys = data.draw(st.lists(st.sampled_from(NAMES), min_size=n, max_size=n))
+            self.storing(keys)
             for page, key in zip(pages, keys, strict=True):
                 region = client.s.pages.region_of(page)
                 offset = (page - region.first) * PAGE
@@ -1264,6 +1312,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restart_with_nothing(self):
+        self.has_forgotten = True
         self.world.restart(forgets=True)
 
     @rule()
@@ -1273,6 +1322,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def another_pool(self):
         """Region numbers begin anew."""
+        self.has_forgotten = True
         self.world.restart(forgets=True)
         self.world._regions = itertools.count(1)
 
@@ -1282,6 +1332,10 @@ class Machine(RuleBasedStateMachine):
         client = self.clients[who]
         while client.late:
             client.late.pop(0)()
+
+    @invariant()
+    def a_deleted_key_stays_deleted(self):
+        assert self.has_forgotten or self.gone.isdisjoint(self.world.service.directory.list_keys())
 
     @invariant()
     def a_view_that_is_valid_shows_its_key(self):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -86,7 +87,7 @@ class World:
     def _limits(self) -> Limits:
         return Limits(high_watermark=self.config.high_watermark, low_watermark=self.config.low_watermark)
 
-    def start(self, directory: Directory) -> None:
+    def start(self, directory: Directory, *, begins_anew: bool = False) -> None:
         self.service = Service(
             self.config,
             directory,
@@ -94,6 +95,7 @@ class World:
             secret=SECRET,
             new_token=lambda: next(self._tokens).to_bytes(16, "big"),
             totals=lambda: (1 << 30, 1 << 30),
+            anew_until=self.now + self.config.max_lease if begins_anew else -math.inf,
         )
         self.service.descriptors = "somewhere"
         self.retire()
@@ -110,7 +112,7 @@ class World:
         else:
             directory = Directory.load(self.service.directory.dump(), self._limits())
             directory.restart(self.now)
-        self.start(directory)
+        self.start(directory, begins_anew=forgets)
 
     def retire(self) -> None:
         """What a server does before anything else with the indexes that the one before has left."""

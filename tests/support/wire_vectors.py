@@ -200,13 +200,16 @@ EXTENDED_REPLIES = [
     (Code.HEARTBEAT, b"\x81\xa5epoch" + EPOCH_BYTES, wire.HeartbeatReply(EPOCH)),
     (
         Code.HANDSHAKE,
-        b"\x8b\xa7success\xc3\xaarm_address\xae127.0.0.1:9850\xa5epoch"
+        b"\x8c\xa7success\xc3\xaarm_address\xae127.0.0.1:9850\xa5epoch"
         + EPOCH_BYTES
         + b"\xa7session"
         + TOKEN_BYTES
         + b"\xa7resumed\xc2\xa5lease\xcb\x40\x24\x00\x00\x00\x00\x00\x00\xa5codes\x92\x40\x41"
-        b"\xabdescriptors\xa6/run/d\xa6server\xa1s\xa8max_keys\xcd\x20\x00\xadmax_key_bytes\xcd\x04\x00",
-        wire.HandshakeReply(True, "127.0.0.1:9850", EPOCH, TOKEN, False, 10.0, [0x40, 0x41], "/run/d", "s", 8192, 1024),
+        b"\xabdescriptors\xa6/run/d\xa6server\xa1s\xa8max_keys\xcd\x20\x00\xadmax_key_bytes\xcd\x04\x00"
+        b"\xabbegins_anew\xc3",
+        wire.HandshakeReply(
+            True, "127.0.0.1:9850", EPOCH, TOKEN, False, 10.0, [0x40, 0x41], "/run/d", "s", 8192, 1024, True
+        ),
     ),
 ]
 OPENING = b"\xc4\x10" + TOKEN + b"\x05"  # session, ack

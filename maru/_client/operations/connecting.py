@@ -180,14 +180,18 @@ def check_listener(s: ClientState) -> Operation[Listener]:
 
 
 def check_regions(s: ClientState) -> Operation[None]:
-    """Whatever region of ours the server does not list is lost."""
+    """Whatever region of ours the server does not list is lost.
+
+    A published server has forgotten it. One of ours goes on with our session, and has dropped a region without memory: some of
+    its keys may have been deleted before, in returns that have not come, so none is registered again.
+    """
     if not s.pages.regions:
         return
     listed: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token or None))
     known = {handle.region_id for handle in listed.allocations}
     for region in s.pages.regions:
         if region.region_id not in known:
-            s.lose_region(region.region_id)
+            s.lose_region(region.region_id, forgotten=not s.own)
 
 
 def look_after_silence(s: ClientState) -> Operation[None]:

@@ -277,7 +277,9 @@ class ClientState:
         own = self.config.protocol != "published" and is_own(reply)
         goes_on = own and self.own and reply.resumed and reply.session == self.token
         if not goes_on and self.is_connected:
-            self.lose_session()
+            # The server's answer is the truth, and our table a cache of it. A server that remembers knows what was deleted or
+            # evicted while our session was over. Only what a server has forgotten may be registered again.
+            self.lose_session(forgotten=not own or (reply.begins_anew and reply.epoch != self._settled))
             if not own or self.epoch != self._settled:  # it may stand over another pool, where all numbers begin anew
                 self.counters.views_lost += self.pinned.lose_all()
         self.settles_pins = own and Code.PINS in reply.codes
@@ -421,11 +423,11 @@ class ClientState:
 
     # --- losing ---------------------------------------------------------------------------------------------------
 
-    def lose_region(self, region_id: int) -> None:
-        """A region is not ours any more. What was stored in it is kept in mind, to be registered again."""
+    def lose_region(self, region_id: int, *, forgotten: bool) -> None:
+        """A region is not ours any more. If the server has forgotten it, its keys are kept to be registered again."""
         region = next(region for region in self.pages.regions if region.region_id == region_id)
         span = self.spans.pop(region_id, None)
-        if span is not None:
+        if span is not None and forgotten:
             size = self.pages.page_bytes
             kept = [
                 ((page - region.first) * size, self.stored[page])
@@ -438,13 +440,20 @@ class ClientState:
             self.stored.pop(page, None)
         self.pages.end_region(region_id)
 
-    def lose_session(self) -> None:
-        """The server does not know us any more: no region is ours, and no pin."""
+    def lose_session(self, *, forgotten: bool) -> None:
+        """The server does not know us any more: no region is ours, and no pin.
+
+        Args:
+            forgotten: whether the server has forgotten our keys as well.
+        """
         self.counters.sessions_lost += 1
         self._new_era()
         self.pin_epochs.forget()  # nothing that was sent in it is done any more
         for region in self.pages.regions:
-            self.lose_region(region.region_id)
+            self.lose_region(region.region_id, forgotten=forgotten)
+        if not forgotten:  # the same goes for what was not registered again yet in the session that is over
+            self.counters.keys_lost += sum(len(former.pages) for former in self.former)
+            self.former.clear()
         self.pages.new_session()
         self.spans.clear()  # the server may stand over another pool now, where the same numbers mean other regions
         self.handles.clear()
