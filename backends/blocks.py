@@ -91,6 +91,8 @@ class Registry(Room):
 
     def __init__(self, eviction: EvictionPolicy[Key] | None = None) -> None:
         super().__init__()
+        if eviction is not None and not callable(getattr(eviction, "make_room", None)):
+            raise TypeError(f"eviction is {eviction!r}, and must be an eviction policy: maru.eviction has some")
         self._policy: EvictionPolicy[Key] = LRU() if eviction is None else eviction
         self._slot_of: dict[Key, int] = {}
         self._depths: dict[Key, int] = {}  # of registered keys, where they were said

@@ -168,6 +168,8 @@ def _as_said(error: BaseException) -> click.ClickException | BrokenPipeError | N
         return EnvironmentFault(f"there is not enough memory{f': {error}' if str(error) else ''}")
     if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_foreign(error.name):
         return EnvironmentFault(lacking(error.name))
+    if isinstance(error, ImportError) and "pip install" in str(error):  # raised by a module that needs an extra
+        return EnvironmentFault(str(error))
     return None
 
 

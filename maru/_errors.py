@@ -103,6 +103,11 @@ class ForeignJournal(MaruError):
         self.path = path
 
 
+def excerpt(text: str, most: int = 120) -> str:
+    """The beginning and the end of a long text, for a message of one line."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2 - 3) :]}"
+
+
 class KnobError(ValueError):
     """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound.
 
@@ -110,7 +115,7 @@ class KnobError(ValueError):
     """
 
     def __init__(self, knob: str, value: object, bound: str) -> None:
-        super().__init__(f"{knob} = {value!r}: {bound}")
+        super().__init__(f"{knob} = {excerpt(repr(value))}: {bound}")
         self.knob = knob
         self.value = value
         self.bound = bound

@@ -60,7 +60,7 @@ def _open_ours(path: str, refuse: Callable[[str], Exception], purpose: str) -> t
             raise refuse(f"{path!r} belongs to another user: choose another directory")
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
-        raise refuse(f"{path!r} cannot be used as {purpose}: {exc}") from exc
+        raise refuse(f"{path!r} cannot be used as {purpose}: {exc.strerror or exc}") from exc
     try:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
@@ -88,7 +88,7 @@ def _make(path: str, refuse: Callable[[str], Exception], purpose: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
     except OSError as exc:
-        raise refuse(f"{path!r} cannot be used as {purpose}: {exc}") from exc
+        raise refuse(f"{path!r} cannot be used as {purpose}: {exc.strerror or exc}") from exc
     with contextlib.suppress(OSError):
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 
+from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
+
 from ..closing import close_beside
 from ._config import HostConfig, host_config
 from ._errors import PluginTypeError, TierParameterError, UnknownTier
@@ -195,6 +197,7 @@ def _memory(*, block_bytes: int, capacity_bytes: int | str = "256MiB", **more: A
     from ..memory import MemoryTier
 
     check_names("memory", more, parameters_of(MemoryTier))
+    _check_values("memory", MemoryTier, more)
     return MemoryTier(size_of(capacity_bytes, "capacity_bytes", "memory"), block_bytes, **more)
 
 
@@ -206,6 +209,7 @@ def _register(*, block_bytes: int, directory: str = "", capacity_bytes: int | st
         raise TierParameterError("file", "directory", None, "missing a required argument: 'directory'")
     if not isinstance(directory, str | os.PathLike):
         raise TierParameterError("file", "directory", directory, "must be a path")
+    _check_values("file", FileTier, more)
     return FileTier(directory, size_of(capacity_bytes, "capacity_bytes", "file"), block_bytes=block_bytes, **more)
 
 
@@ -250,6 +254,52 @@ def _sized(tier: str, parameters: dict[str, Any], make: Callable[..., object]) -
     if parameters.get("capacity_bytes") is not None:
         parameters["capacity_bytes"] = size_of(parameters["capacity_bytes"], "capacity_bytes", tier)
     return parameters
+
+
+_PLAIN: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
+    "bool": ((bool,), "true or false"),
+    "bool | None": ((bool, type(None)), "true or false"),
+    "str": ((str,), "a text"),
+}
+"""Annotations of parameters that a file can set to something else without an error before the first store."""
+
+_EVICTIONS: Final[Mapping[str, Callable[[], EvictionPolicy[Any]]]] = {
+    "adaptive": AdaptiveLRFU,
+    "lru": LRU,
+    "lfu": LFU,
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "wtinylfu": WTinyLFU,
+}
+
+
+def _check_values(tier: str, maker: Callable[..., object], parameters: dict[str, Any]) -> None:
+    """Make the eviction policy that is only named, and see that flags are flags and texts are texts.
+
+    Raises:
+        TierParameterError: one of them is not.
+    """
+    if parameters.get("eviction") is not None:
+        parameters["eviction"] = _eviction(tier, parameters["eviction"])
+    for name, parameter in inspect.signature(maker).parameters.items():
+        kinds, said = _PLAIN.get(str(parameter.annotation), ((object,), ""))
+        if name in parameters and not isinstance(parameters[name], kinds):
+            raise TierParameterError(tier, name, parameters[name], f"must be {said}")
+
+
+def _eviction(tier: str, policy: Any) -> Any:
+    """An eviction policy by its name, or by ``module:attribute``; an object as it is."""
+    if isinstance(policy, str):
+        module, colon, attribute = policy.partition(":")
+        if policy not in _EVICTIONS and not (module and colon and attribute):
+            why = f"must be one of {', '.join(_EVICTIONS)}, or module:attribute"
+            raise TierParameterError(tier, "eviction", policy, why)
+        made: Any = _EVICTIONS.get(policy) or find_name(find_module(module), attribute, "an eviction policy")
+        policy = made() if callable(made) else made
+    if not callable(getattr(policy, "make_room", None)):
+        why = f"must be an eviction policy, or one of {', '.join(_EVICTIONS)}"
+        raise TierParameterError(tier, "eviction", policy, why)
+    return policy
 
 
 BUILTIN: Final[Mapping[str, TierFactory]] = {
@@ -311,7 +361,8 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
 
     Args:
         spec: see above. A size may have a unit, ``"1GiB"``. After a name and a colon comes the directory of ``file``, or the
-            server's URL of ``maru``.
+            server's URL of ``maru``. ``eviction`` may be a name: ``adaptive``, ``lru``, ``lfu``, ``s3fifo``, ``arc``,
+            ``wtinylfu``, or ``module:attribute``.
         block_bytes: the size of every block.
 
     Raises:

@@ -205,7 +205,10 @@ def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another state directory
         except BlockingIOError:
             raise PoolInUse(f"{path!r} is in use by another server") from None
-        size, align = device_facts(fd)
+        try:
+            size, align = device_facts(fd)
+        except PoolUnusable as exc:
+            raise PoolUnusable(f"{path!r} cannot hold a pool: {exc}") from exc
         spans = Spans(size if capacity_bytes is None else min(size, capacity_bytes), align)
         if not spans.total_bytes:
             raise PoolUnusable(f"{path!r} has no {align} bytes to give")

@@ -158,6 +158,8 @@ def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: objec
     for name, tier in value.items():
         if not isinstance(name, str) or not name:
             raise ConfigError("tiers", name, "must be a name")
+        if not name.isprintable():
+            raise ConfigError("tiers", name, "must be a name of printable characters: it stands in logs and metrics")
         if name == SOURCE:
             raise ConfigError("tiers", name, "must be another name: routes use it for the engine's source")
         _check_place(f"tiers.{name}", tier, "pin")

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import click
@@ -21,12 +21,20 @@ import click
 from maru._commands import age, given_knobs, knob_option
 from maru._ending import ExitCode
 from maru._errors import MaruError
-from maru._printable import LineFormatter
+from maru._printable import LineFormatter, printable
 from maru.exception_groups import leaves
 
 from .._errors import ConfigError
 from ._config import SECTION, daemon_knobs
-from ._settings import Settings, as_toml, keep_unreloadable, keep_unreloadable_of_engine, read_settings, refused_changes
+from ._settings import (
+    Settings,
+    as_toml,
+    keep_unreloadable,
+    keep_unreloadable_of_engine,
+    maru_config,
+    read_settings,
+    refused_changes,
+)
 
 if TYPE_CHECKING:
     from ._dropped import Dropped
@@ -48,6 +56,8 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
     try:
         settings = read_settings(config_file or "", given_knobs(SECTION, values))
         if check:
+            from ._checking import check_settings  # it imports all that a daemon is made of
+
             check_settings(settings)
     except (ConfigError, ValueError, LookupError) as error:
         raise click.UsageError(str(error)) from error
@@ -59,35 +69,6 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
         click.echo(f"{config_file or 'the defaults'}: valid; {len(settings.engine.tiers)} tiers")
     else:
         ctx.exit(run(settings))
-
-
-def check_settings(settings: Settings) -> None:
-    """Make what the settings name, without entering it, and drop it again: what is wrong raises.
-
-    Raises:
-        offload.ConfigError: a tier, a tenant, an instrument or a policy cannot be what it is said to be.
-    """
-    from backends.closing import closing
-
-    from .._engine.factories import make_tier
-    from ._admin import read_token
-    from ._config import read_tenants
-    from ._engine import unpopulated
-    from ._instruments import make_instrument
-
-    read_tenants(settings.daemon.tenants_file)
-    if settings.daemon.admin_token_file:
-        read_token(settings.daemon.admin_token_file)
-    for name in settings.daemon.instruments:
-        make_instrument(name)
-    if settings.daemon.flight_recorder:
-        from .._recorder.ring import check_ring_file
-
-        check_ring_file(settings.daemon.flight_recorder)
-    block_bytes = settings.daemon.block_bytes or 4_096  # the size that the first cache would say
-    for name, tier in unpopulated(settings.engine.tiers).items():
-        with closing(make_tier(f"tiers.{name}", tier, block_bytes)):
-            pass
 
 
 def run(settings: Settings) -> int:
@@ -108,10 +89,11 @@ def run(settings: Settings) -> int:
     dropped: list[Dropped] = []
     try:
         dropped.append(trio.run(_serve, settings, restrict_keyboard_interrupt_to_checkpoints=True))
-    except* (OffloadError, MaruError, CannotOpen, ModuleNotFoundError, OSError) as group:
+    except* (OffloadError, MaruError, CannotOpen, ImportError, OSError) as group:
         failures = leaves(group)
     for failure in failures:
-        click.echo(f"offload serve: {failure}", err=True)
+        about = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
+        click.echo(f"offload serve: {printable(str(failure))}{about}", err=True)
     if failures:
         return ExitCode.ENVIRONMENT
     return _exit_code(dropped[0])
@@ -134,7 +116,7 @@ async def _serve(settings: Settings) -> Dropped:
 
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with open_daemon(
-            settings.daemon, settings.engine, maru=_maru_config(settings), pinned_pool=settings.pinned_pool
+            settings.daemon, settings.engine, maru=maru_config(settings), pinned_pool=settings.pinned_pool
         ) as daemon:
             running = _Running(daemon, settings)
             if daemon.admin is not None:
@@ -170,24 +152,6 @@ async def _until_the_end(running: _Running, signals: AsyncIterator[int]) -> str:
     return "an operator"
 
 
-def _maru_config(settings: Settings) -> Any:
-    """The configuration of the embedded Maru server, where there is one."""
-    if not settings.embeds_maru:
-        return None
-    from maru import ServerConfig
-
-    pool_bytes, of_engines = (
-        int(gib * (1 << 30)) for gib in (settings.daemon.maru_pool_size_gb, settings.daemon.engine_pool_size_gb)
-    )
-    return ServerConfig(
-        rm_address="",
-        pool_path=settings.maru_directory,
-        # Beside this daemon's region that of the one before, which is still read.
-        capacity_bytes=2 * pool_bytes + of_engines + (64 << 20),
-        log_level=settings.daemon.log_level,
-    )
-
-
 @attrs.define
 class _Running:
     """A daemon that runs, and the settings that it has now."""
@@ -199,15 +163,18 @@ class _Running:
         """Take over what may change; everything else is named, and left as it is.
 
         Raises:
-            offload.ConfigError: the settings cannot be read. Nothing was changed.
-            OSError: the same.
+            offload.ConfigError: the settings cannot be read, or name what cannot be. Nothing was changed.
+            ImportError: they need a package that is not installed.
+            OSError: they cannot be read.
         """
+        from ._checking import check_settings
         from ._notify import notify
 
         daemon, before = self.daemon, self.settings
         notify("RELOADING", "reading the settings again")
         try:
             fresh = read_settings(before.path, before.options)
+            check_settings(fresh, running=before)
             engine = keep_unreloadable_of_engine(before.engine, fresh.engine)
             daemon.reload(keep_unreloadable(before.daemon, fresh.daemon), engine)
         finally:
@@ -224,7 +191,7 @@ class _Running:
         """The same, where no answer is waited for: a failure is logged."""
         try:
             self.reload()
-        except (ConfigError, OSError) as exc:
+        except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
 
 

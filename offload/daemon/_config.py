@@ -197,6 +197,9 @@ class DaemonConfig:
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written. Read again at SIGHUP.")
 
     def __attrs_post_init__(self) -> None:
+        port = self.status.rpartition(":")[2]
+        if port.isdecimal() and int(port) > 65_535:
+            raise ConfigError("daemon.status", self.status, "the port must be from 0 to 65535")
         port = self.kv_events.rpartition(":")[2]
         if port.isdecimal() and not 0 < int(port) < 65_535:
             raise ConfigError(
@@ -297,6 +300,12 @@ def engine_config(
     if config.source is not None:
         raise ConfigError(
             "engine.source", config.source, "must not be set: a daemon stores from the caches of its engines"
+        )
+    if config.daemon_url:
+        raise ConfigError(
+            "engine.daemon_url",
+            config.daemon_url,
+            "must not be set: a daemon has the tiers itself, and engines name it",
         )
     config = attrs.evolve(config, pipeline=_for_a_daemon(config.pipeline, document, environ))
     if config.tiers:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from ._events import DaemonEvents
 
-_LOCK_NAME: Final = "daemon.lock"
+LOCK_NAME: Final = "daemon.lock"
 _UNREAD_BYTES: Final = 16 << 20
 """Answers that may wait for one engine. One that reads so little is hung up on."""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
@@ -430,7 +430,7 @@ def _own_directory(path: str) -> Iterator[str]:
         path, lambda why: ConfigError("daemon.runtime_dir", path, why), purpose="the directory of a daemon"
     )
     try:
-        lock = os.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
     finally:
         os.close(directory)
     try:

@@ -163,6 +163,24 @@ def _inline(item: Any) -> str:
     return "{ " + ", ".join(f"{name} = {json.dumps(value, default=str)}" for name, value in told.items()) + " }"
 
 
+def maru_config(settings: Settings) -> Any:
+    """The configuration of the embedded Maru server, where there is one."""
+    if not settings.embeds_maru:
+        return None
+    from maru import ServerConfig
+
+    pool_bytes, of_engines = (
+        int(gib * (1 << 30)) for gib in (settings.daemon.maru_pool_size_gb, settings.daemon.engine_pool_size_gb)
+    )
+    return ServerConfig(
+        rm_address="",
+        pool_path=settings.maru_directory,
+        # Beside this daemon's region that of the one before, which is still read.
+        capacity_bytes=2 * pool_bytes + of_engines + (64 << 20),
+        log_level=settings.daemon.log_level,
+    )
+
+
 def socket_url(daemon: DaemonConfig) -> str:
     """Where engines find the daemon of this configuration."""
     return f"ipc://{daemon.runtime_dir}/{CHANNEL_NAME}"

@@ -97,7 +97,10 @@ async def _serve(app: Any, config: Config, stop: trio.Event, task_status: trio.T
         finally:
             door.give_back(holder)
 
-    sockets = config.create_sockets().insecure_sockets
+    try:
+        sockets = config.create_sockets().insecure_sockets
+    except OSError as error:
+        raise OSError(error.errno, f"the status page cannot listen there: {error.strerror}", config.bind[0]) from error
     try:
         for sock in sockets:
             sock.listen(config.backlog)

@@ -1,0 +1,167 @@
+"""Makes what the settings of a daemon name, without starting it, and lets go of it again: ``--check``, and before a reload.
+
+Rule 1. What is wrong is a :class:`~offload.ConfigError` that names the setting; a package that is not installed is the
+        environment's fault, with the name of the extra.
+Rule 2. A daemon that runs in this directory has its ports and directories itself: they are not tried then. What it has made
+        already is not made a second time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from backends import PlaceInUse
+from backends.abc import ReadableTier
+from backends.closing import closing
+from maru._errors import excerpt
+from maru._private_directory import check_private_directory
+
+from .._engine.config import EngineConfig, TierLike
+from .._engine.factories import leads_on, make_policies, make_tier
+from .._engine.routes import plan
+from .._errors import ConfigError
+from ._admin import read_token
+from ._config import DaemonConfig, read_tenants
+from ._engine import unpopulated
+from ._instruments import make_instrument
+from ._server import LOCK_NAME
+from ._settings import Settings, maru_config
+
+_LARGEST_FIRST: Final = 4_096
+"""Bytes of a block, where only the first cache says it."""
+
+
+def check_settings(settings: Settings, *, running: Settings | None = None) -> None:
+    """Make what the settings name, without entering it, and drop it again.
+
+    Args:
+        settings: to check.
+        running: those of the daemon that runs here, which are not made again.
+
+    Raises:
+        offload.ConfigError: a directory, a port, a tenant, an instrument, a tier or a policy cannot be what it is said to be.
+        ImportError: a package is not installed; the text names the extra.
+    """
+    config = settings.daemon
+    served = running is not None or _is_served(config.runtime_dir)
+    with _naming("daemon.tenants_file", config.tenants_file):
+        read_tenants(config.tenants_file)
+    if config.admin_token_file:
+        with _naming("daemon.admin_token_file", config.admin_token_file):
+            read_token(config.admin_token_file)
+    for name in config.instruments:
+        make_instrument(name)
+    if not served:
+        _check_places(config)
+        _check_addresses(settings)
+    maru_config(settings)
+    _check_tiers(settings.engine, config.block_bytes or _LARGEST_FIRST, running, served=served)
+
+
+def _check_places(config: DaemonConfig) -> None:
+    """Raise unless the directories and the file of the recorder can be made."""
+    _check_directory("daemon.runtime_dir", config.runtime_dir)
+    if config.admin.startswith("ipc://"):
+        _check_directory("daemon.admin", os.path.dirname(os.path.abspath(config.admin.removeprefix("ipc://"))))
+    if config.flight_recorder:
+        from .._recorder.ring import check_ring_file
+
+        with _naming("daemon.flight_recorder", config.flight_recorder):
+            check_ring_file(config.flight_recorder)
+
+
+def _check_directory(knob: str, path: str) -> None:
+    check_private_directory(
+        path, lambda why: ConfigError(knob, path, why.replace(path, excerpt(path))), purpose="a directory of a daemon"
+    )
+
+
+def _check_addresses(settings: Settings) -> None:
+    """Raise unless this process could listen there, and has the packages for it."""
+    config = settings.daemon
+    if config.status:
+        from ..status import serve_status as serve_status  # raises without the packages of its extra
+
+        if config.status != "ipc":
+            _check_address("daemon.status", config.status)
+    if config.kv_events not in ("", "ipc"):
+        host, _, port = config.kv_events.rpartition(":")
+        _check_address("daemon.kv_events", config.kv_events)
+        _check_address("daemon.kv_events", f"{host}:{int(port) + 1}")
+    pool = settings.pinned_pool
+    if pool is not None and pool.host:
+        _check_address("pinned_pool.port", f"{pool.host}:{pool.port}")
+
+
+def _check_address(knob: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in where:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
+                probe.bind(place)
+    except OSError as exc:
+        raise ConfigError(knob, address, f"cannot listen there: {exc.strerror or exc}") from exc
+
+
+def _check_tiers(engine: EngineConfig, block_bytes: int, running: Settings | None, *, served: bool) -> None:
+    """Make the tiers that the running daemon does not have, then the routes between them, with their policies."""
+    before: Mapping[str, TierLike] = {} if running is None else running.engine.tiers
+    if running is not None and engine.tiers == before and engine.routes == running.engine.routes:
+        return
+    with ExitStack() as stack:
+        tiers: dict[str, ReadableTier] = {}
+        for name, tier in unpopulated(engine.tiers).items():
+            with _naming(f"engine.tiers.{name}", _described(tier)):
+                try:
+                    tiers[name] = make_tier(f"tiers.{name}", tier, block_bytes)
+                except PlaceInUse:
+                    if not served:
+                        raise
+                    continue  # by the daemon that runs
+                stack.enter_context(closing(tiers[name]))
+        if len(tiers) < len(engine.tiers):
+            return
+        sources = {name for name, tier in tiers.items() if leads_on(tier, engine.chain)}
+        for route in plan(list(tiers), sources, engine.routes, engine.chain):
+            with _naming(f"engine.routes.{route.name}.policies", route.route.policies):
+                make_policies(route.route.policies, tiers[route.to], route.name)
+
+
+def _described(tier: TierLike) -> Any:
+    return dict(tier) if isinstance(tier, Mapping) else tier
+
+
+@contextmanager
+def _naming(knob: str, value: object) -> Iterator[None]:
+    """Raise whatever making a thing raised as an error that names its setting; a package that is missing as it is."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as exc:
+        if isinstance(exc, ImportError) and "pip install" in str(exc):
+            raise
+        why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        raise ConfigError(knob, value, f"cannot be used: {why or type(exc).__name__}") from exc
+
+
+def _is_served(directory: str) -> bool:
+    """Whether a daemon runs in this directory."""
+    try:
+        lock = os.open(f"{directory}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
