@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from maru._all_bytes import read_head, read_up_to, write_all
 from maru._forks import belongs_to, watch_forks
 from maru._private_directory import open_private_directory
 
@@ -214,7 +215,7 @@ class Directory:
         """The header of one file, or the whole file if it is shorter."""
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
         try:
-            return os.pread(fd, HEADER_BYTES, 0)
+            return read_head(fd, HEADER_BYTES)
         finally:
             os.close(fd)
 
@@ -229,7 +230,7 @@ class Directory:
         fd = self._create(temporary)
         try:
             try:
-                _write_all(fd, head, payload[:used_bytes])
+                write_all(fd, head, payload[:used_bytes])
                 if used_bytes is not None:
                     os.ftruncate(fd, len(head) + payload.nbytes)
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
@@ -250,7 +251,7 @@ class Directory:
             raise Refused("gone") from None
         try:
             head = bytearray(HEADER_BYTES)
-            got = _read_all(fd, head, page)
+            got = read_up_to(fd, head, page, at=0)
             header = unpack_header(head[:got], os.fstat(fd).st_size, layout)
         finally:
             os.close(fd)
@@ -287,19 +288,3 @@ class Directory:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name[:2], 0o700, dir_fd=self.root)
             return os.open(name, flags, 0o600, dir_fd=self.root)
-
-
-def _write_all(fd: int, head: bytes, payload: memoryview) -> None:
-    done = os.writev(fd, [head, payload])
-    while done < len(head) + payload.nbytes:  # a signal, or more than the kernel takes at once
-        done += os.writev(fd, [head[done:], payload[max(0, done - len(head)) :]])
-
-
-def _read_all(fd: int, head: bytearray, page: memoryview) -> int:
-    done = os.preadv(fd, [head, page], 0)
-    while HEADER_BYTES <= done < HEADER_BYTES + page.nbytes:
-        more = os.preadv(fd, [page[done - HEADER_BYTES :]], done)
-        if not more:
-            break
-        done += more
-    return done

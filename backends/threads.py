@@ -19,7 +19,6 @@ import itertools
 import math
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,13 +29,14 @@ from typing import Any, TypeVar, TypeVarTuple
 import attrs
 import trio
 
+from maru._all_bytes import clear_wake, wake
+
 from ._errors import Unproven
 from ._unproven import kept_if_unproven as kept_if_unproven
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_RING = (1).to_bytes(8, sys.byteorder)
 _names = itertools.count()
 
 
@@ -87,7 +87,7 @@ class _CopyThread:
                     self.error = exc
                 del job, fn, args  # an idle thread must not keep pages alive
                 # Last, after the result is set: once this is readable the task may take the result and hand over the next job.
-                os.write(self._ring, _RING)
+                wake(self._ring)
         finally:
             self._close()
 
@@ -101,7 +101,7 @@ class _CopyThread:
         while True:
             await trio.lowlevel.wait_readable(self._listen)
             try:
-                os.read(self._listen, 8)
+                clear_wake(self._listen)
             except BlockingIOError:  # pragma: no cover - a spurious wake-up
                 continue
             return

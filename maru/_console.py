@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ._all_bytes import read_some
 from ._printable import printable_lines
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def keys_pressed() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode("ascii", "replace") if ready else ""
+        return read_some(descriptor, 1).decode("ascii", "replace") if ready else ""
 
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)

@@ -30,6 +30,8 @@ from typing import TypeAlias
 import attrs
 import trio
 
+from maru._all_bytes import read_some
+
 from .._errors import PlaceClosed
 from ..abc import Key
 from ..threads import run_in_thread
@@ -77,7 +79,7 @@ class Descriptor:
         if not poll.poll(0):
             return False
         with contextlib.suppress(OSError):
-            os.read(self._mine, 4096)
+            read_some(self._mine, 4096)
         return True
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from typing import Final
 import attrs
 import trio
 
+from .._all_bytes import write_some, write_with
 from .._errors import JournalFailed
 from .._threads import NoThread, run_in_thread
 from .segments import (
@@ -122,7 +123,7 @@ class Journal:
         boot_id: bytes,
         segment_bytes: int = SEGMENT_BYTES,
         fsync: bool = False,
-        write: Callable[[int, bytes | memoryview], int] = os.write,
+        write: Callable[[int, bytes | memoryview], int] = write_some,
     ) -> None:
         self.path: str = os.fspath(path)
         """The directory."""
@@ -252,7 +253,7 @@ class Journal:
         file = _File(os.open(path, flags, 0o600))
         header = pack_header("journal", Header(self._pool_id, self._boot_id, number, previous_end, 0))
         try:
-            _write_with(self._write, file.fd, header)
+            write_with(self._write, file.fd, header)
         except BaseException:
             remove(self.path, [os.path.basename(path)])
             raise
@@ -266,7 +267,7 @@ class Journal:
     def _put(self, data: bytes) -> None:
         assert self._file is not None
         try:
-            _write_with(self._write, self._file.fd, data)
+            write_with(self._write, self._file.fd, data)
             self._end += len(data)
         except BaseException:
             # A part may have been written. It must not stay: the next record would stand behind it, and a replay ends at a torn
@@ -417,12 +418,6 @@ class Journal:
             closed_bytes=self._closed_bytes,
             snapshot_bytes=self._snapshot_bytes,
         )
-
-
-def _write_with(write: Callable[[int, bytes | memoryview], int], fd: int, data: bytes) -> None:
-    done = write(fd, data)
-    while done < len(data):  # the disk is full, or a limit is reached: the next one says so
-        done += write(fd, memoryview(data)[done:])
 
 
 def _size(path: str) -> int:

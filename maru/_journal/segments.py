@@ -28,6 +28,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
+from .._all_bytes import write_all
 from .._errors import ForeignJournal
 
 FORMAT_VERSION: Final = 1
@@ -228,13 +229,6 @@ def try_lock(path: str) -> int | None:
         os.close(fd)
         raise
     return fd
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of it: a signal or a full disk may cut a write short."""
-    done = os.write(fd, data)
-    while done < len(data):
-        done += os.write(fd, memoryview(data)[done:])
 
 
 def write_snapshot(

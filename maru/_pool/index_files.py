@@ -21,6 +21,7 @@ import stat
 import sys
 from typing import Final
 
+from .._all_bytes import write_all_at
 from .._errors import CannotMap
 from .._index import BOARD_BYTES, header_of_board
 from .._index.layout import AT_RETIRED, HEADER_BYTES
@@ -100,7 +101,7 @@ def retire_left(home: str) -> int:
         fd = os.open(path, _OPEN)
         try:
             if os.fstat(fd).st_size >= HEADER_BYTES:
-                os.pwrite(fd, _RETIRED, 8 * AT_RETIRED)
+                write_all_at(fd, _RETIRED, 8 * AT_RETIRED)
         finally:
             os.close(fd)
         os.unlink(path)
@@ -116,7 +117,7 @@ def make_board() -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("maru board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, BOARD_BYTES)
-        os.pwrite(fd, header_of_board(), 0)
+        write_all_at(fd, header_of_board(), 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LENGTH_STAYS)
         return fd, mmap.mmap(fd, BOARD_BYTES, access=mmap.ACCESS_READ)
     except BaseException:

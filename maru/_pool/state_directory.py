@@ -24,6 +24,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from .._all_bytes import read_head, write_all_at
 from .._errors import PoolInUse, PoolUnusable
 from .._forks import watch_forks
 from .._private_directory import check_private_directory, open_private_directory
@@ -258,13 +259,13 @@ def lock(directory: int, path: str) -> int:
     try:
         deadline = time.monotonic() + _LAST_BREATH
         while not _try_lock(fd):
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            holder = read_head(fd, 32).decode("ascii", "replace").strip() or "unknown"
             # A server that was killed while it started a process: between fork and exec, that one has the lock still.
             if _is_alive(holder) or time.monotonic() > deadline:
                 raise in_use(path, holder)
             time.sleep(0.005)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        write_all_at(fd, b"%d\n" % os.getpid(), 0)
         return fd
     except BaseException:
         os.close(fd)

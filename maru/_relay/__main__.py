@@ -21,6 +21,7 @@ from typing import Final
 import attrs
 import trio
 
+from .._all_bytes import write_all
 from .lookup import find_user, tells_users
 from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 
@@ -89,8 +90,10 @@ async def _report(counts: Counts) -> None:
     while True:
         if counts != said:
             with contextlib.suppress(OSError):
-                os.write(_OUTPUT, json.dumps(attrs.asdict(counts)).encode() + b"\n")
-            said = attrs.evolve(counts)
+                write_all(
+                    _OUTPUT, json.dumps(attrs.asdict(counts)).encode() + b"\n"
+                )  # a short line: a pipe takes it whole
+                said = attrs.evolve(counts)
         await trio.sleep(_INTERVAL)
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
+from .._all_bytes import read_some
 from .._ending import EnvironmentFault
 from .._errors import PoolUnusable
 from .._pool.placement import find_place
@@ -97,7 +98,7 @@ class Child:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
                 raise BenchFailed(f"{self._process.args!r} has said nothing for {patience:g} s")
-            part = os.read(descriptor, 1 << 16)
+            part = read_some(descriptor, 1 << 16)
             if not part:
                 self._said.seek(0)
                 raise BenchFailed(f"{self._process.args!r}: {self._said.read()[-1000:].decode('utf-8', 'replace')}")

@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Final
 
+from .._all_bytes import read_head, write_all
 from .._errors import PoolUnusable
 from .._listeners import open_peer, peer_uid
 
@@ -142,9 +143,7 @@ class PacketConnection:
     def _send_in_memory(self, frame: bytes) -> None:
         descriptor = os.memfd_create("maru-frame", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            rest = memoryview(frame)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            write_all(descriptor, frame)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
             self._sock.sendmsg([_SIZE.pack(len(frame))], attached)
@@ -160,14 +159,10 @@ class PacketConnection:
             seals = 0
         if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
             raise BadPacket("a descriptor that is no sealed memory of the size that was said")
-        parts, at = [], 0
-        while at < size:
-            part = os.pread(descriptor, size - at, at)
-            if not part:
-                raise BadPacket("a descriptor whose memory ends early")
-            parts.append(part)
-            at += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        frame = read_head(descriptor, size)
+        if len(frame) != size:
+            raise BadPacket("a descriptor whose memory ends early")
+        return frame
 
 
 # --- making connections -------------------------------------------------------------------------------------------

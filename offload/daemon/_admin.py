@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import trio
 
+from maru._all_bytes import write_all
 from maru._errors import PoolUnusable
 from maru._files import open_input
 from maru._private_directory import open_private_directory
@@ -104,7 +105,7 @@ def own_token(directory: str) -> Iterator[bytes]:
         os.unlink(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, token + b"\n")
+        write_all(descriptor, token + b"\n")
     finally:
         os.close(descriptor)
     try:

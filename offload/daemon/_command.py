@@ -7,6 +7,7 @@ read, and torch only when a cache of torch tensors is registered.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import click
 
+from maru._all_bytes import write_all
 from maru._commands import age, given_knobs, knob_option
 from maru._ending import ExitCode
 from maru._errors import MaruError
@@ -199,7 +201,8 @@ def _end_at_last(seconds: float) -> None:
     """End the process then, if it has not ended."""
 
     def end() -> None:
-        os.write(2, b"offload serve: a copy has not come to its end; leaving it\n")
+        with contextlib.suppress(OSError):  # a standard error that is closed, or full, is no reason to stay
+            write_all(2, b"offload serve: a copy has not come to its end; leaving it\n")
         os._exit(ExitCode.DROPPED + 2)
 
     timer = threading.Timer(seconds, end)

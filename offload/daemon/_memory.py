@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol
 from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
 from backends.pages import Pages, copy_pages, new_pages
 from backends.slots import Storage
+from maru._all_bytes import read_all, write_all_at
 from maru._budget import Budget, Door
 from maru._errors import CannotMap
 from maru._memory.memory import Memory
@@ -272,7 +273,7 @@ class FileStorage:
         for slot, page in zip(slots, pages, strict=True):
             start = 0
             for file, offset, stride, size in self._pieces:
-                _read_all(file.descriptor, page[start : start + size], offset + slot * stride)
+                read_all(file.descriptor, page[start : start + size], offset + slot * stride)
                 start += size
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
@@ -287,16 +288,8 @@ class FileStorage:
                 at = offset + slot * stride
                 if os.fstat(file.descriptor).st_size < at + size:  # a write would make it longer again
                     raise OSError(f"the file of an engine ends before byte {at + size}")
-                os.pwrite(file.descriptor, page[start : start + size], at)
+                write_all_at(file.descriptor, page[start : start + size], at)
                 start += size
-
-
-def _read_all(descriptor: int, view: memoryview, at: int) -> None:
-    while view:
-        count = os.preadv(descriptor, [view], at)
-        if not count:
-            raise OSError(f"the file of an engine ends at byte {at}")
-        view, at = view[count:], at + count
 
 
 # --- all of them --------------------------------------------------------------------------------------------------------

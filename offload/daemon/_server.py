@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
+from maru._all_bytes import read_head, write_all_at
 from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer
@@ -437,12 +438,12 @@ def _own_directory(path: str) -> Iterator[str]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+            holder = read_head(lock, 32).decode(errors="replace").strip() or "unknown"
             raise DaemonInUse(
                 f"{real!r} is in use by another daemon, process {holder}: end it, or set runtime_dir"
             ) from None
         os.truncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        write_all_at(lock, str(os.getpid()).encode(), 0)
         try:
             yield real
         finally:

@@ -39,13 +39,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import trio
+
+from maru._all_bytes import clear_wake, wake
 
 from .._errors import EngineClosed, EngineForked, PipelineClosed
 
@@ -54,8 +55,6 @@ _PER_TICK = 16
 
 MOST_LEFT = 64
 """What is left without a wake-up must not pile up: each time there is so much more of it, the trio thread is woken."""
-
-_ONE = (1).to_bytes(8, sys.byteorder)
 
 
 class Mailbox:
@@ -145,12 +144,12 @@ class Notifier:
         if not self._signalled:
             self._signalled = True
             with contextlib.suppress(OSError):  # the caller has closed the descriptor
-                os.write(self._write_fd, _ONE)
+                wake(self._write_fd)
 
     def reset(self) -> None:
         """Make it unreadable. Take out the futures after this, never before (U4 to U6)."""
         with contextlib.suppress(OSError):  # it was not readable
-            os.read(self.fd, 8)
+            clear_wake(self.fd)
         self._signalled = False
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The memory of engines: what is mapped, what is read by calls, and that nothing an engine says or does ends the daemon."""
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -176,6 +177,37 @@ def test_memory_that_is_cut_off_fails_its_blocks_and_ends_nothing():
         caches.into(cache, [3]).copy_in(0, pages)
     assert os.fstat(descriptor).st_size == SIZE  # nor is it made longer again
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("most", [1, SIZE // 2 + 1])
+def test_short_writes_and_reads_leave_whole_blocks(monkeypatch, most):
+    descriptor = memfd(4 * SIZE)
+    caches, cache = caches_over(adopt(os.dup(descriptor)), 4)
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:most]], at))
+    pages = new_pages(1, SIZE)
+    pages[0][:] = data = os.urandom(SIZE)
+    caches.into(cache, [2]).copy_in(0, pages)
+    assert os.pread(descriptor, SIZE, 2 * SIZE) == data
+    pages[0][:] = bytes(SIZE)
+    caches.copy_out(caches.blocks(cache, [2], [b"key"], None).refs, pages)
+    assert bytes(pages[0]) == data
+    os.close(descriptor)
+
+
+def test_a_file_that_cannot_grow_fails_the_block(monkeypatch):
+    caches, cache = caches_over(adopt(memfd(4 * SIZE)), 4)
+    pwrite, room = os.pwrite, [SIZE // 2]
+
+    def fills_up(fd, data, at):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data[: room.pop()], at)
+
+    monkeypatch.setattr(os, "pwrite", fills_up)
+    with pytest.raises(OSError, match="No space left"):
+        caches.into(cache, [2]).copy_in(0, new_pages(1, SIZE))
 
 
 def test_blocks_that_a_cache_does_not_have_cannot_be_named():

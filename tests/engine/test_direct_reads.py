@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from backends import _file_copies
 from backends._blockfile import Directory
 from backends.abc import Failed, Key
 from backends.blocks import BlockPool
@@ -242,27 +242,18 @@ def test_a_read_of_files_that_takes_too_long_is_ended_as_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, disk = keys_of(4), disk_of(tmp_path, 4)
-    read, now = Directory.read, [0.0]
+    read, reads = Directory.read, []
+    deadline = time.monotonic() + 0.5
 
     def slow(self: Directory, *args: Any) -> None:
-        now[0] += 2 * SOON
+        reads.append(args)
+        time.sleep(max(0.0, deadline + 0.01 - time.monotonic()))
         read(self, *args)
 
     with engine_of(keys, {"disk": disk}) as engine, engine.lookup(keys) as hit:
         monkeypatch.setattr(Directory, "read", slow)
-        monkeypatch.setattr(_file_copies, "time", Clock(now))
-        assert not disk.load_from_thread(hit.pinned._segments[0].lease.inner, places(4)[1].views(), SOON)
-        assert now == [2 * SOON]  # one block, and no other
-
-
-class Clock:
-    """A clock that shows what a list says."""
-
-    def __init__(self, now: list[float]) -> None:
-        self._now = now
-
-    def monotonic(self) -> float:
-        return self._now[0]
+        assert not disk.load_from_thread(hit.pinned._segments[0].lease.inner, places(4)[1].views(), deadline)
+        assert len(reads) == 1  # one block, and no other
 
 
 def test_stores_yield_to_a_load_of_files_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -733,7 +733,7 @@ def test_a_snapshot_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     assert data[HEADER_BYTES:] == b"the image"
     assert unpack_header("snapshot", data, "", POOL, 3).extent == 9
     assert (tmp_path / "snapshot.3").stat().st_mode & 0o777 == 0o600
-    for failing in ("write", "fsync", "rename"):
+    for failing in ("writev", "fsync", "rename"):
 
         def fail(*args):
             raise OSError(errno.ENOSPC, "full")

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from backends.pages import Pages
+from maru._all_bytes import read_head
 from maru._private_directory import open_private_directory
 
 from ...client._shared import SharedMemory, sealed_memfd
@@ -140,7 +141,7 @@ def _opened(link: str, links: int, identity: bytes) -> int | None:
     try:
         found = b""
         if os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
-            found = os.pread(fd, _IDENTITY.size, max(0, os.fstat(fd).st_size - _PAGE))
+            found = read_head(fd, _IDENTITY.size, max(0, os.fstat(fd).st_size - _PAGE))
         if found == identity:
             return fd
         wanted, n, block_bytes = _IDENTITY.unpack(identity)

@@ -34,6 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import attrs
 import trio
 
+from maru._all_bytes import read_some
 from maru._errors import PoolUnusable
 from maru._pool.placement import find_place
 from maru.testing import Code, Fate, LossyWire
@@ -212,7 +213,7 @@ def _line_of(fd: int) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
         left = deadline - time.monotonic()
-        more = os.read(fd, 65_536) if left > 0 and poll.poll(left * 1e3) else b""
+        more = read_some(fd, 65_536) if left > 0 and poll.poll(left * 1e3) else b""
         if not more:
             return b""
         line += more

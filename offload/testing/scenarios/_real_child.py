@@ -24,6 +24,7 @@ import attrs
 import msgspec
 import trio
 
+from maru._all_bytes import send_all
 from offload.preconditions import AsyncCallable
 
 from ._policies import ScriptedError
@@ -59,12 +60,7 @@ class MessageSocket:
     def send(self, *message: object) -> None:
         """Blocks for as long as the other side does not read: never for long, since it always does."""
         data = _encode(message)
-        left = memoryview(len(data).to_bytes(_HEAD, "big") + data)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                select.select([], [self._socket], [], _TIMEOUT)
+        send_all(self._socket, len(data).to_bytes(_HEAD, "big") + data)
 
     def receive(self, seconds: float = _TIMEOUT) -> list[Any]:
         """The next message; the whole thread waits for it.

@@ -36,6 +36,7 @@ from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages, pages_of
 from backends.pooled import PooledReservation, PooledTier
 from backends.testing import payload_of
+from maru._all_bytes import read_all, write_all_at
 
 from ._program import TICK
 from ._trace import TraceEntry
@@ -461,8 +462,9 @@ class RealFile(_FaultyTier, FileTier):
         for key, slot in zip(there, self.pool.slots(there), strict=True):
             fd = os.open(self.path_of(key, slot), os.O_RDWR | os.O_CLOEXEC)
             try:
-                byte = os.pread(fd, 1, HEADER_BYTES)
-                os.pwrite(fd, bytes([byte[0] ^ 1]), HEADER_BYTES)
+                byte = bytearray(1)
+                read_all(fd, byte, HEADER_BYTES)
+                write_all_at(fd, bytes([byte[0] ^ 1]), HEADER_BYTES)
             finally:
                 os.close(fd)
         self.flipped.update(there)
