@@ -1277,6 +1277,16 @@ class Machine(RuleBasedStateMachine):
         deleted = {key for key, answer in zip(keys, answers, strict=False) if answer is Deleted.DELETED}
         self.gone |= deleted - self.unsure
 
+    @rule(who=who, keys=some, restarts=st.booleans(), data=st.data())
+    def stand_still_while_another_deletes(self, who, keys, restarts, data):
+        self.world.now += 20.0
+        if restarts:
+            self.world.restart()
+            self.world.now += 20.0
+        self.delete(1 - who, keys, data)
+        self.beat(who, data)
+        self.restore(who, data)
+
     @rule(who=who, n=st.integers(1, 3), keep=st.booleans(), data=st.data())
     def fill_by_hand(self, who, n, keep, data):
         client = self.with_fates(who, data)
