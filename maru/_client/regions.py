@@ -75,8 +75,9 @@ def fetch_region(
         )
         fd, offset, length = fetch_descriptor(descriptors, request, timeout)
         try:
-            # Of a device, the descriptor tells the server that somebody may write there: see `maru._pool.writers`.
-            return map_region(fd, length, offset, write=wanted.write, pin=None, keep=wanted.write, device=device)
+            # Of a device, the descriptor tells servers that somebody may write or read there: see `maru._pool.writers`.
+            keep = wanted.write or bool(device and not os.path.isdir(device))
+            return map_region(fd, length, offset, write=wanted.write, pin=None, keep=keep, device=device)
         finally:
             os.close(fd)
     if not rm_address:

@@ -208,7 +208,11 @@ def _recover(
 
 
 def _give_up(directory: Directory, trust: Trust, region: Callable[[int], memoryview | None] | None) -> DirectoryImage:
-    """Drop what cannot be trusted, and return the rest. It has no session: no client shares this state."""
+    """Drop what cannot be trusted, and return the rest. It has no session: no client shares this state.
+
+    Readers of before may hold views all the same, by pins that nobody knows any more. What they have mapped stays as it is: no
+    process writes a file of a region that is dropped, and a span of a device waits for them (see `maru._pool.writers`).
+    """
     image = directory.dump()
     if trust is Trust.ORPHANS:
         for place in image.regions:

@@ -29,7 +29,7 @@ from .backing import (
 )
 from .spans import Spans
 from .state_directory import StateDirectory
-from .writers import may_write, written
+from .writers import may_read, may_write, read, written
 
 
 class Device:
@@ -38,7 +38,7 @@ class Device:
     A descriptor of it reaches the whole device, and a process that has a freed region mapped sees the memory of the next region
     there: a device protects regions from each other less than files do. So a span that one of our clients may still write is
     not handed out again: see :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has
-    ended by then, and tells so.
+    ended by then, and tells so. Of a span that is left by an earlier server nobody knows the leases: it waits for readers, too.
     """
 
     kind: Kind = "device"
@@ -72,6 +72,7 @@ class Device:
         self._place = f"{self.path} in steps of {self.align}"
         self._taken: dict[int, tuple[int, int]] = {}
         self._in_use: list[tuple[int, int]] = []  # freed, but another process may still write there
+        self._found: list[tuple[int, int]] = []  # left by an earlier server, and not handed out since
         watch_forks(self, Device.close)  # its lock is not the child's
 
     @property
@@ -93,7 +94,7 @@ class Device:
             offset = self._spans.take(length)
         if offset is None:
             waiting = sum(size for _, size in self._in_use)
-            more = f"; {waiting} bytes were freed, and may still be written by their previous owners" if waiting else ""
+            more = f"; {waiting} bytes were freed, and are still mapped by clients of before" if waiting else ""
             raise PoolFull(
                 f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}{more}"
             )
@@ -123,19 +124,24 @@ class Device:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Free the spans that no process can write any more."""
+        """Free the spans that no process uses any more."""
         staying: list[tuple[int, int]] = []
-        for offset, length in self._in_use:
-            if written(self._fd, offset, length):
-                staying.append((offset, length))
+        for span in self._in_use:
+            if self._users(*span, found=span in self._found):
+                staying.append(span)
             else:
-                self._spans.give_back(offset, length)
+                self._spans.give_back(*span)
+                if span in self._found:
+                    self._found.remove(span)
         self._in_use = staying
+
+    def _users(self, offset: int, length: int, *, found: bool) -> list[tuple[int, int]]:
+        """The parts that a process may write or, of a span that was found, read."""
+        return written(self._fd, offset, length) + (read(self._fd, offset, length) if found else [])
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
         fd = os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
-        if write:
-            may_write(fd, region.offset, region.length)
+        (may_write if write else may_read)(fd, region.offset, region.length)
         return fd
 
     def peek(self, region_id: int) -> memoryview | None:
@@ -159,6 +165,7 @@ class Device:
                 short.append(region_id)
             else:
                 self._taken[region_id] = (offset, taken)
+                self._found.append((offset, taken))
                 adopted.append(RegionFile(region_id, length, self.path, offset))
         if len(remembered) > len(adopted):
             self._state_directory.keep_spans(self._place, self._taken)
@@ -167,13 +174,16 @@ class Device:
         return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
 
     def _leave_alone(self) -> None:
-        """Take out spans that are free, but that a process may still write since the time of another server."""
+        """Take out spans that are free, but that a process may still write or read since the time of another server."""
         for start, size in self._spans.free():
-            for at, n in written(self._fd, start, size):
-                offset = at - at % self.align
-                length = -(-(at + n) // self.align) * self.align - offset
-                if self._spans.claim(offset, length):
-                    self._in_use.append((offset, length))
+            end = start
+            for at, n in sorted(self._users(start, size, found=True)):
+                offset = max(end, at - at % self.align)
+                stop = -(-(at + n) // self.align) * self.align
+                if self._spans.claim(offset, stop - offset):
+                    self._in_use.append((offset, stop - offset))
+                    self._found.append((offset, stop - offset))
+                    end = stop
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,4 +1,4 @@
-"""Locks of the kernel on spans of a device that may still be written. They outlive sessions and servers. Blocking.
+"""Locks of the kernel on spans of a device that may still be written or read. They outlive sessions and servers. Blocking.
 
 A file that is unlinked remains for every process that has it mapped. A span of a device does not: freed and handed out again,
 it belongs to the next owner, but an abandoned copy of the previous one may still write to it. The end of a session proves
@@ -7,6 +7,11 @@ nothing: the process may be stopped, or may have abandoned a thread that is stuc
 Rule 1. A descriptor that may write a span carries a shared lock of it, an open file description lock (`fcntl`). It holds as
         long as that descriptor or a copy of it is open anywhere. A client keeps it open for as long as the span is mapped.
 Rule 2. A freed span is handed out again once no process has such a lock on it; also after a restart, since the kernel keeps it.
+Rule 3. A descriptor to read carries a lock as well, of the same span far behind the end of the device. A server waits for it
+        only where it cannot know the pins: on spans that it found when it started. A view there stays valid until its lease
+        ends or the server is heard, neither of which a server with another journal, or none, can wait for. (An identity on the
+        device would cost a step of its memory and a message; a quiet time would be as long as the longest lease of any server
+        before.) A span of its own goes with its last pin, whoever has it mapped still.
 
 Published clients map a device by its path and have no lock: with them a device is as unsafe as it was made.
 """
@@ -20,6 +25,20 @@ import struct
 
 _LOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, and a process id that must be 0."""
+
+
+_TO_READ = 1 << 61
+"""Where the locks of readers lie: behind every device, and as far from the greatest offset that the kernel takes."""
+
+
+def may_read(fd: int, offset: int, length: int) -> None:
+    """Lock this span with a descriptor: its holders, and those of its copies, may read the span from now on."""
+    may_write(fd, _TO_READ + offset, length)
+
+
+def read(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
+    """The parts of this span, offset and length, that may be read by way of another descriptor."""
+    return [(at - _TO_READ, n) for at, n in written(fd, _TO_READ + offset, length)]
 
 
 def may_write(fd: int, offset: int, length: int) -> None:

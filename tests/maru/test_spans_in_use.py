@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import trio
 
-from maru import MaruHandler, MaruServer
-from maru._pool.writers import may_write, written
+from maru import MaruHandler, MaruServer, blocking
+from maru._pool.writers import may_read, may_write, read, written
 from maru.testing import open_test_server
 from tests.support.pools import until
 
@@ -151,6 +151,57 @@ async def test_what_a_reader_has_mapped_holds_nothing_back(tmp_path: Path, devic
         assert len(view) == 5  # and still mapped
 
 
+@pytest.mark.parametrize("owner_lives", [True, False])
+@pytest.mark.parametrize("how", ["no journal", "another home", "lost journal"])
+async def test_a_span_waits_for_readers_of_earlier_servers(
+    how: str, owner_lives: bool, tmp_path: Path, device: Path
+) -> None:
+    knobs = {"journal": False} if how == "no journal" else {}
+
+    def client(endpoint: str) -> blocking.MaruHandler:
+        # With a lease so long, it hears of the next server only after this test. Until then its views are valid.
+        knobs = {"pool_size": MIB2, "chunk_size_bytes": MIB2 // 4, "auto_expand": False, "dax_path": str(device)}
+        handler = blocking.MaruHandler(server_url=endpoint, lease=60.0, **knobs)
+        handler.connect()
+        return handler
+
+    async with serve(tmp_path, device, **knobs) as server:
+        owner = await trio.to_thread.run_sync(client, server.endpoints[0])
+        reader = await trio.to_thread.run_sync(client, server.endpoints[0])
+        assert await trio.to_thread.run_sync(owner.batch_put, ["k"], [b"first"])
+        info = await trio.to_thread.run_sync(reader.retrieve, "k")
+        assert info is not None
+        if not owner_lives:
+            await trio.to_thread.run_sync(owner.close)
+    if how == "lost journal":
+        [journal] = (tmp_path / "pool").glob("journal.*")
+        content = bytearray(journal.read_bytes())
+        content[-20] ^= 0xFF
+        journal.write_bytes(content)
+    elif how == "another home":
+        knobs["pool_path"] = str(tmp_path / "other")
+    async with serve(tmp_path, device, **knobs) as server:
+        async with handler_to(server.endpoints[0]) as first, handler_to(server.endpoints[0]) as second:
+            filled = 0
+            for handler in (first, second):
+                handle = await handler.alloc(5)
+                if handle is not None:
+                    handle.buf[:] = b"other"
+                    filled += 1
+                    del handle
+            info.check()
+            assert bytes(info.view) == b"first"
+            assert filled == 1
+        info.release()
+        for one in (reader, owner):
+            await trio.to_thread.run_sync(one.close)
+        del reader, owner, one, info, first, second, handler
+        gc.collect()
+        with trio.fail_after(60):
+            await until(lambda: server.statistics().pool.allocated_bytes == 0)
+        assert await take_all(server) == 2
+
+
 _OWNER = """
 import json, os, signal, sys, trio
 from maru import MaruHandler
@@ -208,6 +259,18 @@ def test_locks_are_found_part_by_part(locked: list[tuple[int, int]], tmp_path: P
         found = {byte for at, n in written(asking.fileno(), 5, 80) for byte in range(at, at + n)}
         wanted = {byte for at, n in locked for byte in range(at * 10, (at + n) * 10) if 5 <= byte < 85}
         assert found == wanted
+        may_read(asking.fileno(), 0, 100)  # of whoever asks: no other descriptor
+        assert read(asking.fileno(), 0, 100) == []
         for fd in fds:
             os.close(fd)
         assert written(asking.fileno(), 0, 100) == []
+
+
+def test_locks_of_readers_and_writers_are_apart(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    with open(path, "rb") as reading, open(path, "r+b") as asking:
+        may_read(reading.fileno(), 20, 10)
+        assert written(asking.fileno(), 0, 100) == []
+        assert read(asking.fileno(), 0, 100) == [(20, 10)]
+        assert read(asking.fileno(), 25, 100) == [(25, 5)]
