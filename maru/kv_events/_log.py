@@ -9,8 +9,9 @@ Rule 3. Everything is bounded: a batch in hashes, what is kept for replays in by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final, TypeVar
 
 from ._messages import (
     AllBlocksCleared,
@@ -23,6 +24,8 @@ from ._messages import (
     EventMessage,
     pack_batch,
 )
+
+K = TypeVar("K")
 
 MOST_HASHES: Final = 1_024
 """In one batch."""
@@ -87,29 +90,39 @@ class EventLog:
         """A sign of life, once :meth:`take` was called: it tells the last number, and that nothing happened since."""
         return EventMessage(self._last, self._pack(now, []))
 
-    def replay(self, start: int, now: float) -> list[Answer]:
+    def replay(self, start: int, now: float) -> Iterator[Answer]:
         """What was told from ``start`` on, as far as it is kept, and the end."""
-        told = [Answer(*message) for message in self._kept if message.sequence >= start]
-        return [*told, Answer(None, self._pack(now, []))]
+        kept, end = list(self._kept), Answer(None, self._pack(now, []))
+        return chain((Answer(*message) for message in kept if message.sequence >= start), (end,))
 
-    def snapshot(self, held: Mapping[str, Sequence[BlockHash]], now: float) -> Iterator[Answer]:
+    def snapshot(
+        self, held: Mapping[str, Sequence[K]], now: float, names: Callable[[Sequence[K]], Sequence[BlockHash]]
+    ) -> Iterator[Answer]:
         """Everything that is held now, in parts, and the end. Nothing may be left in the collection: :meth:`take` goes first.
 
-        What it says is decided by this call, whenever the parts are taken.
+        What it says is decided by this call, whenever the parts are taken. Making one costs the same whatever is held.
 
         Args:
             held: what can be found, by medium; not to be changed until the last part was taken.
             now: the time, in seconds since 1970.
+            names: names some of these.
         """
         assert self._begun and not self._collected, "what was collected would be told after what it led to"
-        return self._answers(held, now, self._last)
+        return self._answers(held, now, names, self._last)
 
-    def _answers(self, held: Mapping[str, Sequence[BlockHash]], now: float, last: int) -> Iterator[Answer]:
+    def _answers(
+        self,
+        held: Mapping[str, Sequence[K]],
+        now: float,
+        names: Callable[[Sequence[K]], Sequence[BlockHash]],
+        last: int,
+    ) -> Iterator[Answer]:
         part = 0
-        for medium, hashes in held.items():
-            for some in _parts(hashes):
-                yield Answer(last, self._pack(now, [self._event(BlockStored, medium, some)], last), part)
-                part += 1
+        for medium, keys in held.items():
+            for some in _parts(keys):
+                if hashes := names(some):
+                    yield Answer(last, self._pack(now, [self._event(BlockStored, medium, hashes)], last), part)
+                    part += 1
         yield Answer(None, self._pack(now, [], last), part)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -132,5 +145,5 @@ class EventLog:
         return pack_batch(Batch(now, events, self._rank, self.epoch, self._last if last is None else last))
 
 
-def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+def _parts(hashes: Sequence[K]) -> Iterator[Sequence[K]]:
     return (hashes[at : at + MOST_HASHES] for at in range(0, len(hashes), MOST_HASHES))

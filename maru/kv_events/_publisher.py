@@ -3,12 +3,14 @@
 Rule 1. A change of a book is collected where it happens, and published by one task a little later, so that changes of the
         same moment leave in one batch. Without changes it publishes a heartbeat.
 Rule 2. A reader that does not read misses events, and never delays the publisher; it will see the gap and ask.
-Rule 3. Requests are answered one after the other, a part at a time, with a checkpoint in between. A reader that does not take
-        its answer within five seconds gets no more of it.
+Rule 3. Each reader is answered by itself, a part at a time, and a bounded number at once. One that takes no part for five
+        seconds gets no more, and where others wait for its place, the one that has taken none for the longest leaves it.
+Rule 4. What is held is listed for one reader at a time, and for a bounded share of the time: that alone grows with the books.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -28,6 +30,12 @@ _GATHER_TIME: Final = 0.005
 _ANSWER_TIMEOUT: Final = 5.0
 _MOST_REQUESTS: Final = 64
 """Read at once: of each reader the last one is answered."""
+_MOST_READERS: Final = 16
+"""Answered at once: for each, a list of all keys is kept."""
+_PATIENCE: Final = 0.1
+"""Seconds without a part taken after which a reader leaves its place to others."""
+_REST: Final = 4.0
+"""Times what listing the books has taken, until they are listed again."""
 
 NameOf = Callable[[Any], "BlockHash | None"]
 """The block hash of a key; None for a key that is not told."""
@@ -81,6 +89,9 @@ class EventPublisher:
         self._books: Mapping[str, KeyBook[Any]] = {}
         self._name_of: NameOf = same_name
         self._news = trio.Event()
+        self._answering: dict[bytes, _Answering] = {}
+        self._place = trio.lowlevel.ParkingLot()
+        self._listing = trio.Lock()
         self._heartbeats = self._replays = self._snapshots = self._bad_requests = self._given_up = 0
         self.endpoint: str = events.endpoints[0]
         self.answers_endpoint: str = answers.endpoints[0]
@@ -154,12 +165,27 @@ class EventPublisher:
     # --- answering ------------------------------------------------------------------------------------------------
 
     async def _answer_requests(self) -> None:
-        while True:
-            for reader, request in self._last_requests(await self._answers.receive_batch(_MOST_REQUESTS)).items():
-                with trio.move_on_after(_ANSWER_TIMEOUT):
-                    if await self._answer(reader, self._answers_to(request)):
-                        continue
-                self._given_up += 1
+        async with trio.open_nursery() as nursery:
+            while True:
+                for reader, request in self._last_requests(await self._answers.receive_batch(_MOST_REQUESTS)).items():
+                    before = self._answering.pop(reader, None)
+                    if before is not None:
+                        before.is_replaced = True
+                        before.scope.cancel()
+                    await self._wait_for_a_place()
+                    one = self._answering[reader] = _Answering(trio.current_time())
+                    nursery.start_soon(self._answer, reader, request, one)
+
+    async def _wait_for_a_place(self) -> None:
+        """Wait until one more may be answered. Whoever reads nothing gives up its place."""
+        while len(self._answering) >= _MOST_READERS:
+            slowest = min(self._answering.values(), key=lambda one: one.since)
+            patience = slowest.since + _PATIENCE - trio.current_time()
+            if patience <= 0:
+                slowest.scope.cancel()
+                patience = math.inf
+            with trio.move_on_after(patience):
+                await self._place.park()
 
     def _last_requests(self, messages: Iterable[Message]) -> dict[bytes, Request]:
         """The last request of each reader: it has given up those before."""
@@ -178,15 +204,41 @@ class EventPublisher:
             self._replays += 1
             return self._log.replay(request.start, time.time())
         self._snapshots += 1
-        held = {medium: self._names(book.list_keys()) for medium, book in self._books.items()}
-        return self._log.snapshot(held, time.time())
+        held = {medium: book.list_keys() for medium, book in self._books.items()}
+        return self._log.snapshot(held, time.time(), self._names)
 
-    async def _answer(self, reader: bytes, answers: Iterable[Answer]) -> bool:
-        """Send all of these; whether the reader was there until the end."""
-        for answer in answers:
-            if not await self._answers.send([reader, *answer.frames(self._topic)]):
-                return False
-        return True
+    async def _answer(self, reader: bytes, request: Request, one: _Answering) -> None:
+        """Send all of the answer, as long as the reader takes it."""
+        is_whole = False
+        try:
+            with one.scope:
+                async with self._listing:
+                    began = time.perf_counter()
+                    answers = self._answers_to(request)
+                    await trio.sleep(_REST * (time.perf_counter() - began))
+                for answer in answers:
+                    one.since = trio.current_time()
+                    one.scope.deadline = one.since + _ANSWER_TIMEOUT
+                    if not await self._answers.send([reader, *answer.frames(self._topic)]):
+                        break
+                else:
+                    is_whole = True
+        finally:
+            if self._answering.get(reader) is one:
+                del self._answering[reader]
+            self._place.unpark()
+        self._given_up += not (is_whole or one.is_replaced)
+
+
+@attrs.define(eq=False)
+class _Answering:
+    """A reader that is being answered."""
+
+    since: float
+    """When it took a part last, or was to be answered."""
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    is_replaced: bool = False
+    """It has asked for something else."""
 
 
 @attrs.frozen(eq=False)

@@ -80,10 +80,10 @@ class Publisher:
     def answer(self, request: Request, now: float) -> None:
         answers: list[Answer]
         if isinstance(request, Replay):
-            answers = self.log.replay(request.start, now)
+            answers = list(self.log.replay(request.start, now))
         else:
             held = {medium: sorted(keys) for medium, keys in self.held.items()}
-            answers = list(self.log.snapshot(held, now))
+            answers = list(self.log.snapshot(held, now, list))
         for answer in answers:
             self.send("answer", answer.frames(b"kv"))
 
@@ -258,7 +258,7 @@ def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
     for number in range(1_000):
         log.stored("host", [bytes([number % 256]) * 32])
         log.take(0.0)
-    answers = log.replay(0, 0.0)
+    answers = list(log.replay(0, 0.0))
     assert sum(len(answer.payload) for answer in answers[:-1]) <= 1_000
     assert answers[-2].sequence == log.last
 
@@ -278,7 +278,7 @@ def test_whatever_a_payload_is_it_is_a_batch_or_refused_and_changes_nothing() ->
     good = [message.payload for message in log.take(0.0)]
     mirror = Mirror()
     mirror.tick(0.0)
-    for answer in log.snapshot({"host": [b"one"]}, 0.0):
+    for answer in log.snapshot({"host": [b"one"]}, 0.0, list):
         mirror.receive_answer(answer, 0.0)
     for _ in range(20_000):
         payload = bytearray(rng.choice(good))

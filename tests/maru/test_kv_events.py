@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import zmq
 
 from backends.blocks import BlockPool
 from maru._config import ServerConfig
 from maru._errors import ConfigError, MaruError, NoAnswer
 from maru.kv_events import EventMirror, EventPublisher, open_mirror, publish_events
-from maru.kv_events._messages import hash_of_hex
+from maru.kv_events._messages import Snapshot, hash_of_hex, pack_request
 from maru.transport import open_socket
 from tests.support.maru_actors import Client, client
 from tests.support.maru_processes import PATIENCE, Server, eventually, temporary_pool
@@ -166,6 +167,43 @@ async def test_a_large_book_comes_in_parts_and_changes_meanwhile_are_not_lost(pl
             host.delete(keys[number - 10_000 : number - 9_975])
             await trio.lowlevel.checkpoint()
         await mirror.wait(holds(host=host.list_keys()))
+
+
+class LargeBook:
+    """A book whose snapshot fits into no socket."""
+
+    def __init__(self, keys: int, size: int) -> None:
+        self.keys = [b"%0*d" % (size, at) for at in range(keys)]
+
+    def list_keys(self) -> list[bytes]:
+        return self.keys
+
+    def watch_keys(self, watcher: object) -> Callable[[], None]:
+        return lambda: None
+
+
+@pytest.mark.parametrize("readers", [3, 40])
+async def test_readers_that_read_nothing_delay_no_other(place: Place, readers: int) -> None:
+    """The answer to one that reads is whole long before those of the others are given up."""
+    book = LargeBook(4096, 1024)
+    context = zmq.Context()
+    mutes = [context.socket(zmq.DEALER) for _ in range(readers)]
+    try:
+        async with place.publish({"host": book}) as publisher:
+            for mute in mutes:
+                mute.linger, mute.rcvhwm = 0, 1
+                mute.connect(publisher.answers_endpoint)
+                mute.send_multipart(pack_request(Snapshot()))
+            with trio.fail_after(PATIENCE):
+                while publisher.statistics().snapshots < min(readers, 16):  # noqa: ASYNC110 - it tells nobody
+                    await trio.sleep(0.01)
+                given_up = publisher.statistics().given_up
+                async with place.mirror(retry_after=2.0) as mirror:
+                    await mirror.wait(holds(host=book.keys))
+            assert publisher.statistics().given_up - given_up <= readers
+            assert readers > 16 or not publisher.statistics().given_up
+    finally:
+        context.destroy(linger=0)
 
 
 async def test_an_error_of_the_body_leaves_as_it_came(place: Place) -> None:
