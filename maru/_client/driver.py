@@ -37,7 +37,7 @@ class Driver:
         self.timeout = state.config.timeout_ms / 1e3
         self.lock = lock
         """Held while an operation takes a step. Whoever has it may take it again."""
-        self._alone = threading.RLock()
+        self._alone, self._alone_for_memory = threading.RLock(), threading.RLock()
         self.abandoned: deque[tuple[Operation[Any], Call]] = deque()
         """Operations that wait for an answer, and whose ticket was forgotten."""
         self.connections = ConnectionPool(connect, state.config.max_inflight, lock, state.heard_late, state.gave_up)
@@ -45,7 +45,7 @@ class Driver:
     def after_fork(self, lock: AbstractContextManager[object], why: str) -> None:
         """In a forked child: nothing is sent and nothing is waited for any more; what was begun ends with this reason."""
         self.lock = lock
-        self._alone = threading.RLock()
+        self._alone, self._alone_for_memory = threading.RLock(), threading.RLock()
         self.connections.after_fork(why)
 
     def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
@@ -72,7 +72,7 @@ class Driver:
         if type(effect) is Work:
             return effect.do()
         if type(effect) is Alone:
-            with self._alone:
+            with self._alone_for_memory if effect.for_memory else self._alone:
                 return self.run(effect.operation())
         if type(effect) is Identify:
             return identify(self.state.config)

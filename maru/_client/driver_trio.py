@@ -54,7 +54,7 @@ class Driver:
         self._room = trio.lowlevel.ParkingLot()
         self._queueing: set[int] = set()
         """Sequences of calls that wait for room to be sent."""
-        self._alone = trio.Lock()
+        self._alone, self._alone_for_memory = trio.Lock(), trio.Lock()
         self._copies = trio.CapacityLimiter(COPIES)
         self._released = trio.Event()
         self._keeping = trio.CancelScope(shield=True)
@@ -85,8 +85,13 @@ class Driver:
                 nursery.start_soon(self.keep_lease)
                 nursery.start_soon(self.keep_unpinning)
 
-    async def run(self, operation: Operation[T], *, is_alone: bool = False) -> T:
-        """Drive it to its end. Always a checkpoint."""
+    async def run(self, operation: Operation[T], *, alone: tuple[trio.Lock, ...] = ()) -> T:
+        """Drive it to its end. Always a checkpoint.
+
+        Args:
+            operation: what is to be done.
+            alone: the locks that are held for it.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         send = operation.send
         waited = False
@@ -99,7 +104,7 @@ class Driver:
                 try:
                     if type(effect) is not Call:
                         waited = True
-                        value = await self._perform(effect, is_alone)
+                        value = await self._perform(effect, alone)
                     elif effect.is_awaited:
                         waited = True
                         value = await self._call(effect)
@@ -116,16 +121,17 @@ class Driver:
         finally:
             error = None  # its traceback holds this frame
 
-    async def _perform(self, effect: Effect, is_alone: bool) -> Any:
+    async def _perform(self, effect: Effect, alone: tuple[trio.Lock, ...]) -> Any:
         if type(effect) is Work:
             if effect.size <= INLINE_BYTES:
                 return effect.do()
             return await run_in_thread(effect.do, limiter=self._copies)
         if type(effect) is Alone:
-            if is_alone:
-                return await self.run(effect.operation(), is_alone=True)
-            async with self._alone:
-                return await self.run(effect.operation(), is_alone=True)
+            lock = self._alone_for_memory if effect.for_memory else self._alone
+            if lock in alone:
+                return await self.run(effect.operation(), alone=alone)
+            async with lock:
+                return await self.run(effect.operation(), alone=(*alone, lock))
         if type(effect) is Identify:
             return await self.identify()
         assert type(effect) is Map or type(effect) is MapIndex

@@ -569,9 +569,10 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
         Server(pool, setup=f"tests.support.maru_setups:stall:{gate}") as server,
         client(face, server.ipc) as other,
         client("blocking", server.ipc, pool_size=0) as reader,
-        client("blocking", server.ipc) as waiting,
+        client(face, server.ipc) as waiting,
     ):
         other.put(["k"])
+        waiting.call("healthcheck")
         gate.touch()
         outcome: list[Any] = []
 
@@ -587,7 +588,9 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
         for number in range(20):
             assert other.put([f"{number}"]) == ["NEW"]
             assert reader.get(["k", f"{number}"])[1] == "right"
-        assert waiting.call("healthcheck")  # over another connection of the same client
+        # The same client: it asks for the index, and maps another owner's region.
+        assert waiting.call("healthcheck") and waiting.call("exists", "k")
+        assert waiting.get(["k", "19", "w"]) == ["right", "right", "missing"]
         with client(face, server.ipc, pool_size=0) as newcomer:  # who maps what is there already
             assert newcomer.get(["19"]) == ["right"]
         with PublishedOwner(server.ipc, "theirs", region=0) as published:

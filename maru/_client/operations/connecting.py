@@ -77,9 +77,9 @@ def steadily(s: ClientState, operation: Callable[[], Operation[T]]) -> Operation
     return (yield from operation())
 
 
-def alone(operation: Callable[[], Operation[T]]) -> Operation[T]:
+def alone(operation: Callable[[], Operation[T]], *, for_memory: bool = False) -> Operation[T]:
     """Run an operation while no other is run so."""
-    result: T = yield Alone(operation)
+    result: T = yield Alone(operation, for_memory=for_memory)
     return result
 
 
@@ -185,12 +185,13 @@ def check_regions(s: ClientState) -> Operation[None]:
     A published server has forgotten it. One of ours goes on with our session, and has dropped a region without memory: some of
     its keys may have been deleted before, in returns that have not come, so none is registered again.
     """
-    if not s.pages.regions:
+    ours = {region.region_id for region in s.pages.regions}  # one that is added meanwhile need not be listed yet
+    if not ours:
         return
     listed: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token or None))
-    known = {handle.region_id for handle in listed.allocations}
+    lost = ours.difference([handle.region_id for handle in listed.allocations])
     for region in s.pages.regions:
-        if region.region_id not in known:
+        if region.region_id in lost:
             s.lose_region(region.region_id, forgotten=not s.own)
 
 

@@ -147,12 +147,17 @@ class Work:
 
 
 class Alone:
-    """Run another operation while no other that is run so is under way: resumed with what it returns."""
+    """Run another operation while no other that is run so is under way: resumed with what it returns.
 
-    __slots__ = ("operation",)
+    What asks for memory may wait for long, as the kernel clears it: that is alone among its like (``for_memory``), so that what
+    needs none waits for nothing. It may run what is alone in the other way inside, and not the other way round.
+    """
 
-    def __init__(self, operation: Callable[[], Operation[Any]]) -> None:
+    __slots__ = ("for_memory", "operation")
+
+    def __init__(self, operation: Callable[[], Operation[Any]], *, for_memory: bool = False) -> None:
         self.operation = operation
+        self.for_memory = for_memory
 
 
 Effect: TypeAlias = Call | Map | MapIndex | Work | Alone | Identify

@@ -23,6 +23,7 @@ from ..._wire import (
 )
 from .connecting import _map, remember, resolve_pages_in_doubt
 from .effects import Call, Operation
+from .pinning import SESSION_GONE
 from .state import ClientState, Shortfall
 
 RESERVED_PER_SECOND = 256 << 20
@@ -125,11 +126,17 @@ def expand(s: ClientState, n: int) -> Operation[None]:
 def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
     """Ask for a region. Answered with one, it is ours, and :attr:`ClientState.doubtful_alloc` until it is used."""
     s.doubtful_alloc = s.own  # until the answer is there: a region that we do not know of may be ours
+    token = s.token
     reply: AllocReply = yield Call(
         Code.REQUEST_ALLOC,
         AllocRequest(s.instance_id, size, session=s.token or None),
         patience=s.config.timeout_ms / 1e3 + size / RESERVED_PER_SECOND,
     )
+    if (
+        s.token != token
+    ):  # nothing else has waited for this, so the session may have been lost meanwhile, and the region with it
+        s.doubtful_alloc = False
+        raise ServerRefused("the session that asked for a region has ended", SESSION_GONE)
     if not reply.success:
         reply = AllocReply(False, None, reply.error)
     if reply.handle is None:

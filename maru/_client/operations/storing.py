@@ -91,7 +91,7 @@ def _allocate(s: ClientState, n: int, evict: bool) -> Operation[list[int] | None
     if pages is None:
         if not s.is_ready():
             yield from settle(s)
-        pages = yield from steadily(s, partial(alone, partial(make_room, s, n, evict)))
+        pages = yield from steadily(s, partial(alone, partial(make_room, s, n, evict), for_memory=True))
     return pages
 
 
@@ -110,7 +110,7 @@ def take_region(s: ClientState) -> Operation[bool]:
     if not s.is_ready():
         yield from settle(s)
     if s.config.pool_size and not s.pages.regions:
-        yield from steadily(s, partial(alone, partial(take_first, s)))
+        yield from steadily(s, partial(alone, partial(take_first, s), for_memory=True))
     return bool(s.pages.regions)
 
 
@@ -286,7 +286,7 @@ def restore(s: ClientState) -> Operation[None]:
 def _restore(s: ClientState, span: Span, some: list[tuple[int, StoredPage]]) -> Operation[None]:
     pages = s.pages.allocate(len(some))
     if pages is None:
-        yield from steadily(s, partial(alone, partial(expand, s, len(some))))
+        yield from steadily(s, partial(alone, partial(expand, s, len(some)), for_memory=True))
         pages = s.pages.allocate(min(len(some), s.pages.free)) or []
     kept = some[: len(pages)]
     s.counters.keys_lost += len(some) - len(kept)
