@@ -33,7 +33,7 @@ LOCK = "maru.lock"
 _POOL = "maru.pool"
 _STATE = "maru.state"
 _FORMAT = 1
-_ID_BYTES = 16
+ID_BYTES = 16
 _SECRET_BYTES = 32
 _LAST_BREATH = 1.0
 """Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""
@@ -150,7 +150,7 @@ class StateDirectory:
     def _read_identity(self) -> _Identity:
         identity = _read(self.fd, self.path, _POOL, _Identity)
         if identity is None:
-            identity = _Identity(_FORMAT, secrets.token_bytes(_ID_BYTES), secrets.token_bytes(_SECRET_BYTES))
+            identity = _Identity(_FORMAT, secrets.token_bytes(ID_BYTES), secrets.token_bytes(_SECRET_BYTES))
             self._write(_POOL, identity)
         return _checked(identity, self.path)
 
@@ -292,7 +292,7 @@ def _is_alive(process: str) -> bool:
 
 
 def _checked(identity: _Identity, path: str) -> _Identity:
-    if identity.format != _FORMAT or len(identity.pool_id) != _ID_BYTES or len(identity.secret) != _SECRET_BYTES:
+    if identity.format != _FORMAT or len(identity.pool_id) != ID_BYTES or len(identity.secret) != _SECRET_BYTES:
         raise PoolUnusable(f"{path}/{_POOL} is of format {identity.format}, not {_FORMAT}")
     return identity
 

@@ -7,6 +7,7 @@ Rule 2. Nothing is changed. A directory that had to be made to find out, a port,
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from .._directory.lazy_order import LazyOrder
 from .._errors import MaruError
 from .._journal.replay import replay
 from .._pool.pool import check_pool
-from .._pool.state_directory import check_private, identity_of
+from .._pool.state_directory import ID_BYTES, check_private, identity_of
 from .._threads import run_in_thread
 from ..transport import check_free
 from ..transport._packets import check_socket
@@ -70,7 +71,9 @@ async def _check_journal(config: ServerConfig) -> None:
     home = _home(config)
 
     def check() -> None:
-        if config.journal and os.path.isdir(home) and (pool_id := identity_of(home)) is not None:
+        if config.journal and os.path.isdir(home):
+            # A pool whose identity is lost or damaged gets a new one, of which a journal that is there is not.
+            pool_id = identity_of(home) or secrets.token_bytes(ID_BYTES)
             replay(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy)
 
     await run_in_thread(check)

@@ -115,6 +115,24 @@ def a_journal_of_another_pool(place):
     yield {}
 
 
+@case("belongs to the pool")
+def a_pool_whose_identity_is_cut_off(place):
+    with Server(place / "pool"):
+        pass
+    os.truncate(place / "pool" / "maru.pool", 10)
+    (place / "pool" / "journal.9").write_bytes(pack_header("journal", Header(bytes(16), bytes(16), 9, 0, 0)))
+    yield {}
+
+
+@case("belongs to the pool")
+def a_pool_whose_identity_is_lost(place):
+    with Server(place / "pool"):
+        pass
+    (place / "pool" / "maru.pool").unlink()
+    (place / "pool" / "journal.9").write_bytes(pack_header("journal", Header(bytes(16), bytes(16), 9, 0, 0)))
+    yield {}
+
+
 @case("is in use by another server")
 def a_pool_that_another_server_has(place):
     with Server(place / "pool"):
