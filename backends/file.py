@@ -111,6 +111,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     def __len__(self) -> int:
         return len(self.pool)
 
+    @property
+    def blocks_directory(self) -> str:
+        """Path of its blocks; empty once it is closed."""
+        return self._open.path if self._open else ""
+
     def close(self) -> None:
         """Remove files that are no longer needed and unlock the directory, once no thread works in it. Idempotent.
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
 
 from maru._pool.doctor import Finding, PathFact, Verdict, examine_directory, examine_socket
 
+from .._health.degradations import GRAVE
 from ._admin_messages import Fact, SessionFacts, TierFacts
 
 _SILENT: Final = 0.5
@@ -52,6 +53,8 @@ class Told:
     sessions: Sequence[SessionFacts]
     quarantined: int = 0
     withheld: int = 0
+    degraded: Mapping[str, str] = attrs.field(factory=dict)
+    """What it does less than it was set up for: a sentence, by name and subject."""
 
 
 def examine_daemon(facts: DaemonFacts) -> list[Finding]:
@@ -68,6 +71,7 @@ def examine_daemon(facts: DaemonFacts) -> list[Finding]:
     findings += [_version(facts, told), _descriptors(told), _memlock(facts, told), _leases(told)]
     findings += [_tier(tier) for tier in told.tiers]
     findings.append(_quarantine(told))
+    findings += _degraded(told)
     return findings
 
 
@@ -158,6 +162,21 @@ def _quarantine(told: Told) -> Finding:
         return Finding(name, "ok", "empty", needed)
     found = f"{told.quarantined} copies without a proven end, {told.withheld} keys withheld"
     return Finding(name, "warn", found, needed, "offload quarantine list")
+
+
+def _degraded(told: Told) -> list[Finding]:
+    """Findings for what the daemon says of itself; broken tiers have one already."""
+    needed = "all that it was set up for"
+    others = {name: text for name, text in told.degraded.items() if not name.startswith("broken_tier")}
+    if not others:
+        return [Finding("degraded", "ok", "nothing else", needed)]
+    findings = []
+    for name, text in others.items():
+        found, _, way_out = text.rpartition(": ")
+        findings.append(
+            Finding(f"degraded: {name}", "fail" if name.split()[0] in GRAVE else "warn", found, needed, way_out)
+        )
+    return findings
 
 
 def examine_pairs(findings: Sequence[Finding], prefix: str) -> Iterator[Finding]:

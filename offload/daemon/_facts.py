@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from maru._pool.facts import memlock_limit
+from maru.configuration import as_size
 
 from ._admin_messages import Fact, SessionFacts, TierFacts
 
@@ -41,9 +42,10 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
         },
         "page store": {"pool_path": daemon.pool_path, "pages_of_engines": daemon.pages_of_engines},
         "tenants": {
-            name: f"quota {daemon.tenants.quotas[name]} bytes" if name in daemon.tenants.quotas else "no quota"
+            name: f"quota {as_size(daemon.tenants.quotas[name])}" if name in daemon.tenants.quotas else "no quota"
             for name in daemon.tenants.credentials
         },
+        "degraded": dict(daemon.degradations.texts()),
         "counters": dict(daemon.statistics()),
     }
     engine = daemon.engine

@@ -35,6 +35,7 @@ import attrs
 import trio
 
 from maru._all_bytes import read_head, write_all_at
+from maru._pool.state_directory import LOCK
 from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer
@@ -44,6 +45,7 @@ from .._errors import ConfigError, OffloadError
 from .._stage_times import StageTimes
 from ._admin import Admin, open_admin, read_token
 from ._config import ADMISSION, CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, DaemonConfig, read_tenants
+from ._degraded import Degradations
 from ._dropped import Dropped
 from ._engine import CannotOpen, DaemonEngine
 from ._handover import Handover
@@ -105,6 +107,8 @@ class Daemon:
         self._tell_drained: list[Callable[[Dropped], None]] = []
         self._nursery: trio.Nursery
         self.config: DaemonConfig = config
+        self.degradations: Degradations = Degradations(lambda: self.engine)
+        """What it does less than it was set up for."""
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
         self.directory: str = ""
@@ -174,6 +178,7 @@ class Daemon:
         return {
             **counters(self._service, None, self._engine),
             **self._hosted(),
+            **self.degradations.counters(),
             "connections": channel.connections,
             "unread_bytes": channel.unread_bytes,
         }
@@ -323,6 +328,8 @@ class Daemon:
                         await nursery.start(self._events.run)
                     if self.admin is not None:
                         nursery.start_soon(self.admin.run)
+                    self.degradations.keep(*self._own_files())
+                    nursery.start_soon(self.degradations.run)
                     if self._times is not None:
                         await self._start_status(nursery, self._times, page_store)
                     await nursery.start(self._engine.run)
@@ -341,6 +348,7 @@ class Daemon:
             server=page_store,
             name=f"daemon at {self.url}",
             has_tenants=lambda: bool(self.tenants.credentials),
+            degraded=self.degradations.texts,
         )
         serving = partial(serve_status, status, bind, metrics=metrics_of(self._engine, times, self.statistics))
         addresses: list[str] = await nursery.start(serving)
@@ -352,6 +360,13 @@ class Daemon:
         while True:
             for peer, frame in await channel.receive_batch():
                 handle(peer, frame)
+
+    def _own_files(self) -> list[str]:
+        """Paths that have to stay as they are, for engines and operators to find it."""
+        paths = [f"{self.directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, LOCK_NAME)]
+        if self.admin is not None:
+            paths.append(self.admin.url.removeprefix("ipc://"))
+        return paths + ([f"{self.pool_path}/{LOCK}", f"{self.pool_path}/maru.sock"] if self.pool_path else [])
 
     async def _look_for_silent(self) -> None:
         while True:

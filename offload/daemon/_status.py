@@ -33,6 +33,7 @@ class DaemonStatus:
         name: what the page calls it.
         has_tenants: whether the daemon has tenants. Then the page shows no keys and explains none: it needs no credential, and
             a tenant must not find out what another one has.
+        degraded: returns what the daemon does less than it was set up for.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class DaemonStatus:
         server: MaruServer | None,
         name: str,
         has_tenants: Callable[[], bool] = lambda: False,
+        degraded: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._daemon_engine = engine
         self._times = times
         self._state = state
         self._has_tenants = has_tenants
+        self._degraded = degraded
         self._server = server
         self._maker = ViewMaker(name, trio.current_time())
         self._opened: EngineStatus | None = None
@@ -63,9 +66,8 @@ class DaemonStatus:
     def view(self) -> StatusView:
         """A snapshot."""
         status = self._status
-        if status is None:
-            return self._maker.nothing(trio.current_time())
-        view = status.view()
+        view = self._maker.nothing(trio.current_time()) if status is None else status.view()
+        view = attrs.evolve(view, degraded=list(self._degraded().values()))
         if self._has_tenants():
             view = attrs.evolve(view, oldest=[attrs.evolve(one, keys=()) for one in view.oldest])
         return view
@@ -93,6 +95,10 @@ class DaemonStatus:
             await trio.lowlevel.checkpoint()
             raise NoSuchKey("no tier is open yet: the first cache that is registered says how large a block is")
         return await status.explain(key)
+
+    def degraded(self) -> Mapping[str, str]:
+        """What the daemon does less than it was set up for."""
+        return self._degraded()
 
     def not_ready(self) -> str:
         """How the daemon is, if it is not ready."""

@@ -31,7 +31,7 @@ try:
 except ImportError:  # pragma: no cover: the tests' environment has it
     raise ImportError("offload.status needs starlette and hypercorn: pip install 'trio-offload[status]'") from None
 
-from ._source import NoSuchKey, StatusSource
+from ._source import NoSuchKey, StatusSource, degraded_of
 
 INTERVAL: Final = 1.0
 """Seconds between two views."""
@@ -222,7 +222,10 @@ class StatusApp:
 
     async def _readyz(self, request: Request) -> Response:
         why_not = "stopping" if self._stop.is_set() else self._source.not_ready()
-        return _json({"status": why_not or "ready"}, 503 if why_not else 200)
+        # Degraded is not unready: an orchestrator that restarts it, or sends its engines elsewhere, would make it worse.
+        degraded = degraded_of(self._source)
+        about = {"degraded": degraded} if degraded else {}
+        return _json({"status": why_not or "ready", **about}, 503 if why_not else 200)
 
 
 def _respond(body: bytes, media_type: str, status: int = 200) -> Response:

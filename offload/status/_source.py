@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import trio
@@ -39,6 +39,12 @@ class StatusSource(Protocol):
 
     def not_ready(self) -> str:
         """Why it should get no work now; empty if it should."""
+
+
+def degraded_of(source: StatusSource) -> Mapping[str, str]:
+    """Sentences of what a source does less than it was set up for, by name; none from a source that has no ``degraded``."""
+    degraded: Callable[[], Mapping[str, str]] = getattr(source, "degraded", dict)
+    return degraded()
 
 
 class EngineStatus:

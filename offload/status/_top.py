@@ -119,10 +119,13 @@ def _live(address: str, view: StatusView, interval: float) -> None:
 
 def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:
     """One view, for people; no higher than a screen of so many lines, where that is not 0."""
-    taken = len(view.pipelines) + len(view.tiers) + _LINES_BESIDE
+    from rich.text import Text
+
+    taken = len(view.degraded) + len(view.pipelines) + len(view.tiers) + _LINES_BESIDE
     most = max(1, height - taken) if height else _MOST_LISTED
     return [
         f"{view.name}, up for {duration(view.up_for)}, {time.strftime('%H:%M:%S')}{', q ends' if height else ''}",
+        *[Text(f"degraded: {one}", "bold") for one in view.degraded],
         "",
         _figures(view),
         "",

@@ -117,6 +117,8 @@ class StatusView:
     tiers: Sequence[TierView]
     oldest: Sequence[ContainerView]
     rates: Rates
+    degraded: Sequence[str] = ()
+    """Sentences of what is not as it was set up: a full disk, a tier that is left alone."""
 
 
 class ViewMaker:

@@ -178,7 +178,7 @@ def ask_as_operator(named, tmp_path):
     wrong = run("describe", *named, "--admin-token-file", tmp_path / "other")
     done(wrong, ExitCode.USAGE)
     assert "not the token" in wrong.stderr
-    assert "quota 32768 bytes" in done(run("describe", *named))
+    assert "quota 32 KiB" in done(run("describe", *named))
 
 
 def test_drain_ends_the_daemon_and_has_its_exit_code(served):
@@ -238,6 +238,8 @@ def test_where_all_is_well_nothing_is_to_be_done():
         (told(tiers=[TierFacts("host", "MemoryTier", 9, 9, 4, 4, "closed")]), "tier host", "warn", "release its hits"),
         (told(quarantined=1), "quarantine", "warn", "offload quarantine list"),
         (told(withheld=3), "quarantine", "warn", "offload quarantine list"),
+        (told(degraded={"full_disk disk": "/kv is full: free some"}), "degraded: full_disk disk", "fail", "free some"),
+        (told(degraded={"late_policies host": "late: raise it"}), "degraded: late_policies host", "warn", "raise it"),
     ],
 )  # fmt: skip
 def test_each_fault_is_found_with_its_way_out_and_nothing_else_is(facts, name, verdict, way_out):

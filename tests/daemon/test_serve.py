@@ -270,7 +270,10 @@ UNIT = re.compile(r"```ini\n(.*?)```", re.DOTALL)
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_the_unit_of_the_documentation_is_one(tmp_path):
     page = Path(__file__).parents[2] / "docs/how-to/run-as-a-service.md"
-    (unit,) = UNIT.findall(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    (unit,) = UNIT.findall(text)
+    directory = re.search(r"--runtime-dir (\S+)", unit)[1].replace("%t", "/run")
+    assert f'daemon_url = "ipc://{directory}/daemon.sock"' in text
     file = tmp_path / "offload-daemon.service"
     file.write_text(unit)
     done = subprocess.run(

@@ -31,6 +31,14 @@ function share(part, whole) {
   return whole ? `${number(100 * part / whole)} %` : "–";
 }
 
+function showDegraded(view) {
+  const texts = view.degraded ?? [];
+  const list = $("degraded");
+  if ([...list.children].map((item) => item.textContent).join("\n") === texts.join("\n")) return; // said once, not each second
+  list.replaceChildren(...texts.map((text) => element("li", text)));
+  $("degraded-section").hidden = !texts.length;
+}
+
 function showFigures(view) {
   const rates = view.rates;
   const rows = [
@@ -176,6 +184,7 @@ events.addEventListener("status", (event) => {
   $("up").textContent = `up for ${duration(view.up_for)}`;
   $("connection").textContent = "live";
   $("connection").className = "";
+  showDegraded(view);
   showFigures(view);
   showPipelines(view);
   showTiers(view);

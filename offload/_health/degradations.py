@@ -1,0 +1,157 @@
+"""Degradations: states in which a service goes on, and does less than it was set up for. Pure: facts in, sentences out.
+
+Rule 1. A degradation has a name from a fixed list, the subject that it is about, and a sentence that says what to do.
+Rule 2. Counters say what has happened, not what is: a failure counts as going on for a minute behind the last one.
+Rule 3. What was not found out (``None``) begins nothing and ends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal, TypeAlias, get_args
+
+import attrs
+
+from maru.configuration import as_size
+
+Name: TypeAlias = Literal[
+    "broken_tier", "full_disk", "failing_route", "late_policies", "few_descriptors", "unlinked_files"
+]
+NAMES: Final[tuple[Name, ...]] = get_args(Name)
+
+GRAVE: Final[frozenset[Name]] = frozenset({"broken_tier", "full_disk", "unlinked_files"})
+"""Those that last until somebody acts."""
+
+RECENT: Final = 60.0
+"""Seconds for which a counter that has grown counts as growing."""
+_MOST_OPEN: Final = 0.9
+"""Share of the descriptors that may be open."""
+
+
+@attrs.frozen
+class Degradation:
+    """One state of one thing."""
+
+    name: Name
+    subject: str
+    """A tier, a route, a file; empty for the process."""
+    text: str
+    """The cause, a colon, and the way out."""
+
+    @property
+    def key(self) -> str:
+        """Its name and subject, by which it is the same one as before."""
+        return f"{self.name} {self.subject}".strip()
+
+
+@attrs.frozen
+class RoomFact:
+    """Room for what a tier has yet to store, in a file system."""
+
+    path: str
+    free_bytes: int
+    needed_bytes: int
+    """The least that has to be free for the tier to go on."""
+
+
+@attrs.frozen
+class ServiceFacts:
+    """Observations of a service at one moment."""
+
+    broken: Mapping[str, str] = attrs.field(factory=dict)
+    """Causes, by tiers whose breaker is not closed."""
+    failed_blocks: Mapping[str, int] = attrs.field(factory=dict)
+    """Blocks that were not stored because of an error, by route, counted from the start."""
+    late_policies: Mapping[str, int] = attrs.field(factory=dict)
+    """Stores whose policies took too long, by route, counted from the start."""
+    rooms: Mapping[str, RoomFact] | None = None
+    """Room by tier."""
+    descriptors: tuple[int, int] | None = None
+    """Open file descriptors, and how many may be."""
+    unlinked: tuple[str, ...] | None = None
+    """Files that the service has made, and that are gone or replaced."""
+
+
+@attrs.define(eq=False)
+class DegradationWatch:
+    """Follows a service from one look to the next.
+
+    Attributes:
+        current: degradations now, by key.
+    """
+
+    current: dict[str, Degradation] = attrs.field(factory=dict)
+    _counts: dict[str, _Growth] = attrs.field(factory=dict)
+
+    def look(self, facts: ServiceFacts, now: float) -> tuple[list[Degradation], list[Degradation]]:
+        """Return the degradations that have begun, and those that have ended, since the look before."""
+        before, found = self.current, {one.key: one for one in self._found(facts, now)}
+        unknown = {
+            name
+            for name, value in (
+                ("full_disk", facts.rooms),
+                ("few_descriptors", facts.descriptors),
+                ("unlinked_files", facts.unlinked),
+            )
+            if value is None
+        }
+        kept = {key: one for key, one in before.items() if one.name in unknown}
+        self.current = kept | found
+        began = [one for key, one in found.items() if key not in before]
+        return began, [one for key, one in before.items() if key not in self.current]
+
+    def counts(self) -> dict[str, int]:
+        """How many there are now, by name."""
+        return {name: sum(one.name == name for one in self.current.values()) for name in NAMES}
+
+    def _found(self, facts: ServiceFacts, now: float) -> Iterator[Degradation]:
+        for tier, cause in facts.broken.items():
+            yield Degradation("broken_tier", tier, f"tier {tier} is left alone, and tried again now and then: {cause}")
+        for tier, room in (facts.rooms or {}).items():
+            if room.free_bytes < room.needed_bytes:
+                text = f"{room.path} has {_rounded(room.free_bytes)} left, and tier {tier} cannot store more there: free some"
+                yield Degradation("full_disk", tier, text)
+        for route, n in self._recent("failing_route", facts.failed_blocks, now):
+            yield Degradation(
+                "failing_route", route, f"{n:,} blocks were not stored in {route}: `offload explain` has the causes"
+            )
+        for route, n in self._recent("late_policies", facts.late_policies, now):
+            text = f"{n:,} stores into {route} were left out, as their policies took too long: raise policy_timeout"
+            yield Degradation("late_policies", route, text)
+        if facts.descriptors is not None:
+            is_open, most = facts.descriptors
+            if is_open > _MOST_OPEN * most:
+                text = f"{is_open:,} of {most:,} file descriptors are open: raise LimitNOFILE (ulimit -n)"
+                yield Degradation("few_descriptors", "", text)
+        for path in facts.unlinked or ():
+            text = f"{path} was removed or replaced while it is in use: start the service again, and keep cleaners away"
+            yield Degradation("unlinked_files", path, text)
+
+    def _recent(self, name: Name, counts: Mapping[str, int], now: float) -> Iterator[tuple[str, int]]:
+        """Those of these counters that have grown lately, with what has come since that began."""
+        for subject, count in counts.items():
+            growth = self._counts.setdefault(f"{name} {subject}", _Growth())
+            if count != growth.last:
+                if now - growth.grew_at > RECENT:
+                    growth.began_at = growth.last
+                growth.last, growth.grew_at = count, now
+            if now - growth.grew_at <= RECENT:
+                yield subject, count - growth.began_at
+
+
+@attrs.define
+class _Growth:
+    """A counter that may be growing."""
+
+    began_at: int = 0
+    last: int = 0
+    grew_at: float = -math.inf
+
+
+def _rounded(count: int) -> str:
+    """Bytes in whole units."""
+    for power in (4, 3, 2, 1):
+        if count >= 1 << 10 * power:
+            return as_size(count >> 10 * power << 10 * power)
+    return f"{count} bytes"

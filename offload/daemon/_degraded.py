@@ -1,0 +1,155 @@
+"""Looks for degradations of a daemon every few seconds, and keeps what was found for all faces: log, page, metrics, operators.
+
+:mod:`offload._health.degradations` decides; here are the facts and the log. A degradation is logged when it begins and when it
+ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import trio
+
+from backends.file import FileTier
+from backends.threads import run_in_thread
+
+from .._health import HealthState
+from .._health.degradations import GRAVE, Degradation, DegradationWatch, RoomFact, ServiceFacts
+from .._pipeline.marks import place_of
+
+if TYPE_CHECKING:
+    from .._engine import Engine
+
+INTERVAL: Final = 5.0
+"""Seconds between two looks: they cost less than a millisecond."""
+_PATIENCE: Final = 2.0
+"""Seconds for the file systems to answer. One that hangs is left to the breaker of its tier."""
+_LEAST_BLOCKS: Final = 4
+"""Blocks that have to find room, for a tier not to count as standing before a full disk."""
+
+_log = logging.getLogger("offload.daemon")
+
+
+@attrs.define(eq=False)
+class Degradations:
+    """What a daemon does less than it was set up for.
+
+    Args:
+        engine: returns its engine, or ``None`` while its tiers are not open.
+    """
+
+    engine: Callable[[], Engine | None]
+    _watch: DegradationWatch = attrs.field(factory=DegradationWatch)
+    _files: dict[str, tuple[int, int]] = attrs.field(factory=dict)
+    """Device and inode of files that have to stay, by path."""
+    _is_looking: bool = False
+    """Whether a thread is still looking: a file system may hang, and one thread is enough to find out."""
+
+    def keep(self, *paths: str) -> None:
+        """Note files that the daemon has made and needs."""
+        for path in paths:
+            status = os.stat(path)
+            self._files[path] = status.st_dev, status.st_ino
+
+    @property
+    def now(self) -> list[Degradation]:
+        """Those that were found at the last look."""
+        return list(self._watch.current.values())
+
+    def texts(self) -> dict[str, str]:
+        """Sentences of those, by name and subject."""
+        return {one.key: one.text for one in self.now}
+
+    def counters(self) -> Mapping[str, float]:
+        """How many there are, by name."""
+        return {f"degraded.{name}": count for name, count in self._watch.counts().items()}
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            await self.look()
+            await trio.sleep(INTERVAL)
+
+    async def look(self) -> None:
+        """Look once. Cancelled, nothing has changed."""
+        facts = await self._facts()
+        began, ended = self._watch.look(facts, trio.current_time())
+        for one in began:
+            _log.log(logging.ERROR if one.name in GRAVE else logging.WARNING, "degraded: %s", one.text)
+        for one in ended:
+            _log.info("no longer degraded: %s", one.key)
+
+    async def _facts(self) -> ServiceFacts:
+        engine = self.engine()
+        rooms: dict[str, tuple[str, int]] = {}
+        facts = ServiceFacts()
+        if engine is not None:
+            statistics = engine.statistics()
+            facts = ServiceFacts(
+                broken={
+                    name: health.cause
+                    for name, health in statistics.health.items()
+                    if health.state != HealthState.CLOSED
+                },
+                failed_blocks={name: one.blocks_failed for name, one in statistics.pipelines.items()},
+                late_policies={name: one.policy_timeouts for name, one in statistics.pipelines.items()},
+            )
+            for name, tier in engine.tiers.items():
+                place: Any = place_of(tier)
+                while not isinstance(place, FileTier) and (inner := getattr(place, "inner", None)) is not None:
+                    place = inner  # behind wrappers
+                held = statistics.tiers[name]
+                left = held.capacity_bytes - held.used_bytes
+                if isinstance(place, FileTier) and place.blocks_directory:
+                    least = _LEAST_BLOCKS * (engine.source.block_bytes or 1)
+                    rooms[name] = (
+                        place.blocks_directory,
+                        least if left >= least else 0,
+                    )  # else it evicts before it grows
+        if self._is_looking:
+            return facts
+        with trio.move_on_after(_PATIENCE):
+            try:
+                self._is_looking = True
+                room, descriptors, unlinked = await run_in_thread(self._look_around, rooms, dict(self._files))
+            except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
+                self._is_looking = False
+                return attrs.evolve(facts, descriptors=_descriptors())
+            return attrs.evolve(facts, rooms=room, descriptors=descriptors, unlinked=unlinked)
+        return facts
+
+    def _look_around(
+        self, rooms: Mapping[str, tuple[str, int]], files: Mapping[str, tuple[int, int]]
+    ) -> tuple[dict[str, RoomFact], tuple[int, int], tuple[str, ...]]:
+        """Ask the file systems; in a thread, since one may hang."""
+        try:
+            found = {}
+            for name, (path, needed) in rooms.items():
+                system = os.statvfs(path)
+                found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
+            unlinked = tuple(path for path, inode in files.items() if _inode(path) != inode)
+            return found, _descriptors(), unlinked
+        finally:
+            self._is_looking = False
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _descriptors() -> tuple[int, int]:
+    """Descriptors that are open, and how many may be."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return len(os.listdir("/proc/self/fd")), most
+    except OSError:  # there is none left to look with
+        return most, most

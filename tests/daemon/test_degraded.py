@@ -1,0 +1,129 @@
+"""A daemon that does less than it was set up for says so: log, readiness, page, metrics, describe, doctor."""
+
+import json
+import logging
+import os
+import resource
+import threading
+
+import pytest
+import trio
+
+from offload.daemon import _degraded
+from offload.daemon._facts import described
+from offload.status import fetch_view
+from tests.daemon.test_daemon import until
+from tests.daemon.test_operator_commands import done, run
+from tests.daemon.test_serve import get
+from tests.support.daemons import SIZE, daemon, engine_config
+
+FACES = ("/readyz", "/status", "/metrics")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(_degraded, "INTERVAL", 0.01)
+
+
+def with_disk(tmp_path):
+    return engine_config(
+        tiers={
+            "host": {"type": "memory", "capacity_bytes": 1 << 20},
+            "disk": {"type": "file", "directory": str(tmp_path / "kv"), "capacity_bytes": 1 << 20},
+        }
+    )
+
+
+async def faces(path):
+    return [await trio.to_thread.run_sync(get, path, face) for face in FACES]
+
+
+def begins(caplog):
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("degraded: ")]
+
+
+async def test_a_healthy_daemon_says_nothing(path, tmp_path, caplog):
+    async with daemon(path, engine=with_disk(tmp_path), block_bytes=SIZE, status="ipc") as server:
+        await trio.sleep(0.1)
+        assert server.degradations.texts() == {}
+        (code, ready), (_, status), (_, metrics) = await faces(path)
+        assert (code, json.loads(ready)) == (200, {"status": "ready"})
+        assert json.loads(status)["degraded"] == []
+        assert "kv_offload_daemon_degraded_full_disk 0.0" in metrics
+    assert begins(caplog) == []
+
+
+async def test_a_full_disk_is_shown_by_all_faces_until_it_is_over(path, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "offload.daemon")
+    real, left = os.statvfs, [None]
+
+    def statvfs(where):
+        found = real(where)
+        if left[0] is None or not str(where).endswith("kv"):
+            return found
+        return os.statvfs_result((4096, 4096, 100, 0, left[0], 100, 100, 100, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    async with daemon(path, engine=with_disk(tmp_path), block_bytes=SIZE, status="ipc") as server:
+        left[0] = 1
+        await until(lambda: server.degradations.texts())
+        assert set(server.degradations.texts()) == {"full_disk disk"}
+        (code, ready), (_, status), (_, metrics) = await faces(path)
+        assert code == 200  # an orchestrator is not to restart it
+        assert json.loads(ready)["status"] == "ready"
+        assert "4 KiB left" in json.loads(ready)["degraded"]["full_disk disk"]
+        assert "4 KiB left" in json.loads(status)["degraded"][0]
+        assert "kv_offload_daemon_degraded_full_disk 1.0" in metrics
+        view = await trio.to_thread.run_sync(fetch_view, f"unix:{path}/status.sock")
+        assert "4 KiB left" in view.degraded[0]
+        assert "4 KiB left" in described(server, 0.0)[0]["degraded"]["full_disk disk"]
+        shown = await trio.to_thread.run_sync(run, "describe", "--runtime-dir", path)
+        assert "4 KiB left" in done(shown)
+        shown = await trio.to_thread.run_sync(run, "doctor", "--runtime-dir", path)
+        assert shown.exit_code == 1
+        assert "degraded: full_disk disk" in shown.stdout and "free some" in shown.stdout
+        left[0] = None
+        await until(lambda: not server.degradations.texts())
+    assert len(begins(caplog)) == 1
+    assert [r.getMessage() for r in caplog.records].count("no longer degraded: full_disk disk") == 1
+
+
+async def test_files_that_are_removed_under_it_are_named(path):
+    async with daemon(path, block_bytes=SIZE) as server:
+        os.rename(f"{path}/memory.sock", f"{path}/elsewhere")
+        await until(lambda: server.degradations.texts())
+        assert set(server.degradations.texts()) == {f"unlinked_files {path}/memory.sock"}
+        os.rename(f"{path}/elsewhere", f"{path}/memory.sock")
+        await until(lambda: not server.degradations.texts())
+
+
+async def test_descriptors_that_run_short_are_named(path):
+    async with daemon(path, block_bytes=SIZE) as server:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+        try:
+            await until(lambda: server.degradations.texts())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert set(server.degradations.texts()) == {"few_descriptors"}
+        await until(lambda: not server.degradations.texts())
+
+
+async def test_a_file_system_that_hangs_costs_one_thread(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(_degraded, "_PATIENCE", 0.01)
+    async with daemon(path, engine=with_disk(tmp_path), block_bytes=SIZE) as server:
+        goes_on, real, asked = threading.Event(), os.statvfs, []
+
+        def statvfs(where):
+            if str(where).endswith("kv"):
+                asked.append(where)
+                goes_on.wait(30)
+            return real(where)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+        await until(lambda: asked)
+        await trio.sleep(0.2)
+        assert len(asked) == 1
+        goes_on.set()
+        await until(lambda: len(asked) > 1)
+        assert server.degradations.texts() == {}
