@@ -261,3 +261,72 @@ def test_pages_that_changed_while_they_were_copied_are_an_error(copies: Any):
     one.wait({1})
     (copied,) = one.finished(idle=False)
     assert isinstance(copied.error, LostInPlace)
+
+
+def failing(times: int, error: type[BaseException]) -> Callable[[], Callable[[], None]]:
+    """What must be over before a copy begins: it fails so often."""
+    left = [times]
+
+    def wait() -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error("short of memory")
+
+    return lambda: wait
+
+
+@pytest.mark.parametrize(
+    ("times", "error"), [(1, MemoryError), (2, RuntimeError), (9, MemoryError), (9, RecursionError)]
+)
+def test_rows_that_worker_could_not_write_are_not_stored(server: Server, times: int, error: type[BaseException]):
+    """vLLM is told that its store is over: it has no word for one that failed."""
+    with opened(server) as memory:
+        source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
+        one = RowCopies(memory.arena, 0, [source], failing(times, error))
+        taken = memory.take_for_store(KEYS[:2])
+        assert taken is not None
+        one.store(1, range(4), [4], [0], taken[1])
+        one.wait({1})
+        (copied,) = one.finished(idle=False)
+        assert copied.error is None
+        memory.stored(KEYS[:2])
+        memory.engine.drain(SOON)
+        memory.begin("r")
+        written = times < 3
+        assert ask(memory, "r", KEYS[:2]) == [Answer.HERE if written else Answer.MISSING] * 2
+        again = memory.take_for_store(KEYS[:2])
+        assert again is not None and len(again[0]) == (0 if written else 2)
+        memory.not_written(again[0])
+        one.close()
+
+
+@pytest.mark.parametrize("times", [1, 2, 9])
+def test_load_that_fails_is_tried_again_and_never_passes(server: Server, times: int):
+    with opened(server) as memory:
+        cache = torch.zeros(8, 1, 4, ROW // 32)
+        source = ChunkSource([GroupCaches({"a": cache}, 8, 2)])
+        one = RowCopies(memory.arena, 0, [source], failing(times, MemoryError))
+        memory.arena.pages([0])[0][:] = b"\1" * ROW
+        one.load(1, range(2), [2], [0], [0], {})
+        one.wait({1})
+        (copied,) = one.finished(idle=False)
+        assert (copied.error is None) == (times < 3)
+        assert copied.error is not None or cache[:2].view(torch.uint8).eq(1).all()
+        one.close()
+
+
+def test_rows_of_store_that_is_not_waited_for_are_not_stored(server: Server):
+    with opened(server) as memory:
+        source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
+        one = RowCopies(memory.arena, 0, [source], failing(0, MemoryError))
+        taken = memory.take_for_store(KEYS[:2])
+        assert taken is not None
+        one.store(1, range(4), [4], [0], taken[1])
+        one.distrust({1})
+        one.wait({1})
+        one.fail_store(2, [taken[1][1]])
+        assert sorted(copied.job_id for copied in one.finished(idle=False)) == [1, 2]
+        memory.stored(KEYS[:2])
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.MISSING] * 2
+        one.close()

@@ -8,12 +8,14 @@ In LMCache's configuration it is a ``plugin``, or, after :func:`register`, of th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress, count
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from .._guard import NOTHING, Hook, guard_faults, guarded, nothing
 from ._cache import ObjectCache
 from ._config import CacheConfig
 from ._events import EventFd
@@ -67,6 +69,41 @@ class MaruL2AdapterConfig(L2AdapterConfigBase):
         return f"L2 in the page store, or in the tiers of an engine:\n{CacheConfig.help()}"
 
 
+_NOT_STORED: Final = L2StoreResult(False, 0)
+
+
+def _unlock_again(adapter: MaruL2Adapter, keys: list[ObjectKey]) -> None:
+    adapter._cache.unlock(keys)
+
+
+def _status_unknown(adapter: MaruL2Adapter) -> dict[str, Any]:
+    return {"type": type(adapter).__name__, "is_healthy": False, **guard_faults(adapter).report()}
+
+
+_HOOKS: Final = {
+    "get_store_event_fd": Hook(lambda adapter: adapter._store_event.fd),
+    "get_lookup_and_lock_event_fd": Hook(lambda adapter: adapter._lookup_event.fd),
+    "get_load_event_fd": Hook(lambda adapter: adapter._load_event.fd),
+    # A task that was not begun: LMCache learns of it as of any other.
+    "submit_store_task": Hook(lambda one, *args: one._ended(one._stores, _NOT_STORED, one._store_event)),
+    "submit_lookup_and_lock_task": Hook(
+        lambda one, keys, *args: one._ended(one._lookups, Bitmap(len(keys)), one._lookup_event)
+    ),
+    "submit_load_task": Hook(lambda one, keys, *args: one._ended(one._loads, Bitmap(len(keys)), one._load_event)),
+    # LMCache asks once for each signal, so there is another one.
+    "pop_completed_store_tasks": Hook(lambda adapter: {}, lambda adapter: adapter._store_event.signal()),
+    "query_lookup_and_lock_result": Hook(nothing, lambda adapter, task: adapter._lookup_event.signal()),
+    "query_load_result": Hook(nothing, lambda adapter, task: adapter._load_event.signal()),
+    "submit_unlock": Hook(nothing, _unlock_again),
+    "delete": NOTHING,
+    "close": NOTHING,
+    "list_l2_keys": Hook(lambda *args, **more: KeyListPage((), None), passes=(ValueError,)),
+    "get_memory_tags": Hook(lambda adapter: adapter._tags),
+    "report_status": Hook(_status_unknown),
+}
+
+
+@guarded(_HOOKS)
 class MaruL2Adapter(L2AdapterInterface):
     """LMCache's second level in the page store, or in other tiers. For any thread.
 
@@ -130,8 +167,11 @@ class MaruL2Adapter(L2AdapterInterface):
         """Copy objects into the tier; they are read until the task has ended."""
         spans = list(map(_span, objects))
         task = self._begin(self._stores)
-        finish = partial(self._stored, task, list(keys), spans)
-        self._cache.store(keys, spans, finish, describe=lambda at: _described(objects[at]))
+        try:
+            finish = partial(self._stored, task, list(keys), spans)
+            self._cache.store(keys, spans, finish, describe=lambda at: _described(objects[at]))
+        except Exception as error:
+            self._fail(task, self._stores, _NOT_STORED, self._store_event, error)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -141,8 +181,10 @@ class MaruL2Adapter(L2AdapterInterface):
 
     def _stored(self, task: int, keys: list[ObjectKey], spans: list[Span], outcome: StoreOutcome) -> None:
         result = L2StoreResult(outcome.success, sum(span.used for span in compress(spans, outcome.written)))
-        self._found(keys, spans, outcome.there)
-        self._finish(self._stores, task, result, self._store_event)
+        try:
+            self._found(keys, spans, outcome.there)
+        finally:
+            self._finish(self._stores, task, result, self._store_event)
 
     def _found(self, keys: list[ObjectKey], spans: list[Span], there: Sequence[bool]) -> None:
         """Note what is in the tiers, by whichever process: LMCache measures its use by it."""
@@ -158,15 +200,19 @@ class MaruL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc] | None = None
     ) -> int:
         """Find the prefix of each row of keys, and lock it."""
+        nothing_found = Bitmap(len(keys))
         with self._lock:
             task, began = self._lookups.begin(), self._residents.mark()
-        layouts = group_layout_descs or {}
-        self._cache.lookup(
-            keys,
-            partial(self._looked_up, task, began, list(keys)),
-            object_bytes=lambda: max(map(_bytes_of, layouts.values()), default=0),
-            describe=lambda at: _described_by(layouts.get(keys[at].object_group_id)),
-        )
+        try:
+            layouts = group_layout_descs or {}
+            self._cache.lookup(
+                keys,
+                partial(self._looked_up, task, began, list(keys)),
+                object_bytes=lambda: max(map(_bytes_of, layouts.values()), default=0),
+                describe=lambda at: _described_by(layouts.get(keys[at].object_group_id)),
+            )
+        except Exception as error:
+            self._fail(task, self._lookups, nothing_found, self._lookup_event, error)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -179,18 +225,24 @@ class MaruL2Adapter(L2AdapterInterface):
         self._cache.unlock(keys)
 
     def _looked_up(self, task: int, began: int, keys: list[ObjectKey], outcome: LookupOutcome) -> None:
-        with self._lock:
-            # Not what was stored since it began: that may be there although the tiers have said otherwise.
-            gone = self._residents.remove(compress(keys, outcome.gone), before=began)
-        self._tell(self._notify_keys_deleted, gone)
-        self._finish(self._lookups, task, _bitmap(outcome.found), self._lookup_event)
+        found = _bitmap(outcome.found)
+        try:
+            with self._lock:
+                # Not what was stored since it began: that may be there although the tiers have said otherwise.
+                gone = self._residents.remove(compress(keys, outcome.gone), before=began)
+            self._tell(self._notify_keys_deleted, gone)
+        finally:
+            self._finish(self._lookups, task, found, self._lookup_event)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Copy objects out of the tier; their memory is written until the task has ended."""
-        spans = list(map(_span, objects))
+        spans, nothing_loaded = list(map(_span, objects)), Bitmap(len(keys))
         task = self._begin(self._loads)
-        finish = partial(self._loaded, task, list(keys), spans)
-        self._cache.load(keys, spans, finish, describe=lambda at: _described(objects[at]))
+        try:
+            finish = partial(self._loaded, task, list(keys), spans)
+            self._cache.load(keys, spans, finish, describe=lambda at: _described(objects[at]))
+        except Exception as error:
+            self._fail(task, self._loads, nothing_loaded, self._load_event, error)
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -199,11 +251,14 @@ class MaruL2Adapter(L2AdapterInterface):
             return self._loads.take(task_id)
 
     def _loaded(self, task: int, keys: list[ObjectKey], spans: list[Span], loaded: list[bool]) -> None:
-        hits = list(compress(keys, loaded))
-        if hits:
-            self._found(keys, spans, loaded)
-            self._guarded(self._notify_keys_accessed, hits)
-        self._finish(self._loads, task, _bitmap(loaded), self._load_event)
+        came = _bitmap(loaded)
+        try:
+            hits = list(compress(keys, loaded))
+            if hits:
+                self._found(keys, spans, loaded)
+                self._guarded(self._notify_keys_accessed, hits)
+        finally:
+            self._finish(self._loads, task, came, self._load_event)
 
     # --- away -----------------------------------------------------------------------------------------------------
 
@@ -216,9 +271,11 @@ class MaruL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End all tasks, close the engine and the descriptors. Idempotent."""
-        self._cache.close()
-        for event in (self._store_event, self._lookup_event, self._load_event):
-            event.close()
+        try:
+            self._cache.close()
+        finally:
+            for event in (self._store_event, self._lookup_event, self._load_event):
+                event.close()
 
     # --- what there is --------------------------------------------------------------------------------------------
 
@@ -259,6 +316,18 @@ class MaruL2Adapter(L2AdapterInterface):
         }
 
     # --- below ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, task: int, tasks: TaskTable[R], result: R, event: EventFd, error: Exception) -> None:
+        """End a task that could not be begun, or whose result could not be told."""
+        with contextlib.suppress(Exception):
+            self._cache.faults.note("submit", error)
+        self._finish(tasks, task, result, event)
+
+    def _ended(self, tasks: TaskTable[R], result: R, event: EventFd) -> int:
+        """Return a task that has ended with this result."""
+        task = self._begin(tasks)
+        self._finish(tasks, task, result, event)
+        return task
 
     def _begin(self, tasks: TaskTable[Any]) -> int:
         with self._lock:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from .._guard import NOTHING, guarded
 from ._l1 import MaruL1Manager
 from ._lmcache_l1 import L1Error, MemoryAllocatorInterface, MemoryFormat, MemoryLayoutDesc, TensorMemoryObj
 
+_HOOKS: Final = {
+    "allocate": NOTHING,
+    "batched_allocate": NOTHING,
+    "get_by_location": NOTHING,
+    "free": NOTHING,
+    "batched_free": NOTHING,
+}
 
+
+@guarded(_HOOKS)
 class MaruMemoryAllocator(MemoryAllocatorInterface):
     """Pages of the pool as memory objects without a key, for code that uses an allocator.
 

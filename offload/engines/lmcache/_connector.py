@@ -6,13 +6,14 @@ load a block may go, and then the load misses it. Where that matters, the adapte
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+from .._guard import NOTHING, Hook, guard_faults, guarded
 from ._cache import ObjectCache
 from ._config import CacheConfig
 from ._events import EventFd
@@ -25,6 +26,20 @@ Completion: TypeAlias = tuple[int, bool, str, list[bool] | None]
 """Of one operation: its id, whether it went as a whole, why not, and one truth for each key."""
 
 
+_NOT_BEGUN: Final = Hook(lambda connector, *args: connector._not_begun())
+_HOOKS: Final = {
+    "event_fd": Hook(lambda connector: connector._event.fd),
+    "submit_batch_set": _NOT_BEGUN,
+    "submit_batch_get": _NOT_BEGUN,
+    "submit_batch_exists": _NOT_BEGUN,
+    "submit_batch_delete": _NOT_BEGUN,
+    "drain_completions": Hook(lambda connector: [], lambda connector: connector._event.signal()),
+    "report_status": Hook(lambda connector: {"is_healthy": False, **guard_faults(connector).report()}),
+    "close": NOTHING,
+}
+
+
+@guarded(_HOOKS)
 class MaruConnector:
     """Objects by their published names, in the page store or in other tiers.
 
@@ -45,7 +60,7 @@ class MaruConnector:
             timeout=self.config.timeout,
         )
         self._ids = count(1)
-        self._completions: deque[Completion] = deque()
+        self._completions: dict[int, Completion] = {}
         self._event = EventFd()
 
     def event_fd(self) -> int:
@@ -55,32 +70,56 @@ class MaruConnector:
     def submit_batch_set(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
         """Store buffers under names."""
         number = next(self._ids)
-        self._cache.store(_texts(keys), list(map(Span.of, buffers)), partial(self._stored, number))
+        finish = partial(self._stored, number)
+        self._begin(number, lambda: self._cache.store(_texts(keys), list(map(Span.of, buffers)), finish))
         return number
 
     def submit_batch_get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
         """Load names into buffers; the buffer of a missing name stays unchanged."""
         number = next(self._ids)
-        self._cache.load(_texts(keys), list(map(Span.of, buffers)), partial(self._loaded, number))
+        finish = partial(self._loaded, number)
+        self._begin(number, lambda: self._cache.load(_texts(keys), list(map(Span.of, buffers)), finish))
         return number
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Find which names are stored: a prefix of each row of chunks."""
-        number, wanted = next(self._ids), _texts(keys)
-        self._cache.lookup(wanted, partial(self._looked_up, number, wanted))
+        number = next(self._ids)
+        self._begin(number, lambda: self._look_up(number, _texts(keys)))
         return number
+
+    def _look_up(self, number: int, keys: list[ParsedKey]) -> None:
+        self._cache.lookup(keys, partial(self._looked_up, number, keys))
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Delete names."""
         number = next(self._ids)
+        self._begin(number, lambda: self._start_delete(number, _texts(keys)))
+        return number
+
+    def _start_delete(self, number: int, keys: list[ParsedKey]) -> None:
         # A delete waits for its tiers, and submitting must not.
-        threading.Thread(target=self._delete, args=(number, _texts(keys)), name="offload lmcache delete").start()
+        delete = partial(self._begin, number, partial(self._delete, number, keys))
+        threading.Thread(target=delete, name="offload lmcache delete").start()
+
+    def _begin(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin an operation, or complete it if it cannot be begun."""
+        try:
+            begin()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._cache.faults.note("submit", error)
+            self._complete((number, False, f"not begun: {type(error).__name__}", None))
+
+    def _not_begun(self) -> int:
+        """Return the number of an operation that has failed."""
+        number = next(self._ids)
+        self._complete((number, False, "not begun", None))
         return number
 
     def drain_completions(self) -> list[Completion]:
         """The operations that have ended, each once. Never blocks."""
         self._event.reset()  # first: what is completed behind this signals again
-        return [self._completions.popleft() for _ in range(len(self._completions))]
+        return [self._completions.pop(number) for number in list(self._completions)]
 
     def report_status(self) -> dict[str, Any]:
         """The status of the adapter; see its ``report_status``."""
@@ -88,8 +127,10 @@ class MaruConnector:
 
     def close(self) -> None:
         """Close the adapter. Idempotent."""
-        self._cache.close()
-        self._event.close()
+        try:
+            self._cache.close()
+        finally:
+            self._event.close()
 
     # --- ends, in any thread --------------------------------------------------------------------------------------
 
@@ -108,7 +149,7 @@ class MaruConnector:
         self._complete((number, True, "", self._cache.delete(keys)))
 
     def _complete(self, completion: Completion) -> None:
-        self._completions.append(completion)
+        self._completions.setdefault(completion[0], completion)
         self._event.signal()
 
 

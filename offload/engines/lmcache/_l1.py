@@ -16,7 +16,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import attrs
 
@@ -25,6 +25,7 @@ from backends.maru.l1 import BlockingMaruL1, ViewLease, WriteReservation
 from maru import LeaseLost
 
 from .._faults import FaultLog
+from .._guard import NOTHING, Hook, guard_faults, guarded, nothing
 from ._lmcache_l1 import (
     L1BackendType,
     L1Error,
@@ -66,6 +67,75 @@ class _Reading:
     locks: int
 
 
+def _codes(error: L1Error) -> Hook:
+    return Hook(lambda manager, keys, *args, **more: dict.fromkeys(keys, error))
+
+
+def _answers(error: L1Error, put_right: Callable[..., Any] | None = None) -> Hook:
+    return Hook(lambda manager, keys, *args, **more: dict.fromkeys(keys, (error, None)), put_right)
+
+
+def _abort_write(
+    manager: MaruL1Manager, keys: list[ObjectKey], is_temporary: object, layout_desc: object, tag: str = ""
+) -> None:
+    """Give back the pages of a write that LMCache is told to have failed."""
+    with manager._lock:
+        manager._abort([one for key in keys if (one := manager._new.pop((key, tag), None)) is not None])
+
+
+def _end_reads(manager: MaruL1Manager, keys: list[ObjectKey], read_locks: int = 1, *args: object) -> None:
+    """Give back the read locks that a call has taken, of which LMCache was not told."""
+    with manager._lock:
+        taken, manager._taken = manager._taken, []
+        over = []
+        for key in taken:
+            reading = manager._reading[key]
+            reading.locks -= read_locks
+            if reading.locks <= 0:
+                over.append(manager._reading.pop(key))
+        manager._release(over)
+
+
+def _status_unknown(manager: MaruL1Manager) -> dict[str, Any]:
+    return {"type": type(manager).__name__, "is_healthy": False, **guard_faults(manager).report()}
+
+
+_STARTS: Final = Hook(nothing, passes=(L1ReconfigureError,))
+_HOOKS: Final = {
+    "register_listener": NOTHING,
+    "register_kv_layout": Hook(lambda *args: False),
+    "reserve_write": _answers(L1Error.OUT_OF_MEMORY, _abort_write),
+    "finish_write": _codes(L1Error.KEY_IN_WRONG_STATE),
+    "finish_write_and_reserve_read": _answers(L1Error.KEY_IN_WRONG_STATE, _end_reads),
+    "finish_write_and_delete": _codes(L1Error.KEY_IN_WRONG_STATE),
+    "reserve_read": _answers(L1Error.KEY_NOT_EXIST, _end_reads),
+    "unsafe_read": _answers(L1Error.KEY_NOT_EXIST),
+    "read_at": NOTHING,
+    "finish_read": _codes(L1Error.KEY_IN_WRONG_STATE),
+    "touch_keys": NOTHING,
+    "delete": _codes(L1Error.KEY_IS_LOCKED),
+    "clear": NOTHING,
+    "is_key_evictable": Hook(lambda *args: False),
+    "allocate": Hook(lambda *args: (L1Error.OUT_OF_MEMORY, [])),
+    "free": Hook(lambda *args: L1Error.SUCCESS),
+    "get_backend_type": Hook(lambda *args: L1BackendType.DRAM),
+    "get_memory_usage": Hook(lambda *args: (0, 0)),
+    "get_staging_memory_usage": Hook(lambda *args: 0),
+    "get_capacity_bytes_by_backend": Hook(lambda *args: {}),
+    "get_l1_memory_desc": NOTHING,
+    "memory_region_count": Hook(lambda *args: 1),
+    "owns_device": Hook(lambda *args: False),
+    "get_devdax_arena_statuses": Hook(lambda *args: []),
+    "get_devdax_arena_status": _STARTS,
+    "add_devdax_device": _STARTS,
+    "remove_devdax_device": _STARTS,
+    "report_status": Hook(_status_unknown),
+    "memcheck": Hook(lambda *args: True),
+    "close": NOTHING,
+}
+
+
+@guarded(_HOOKS)
 class MaruL1Manager:
     """LMCache's first level in the page store. For any thread, one call at a time, as LMCache's own.
 
@@ -87,6 +157,8 @@ class MaruL1Manager:
         self._lock = threading.RLock()
         self._layout: MemoryLayoutDesc | None = None
         self._staged: dict[tuple[ObjectKey, str], _Staged] = {}
+        self._new: dict[tuple[ObjectKey, str], _Staged] = {}  # of the call that is under way
+        self._taken: list[ObjectKey] = []  # the same of read locks
         self._allocated: dict[int, _Staged] = {}
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
@@ -136,11 +208,13 @@ class MaruL1Manager:
                 taken = (key, tag) in self._staged or key in self._reading
                 answers[key] = (L1Error.KEY_NOT_WRITABLE if taken else L1Error.OUT_OF_MEMORY, None)
             free = [key for key, (error, _) in answers.items() if error is L1Error.OUT_OF_MEMORY]
+            self._new = {}
             if free and self.register_kv_layout(layout_desc):
-                for key, staged in zip(free, self._reserve(list(map(self._name_of, free))), strict=False):
-                    self._staged[key, tag] = staged
-                    answers[key] = (L1Error.SUCCESS, staged.item)
+                staged = self._reserve(list(map(self._name_of, free)))
+                self._new = {(key, tag): one for key, one in zip(free, staged, strict=False)}
+                answers.update({key: (L1Error.SUCCESS, one.item) for (key, _), one in self._new.items()})
             self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
+            self._staged.update(self._new)
             return answers
 
     def finish_write(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
@@ -397,6 +471,7 @@ class MaruL1Manager:
             self._try("write", len(some), lambda r=reservation, n=names: self._l1.abort(self._l1.take(r, n)))  # type: ignore[misc]
 
     def _hold(self, keys: Sequence[ObjectKey], read_locks: int) -> dict[ObjectKey, Answer]:
+        self._taken = []
         for row in rows(keys):
             self._hold_row(keys[row.start : row.stop], read_locks)
         return {key: self._held(key) for key in keys}
@@ -407,6 +482,7 @@ class MaruL1Manager:
         for key in row:
             if key in self._reading:
                 self._reading[key].locks += read_locks
+                self._taken.append(key)
         if not rest or self._layout is None:
             return
         names = list(map(self._name_of, rest))
@@ -415,6 +491,7 @@ class MaruL1Manager:
             return
         for key, name, view, place in zip(rest, lease.keys, lease.views, lease.places, strict=False):
             self._reading[key] = _Reading(lease, name, self._item(view), place, read_locks)
+            self._taken.append(key)
 
     def _held(self, key: ObjectKey) -> Answer:
         reading = self._reading.get(key)

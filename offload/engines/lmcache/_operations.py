@@ -6,6 +6,7 @@ in the engine's thread. It has a part for each row of keys, or for each salt; th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,6 +21,7 @@ from ..._errors import DrainUnproven
 from ..._pipeline.result import TransferResult
 from ...from_thread import Hit, LoadFuture, LookupFuture, StoreFuture
 from ...preconditions import NO_WAIT
+from .._guard import insist
 from ._memory import MemoryObjects, ObjectPlaces, Span
 from ._names import ObjectKey, rows
 from ._opening import OpenEngine
@@ -82,21 +84,33 @@ class Operation(ABC):
         """Tell how it has ended."""
 
     @abstractmethod
-    def start(self, opened: OpenEngine) -> None:
-        """Begin all parts."""
+    def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
+        """Return what begins each part. None of them raises."""
 
     def begin(self, opened: OpenEngine) -> None:
         """Begin it, unless the layout of one of its objects is wrong."""
-        wrong = self.cache.layouts.refusal(self.keys)
-        if wrong is None:
-            self.start(opened)
-        else:
+        wrong: Exception | None
+        try:
+            wrong = self.cache.layouts.refusal(self.keys)
+            parts = () if wrong is not None else self.prepare(opened)
+        except Exception as error:
+            wrong = error
+        if wrong is not None:
             self.refuse(wrong)
+            return
+        # From here on each part ends by itself: the operation must not end while another one reads or writes memory.
+        for part in parts:
+            part()
 
     def refuse(self, error: Exception) -> None:
         """End it before it has begun."""
-        self.cache.faults.note(self.name, error, len(self.keys))
-        self.end()
+        with contextlib.suppress(Exception):  # without memory for a count, it ends all the same
+            self.cache.faults.note(self.name, error, len(self.keys))
+        insist(self.end)
+
+    def _note(self, error: BaseException, n: int) -> None:
+        with contextlib.suppress(Exception):
+            self.cache.faults.note(self.name, error, n)
 
     def names(self) -> list[Key]:
         """What the keys are called in the tiers."""
@@ -104,7 +118,7 @@ class Operation(ABC):
 
     def parts(self, n: int) -> Callable[[], None]:
         """What each of so many parts calls at its end, in any thread."""
-        return self.end if n == 1 else _Parts(n, self.end).end_one
+        return partial(insist, self.end if n == 1 else _Parts(n, self.end).end_one)
 
 
 class _Parts:
@@ -120,7 +134,7 @@ class _Parts:
             self._left -= 1
             over = not self._left
         if over:
-            self._end()
+            insist(self._end)
 
 
 class Storing(Operation):
@@ -145,15 +159,14 @@ class Storing(Operation):
         """Tell which objects are there, and which were written."""
         self._finish(StoreOutcome(self._there, self._written))
 
-    def start(self, opened: OpenEngine) -> None:
+    def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
         """Store them, salt by salt."""
         by_salt: dict[str, dict[Key, list[int]]] = {}
         for at, (key, name) in enumerate(zip(self.keys, self.names(), strict=True)):
             # A key that is named twice is stored once: blocks of one store have different keys.
             by_salt.setdefault(key.cache_salt, {}).setdefault(name, []).append(at)
         end = self.parts(len(by_salt))
-        for salt, positions in by_salt.items():
-            self._start_part(opened, salt, positions, end)
+        return [partial(self._start_part, opened, salt, positions, end) for salt, positions in by_salt.items()]
 
     def _start_part(
         self, opened: OpenEngine, salt: str, positions: dict[Key, list[int]], end: Callable[[], None]
@@ -162,14 +175,19 @@ class Storing(Operation):
         blocks: ExternalBlocks | None = None
         try:
             blocks = source.lend(list(positions), [self._spans[at[0]] for at in positions.values()])
+            ended = partial(self._part_ended, source, blocks, positions, end)
             future = opened.engine.store(blocks, NO_WAIT, tenant=salt)
-        except Exception as error:
-            if blocks is not None:
-                source.take_back(blocks)
-            self.cache.faults.note("store", error, len(positions))
-            end()
+        except BaseException as error:
+            try:
+                if blocks is not None:
+                    source.take_back(blocks)
+                self._note(error, len(positions))
+            finally:
+                end()
+            if not isinstance(error, Exception):
+                raise
             return
-        future.add_done_callback(partial(self._part_ended, source, blocks, positions, end))
+        future.add_done_callback(ended)
 
     def _part_ended(
         self,
@@ -182,9 +200,12 @@ class Storing(Operation):
         try:
             self._note_result(future.result(0), positions)
         except Exception as error:
-            self.cache.faults.note("store", error, len(positions))
-        source.take_back(blocks)
-        end()
+            self._note(error, len(positions))
+        finally:
+            try:
+                insist(partial(source.take_back, blocks))
+            finally:
+                end()
 
     def _note_result(self, result: TransferResult, positions: dict[Key, list[int]]) -> None:
         faults = self.cache.faults
@@ -222,26 +243,39 @@ class Looking(Operation):
         """The keys without which nothing is found."""
         return self.cache.name([self.keys[row.start] for row in self.rows])
 
-    def start(self, opened: OpenEngine) -> None:
+    def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
         """Look up each row."""
-        names = self.names()
-        end = self.parts(len(self.rows))
-        for row in self.rows:
-            try:
-                future = self.cache.ask(opened, names[row.start : row.stop], self.keys[row.start].cache_salt)
-            except Exception as error:
-                self.cache.faults.note("lookup", error, len(row))
-                end()
-                continue
-            future.add_done_callback(partial(self._row_ended, row, end))
+        names, end = self.names(), self.parts(len(self.rows))
+        return [partial(self._start_row, opened, names[row.start : row.stop], row, end) for row in self.rows]
+
+    def _start_row(self, opened: OpenEngine, names: Sequence[Key], row: range, end: Callable[[], None]) -> None:
+        future: LookupFuture | None = None
+        try:
+            ended = partial(self._row_ended, row, end)
+            future = self.cache.ask(opened, names, self.keys[row.start].cache_salt)
+            future.add_done_callback(ended)
+        except BaseException as error:
+            if future is not None:
+                future.request_cancel()
+            self._note(error, len(row))
+            end()
+            if not isinstance(error, Exception):
+                raise
 
     def _row_ended(self, row: range, end: Callable[[], None], future: LookupFuture) -> None:
+        hit: Hit | None = None
         try:
             hit = future.result(0)
+            self._take_in(row, hit)
         except Exception as error:
-            self.cache.faults.note("lookup", error, len(row))
+            if hit is not None:
+                hit.release()
+            self._found[row.start : row.stop] = [False] * len(row)
+            self._note(error, len(row))
+        finally:
             end()
-            return
+
+    def _take_in(self, row: range, hit: Hit) -> None:
         self.cache.note_unavailable(hit.unavailable, len(row) - len(hit))
         found = row.start + len(hit)
         self._found[row.start : found] = [True] * len(hit)
@@ -252,7 +286,6 @@ class Looking(Operation):
             self.cache.lock(hit)
         else:
             hit.release()
-        end()
 
 
 class Loading(Operation):
@@ -281,12 +314,10 @@ class Loading(Operation):
         """Tell which objects were loaded."""
         self._finish(self._loaded)
 
-    def start(self, opened: OpenEngine) -> None:
+    def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
         """Load each row."""
-        self._names = self.names()
-        end = self.parts(len(self.rows))
-        for row in self.rows:
-            _Steps(self._load_row(opened, row, end)).start()
+        self._names, end = self.names(), self.parts(len(self.rows))
+        return [_Steps(self._load_row(opened, row, end)).start for row in self.rows]
 
     def _load_row(self, opened: OpenEngine, row: range, end: Callable[[], None]) -> Iterator[Waited]:
         """Load a row, and end its part unless a copy may still be under way."""
@@ -317,10 +348,10 @@ class Loading(Operation):
         except DrainUnproven as error:
             # No end of this part, and so none of the task (rule 4 of the package): LMCache gives the memory of a load that has
             # ended to another request, and this copy may still write into it.
-            self.cache.faults.note("load", error, len(rest))
+            self._note(error, len(rest))
             return
         except Exception as error:
-            self.cache.faults.note("load", error, len(rest))
+            self._note(error, len(rest))
         finally:
             if own is not None:
                 own.release()
@@ -329,8 +360,12 @@ class Loading(Operation):
     def _look(self, opened: OpenEngine, rest: range) -> Generator[Waited, None, Hit]:
         """Look for what is left of a row; its first key may be missing, and then for what is behind that."""
         future = self.cache.ask(opened, self._names[rest.start : rest.stop], self.keys[rest.start].cache_salt)
-        yield future
-        return future.result(0)
+        try:
+            yield future
+            return future.result(0)
+        except BaseException:
+            future.request_cancel()  # releases what it has found
+            raise
 
     def _copy(self, opened: OpenEngine, rest: range, hit: Hit) -> Generator[Waited, None, None]:
         """Load the blocks of a hit into the first places of what is left."""

@@ -22,6 +22,7 @@ from backends.planes import TensorPlanes
 from ... import from_thread
 from ..._errors import ConfigError, LayoutCheckFailed
 from .._faults import AdapterError, FaultLog
+from .._guard import NOTHING, Hook, guard_faults, guarded, nothing
 from ._naming import Form, PageNaming, layout_text
 from ._pages import HostPages, LentPages, WrongPages
 from ._planes import FlatPage, PageCanary, free_page, pool_planes
@@ -85,6 +86,33 @@ class _Pool:
         return LentPages(addresses, sizes, len(tensors), self.storage.source.block_bytes, tensors)
 
 
+def _none_come(backend: HiCacheOffload, keys: list[str], *args: Any, **more: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _no_pool(backend: HiCacheOffload, *args: Any) -> None:
+    backend._pool = None
+
+
+_HOOKS: Final = {
+    # What is set wrongly ends SGLang's attaching, with a text that names it. Other faults: no page is there.
+    "register_mem_pool_host": Hook(nothing, _no_pool, passes=(ValueError,)),
+    "register_mem_host_pool_v2": Hook(nothing, passes=(ConfigError,)),
+    "close": Hook(nothing, _no_pool),
+    "clear": Hook(nothing, passes=(NotImplementedError,)),
+    "report_status": Hook(lambda backend: {"is_open": False, "counts": {}, **guard_faults(backend, _log).report()}),
+    "exists": Hook(lambda *args: False),
+    "batch_exists": Hook(lambda *args, **more: 0),
+    "batch_get_v1": Hook(_none_come),
+    "batch_set_v1": Hook(_none_come),
+    "get": NOTHING,
+    "batch_get": Hook(lambda backend, keys, *args, **more: [None] * len(keys)),
+    "set": Hook(lambda *args, **more: False),
+    "batch_set": Hook(lambda *args, **more: False),
+}
+
+
+@guarded(_HOOKS, _log)
 class HiCacheOffload(HiCacheStorage):
     """SGLang's HiCache in the tiers of an engine. For any thread.
 
@@ -120,7 +148,7 @@ class HiCacheOffload(HiCacheStorage):
 
         Raises:
             offload.ConfigError: what was set cannot be for such pages.
-            Exception: as :func:`offload.from_thread.open_engine` raises; not because a tier is away.
+            ValueError: the same. Where the engine does not open for another reason, that is logged, and no page is there.
         """
         super().register_mem_pool_host(mem_pool_host)
         self.close()
@@ -136,13 +164,16 @@ class HiCacheOffload(HiCacheStorage):
         source = HostPages(sum(run_bytes), () if planes is None else planes.plane_names)
         config = attrs.evolve(self.settings.engine_config(source.block_bytes), source=source)
         engine = from_thread.open_engine(config).start()
-        pool = _Pool(mem_pool_host, planes, naming, PageStorage(engine, source, self.settings, self.faults))
         try:
+            pool = _Pool(mem_pool_host, planes, naming, PageStorage(engine, source, self.settings, self.faults))
             self._check_layout(pool, engine)
         except LayoutCheckFailed as error:
             self._why_not = WrongLayout(f"nothing is stored, and nothing loaded: {error}")
             self.faults.note("start", self._why_not)
-            pool.storage.close()
+            engine.close()
+        except BaseException:
+            engine.close()
+            raise
         else:
             self._pool = pool
 

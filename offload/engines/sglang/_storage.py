@@ -58,10 +58,14 @@ class PageStorage:
         settings = self._settings
         self._faults.add("pages asked for", len(keys))
         hit = self._engine.lookup(keys, timeout=settings.lookup_timeout, tenant=settings.tenant)
-        for error in hit.unavailable.values():
-            self._faults.note("lookup", error, len(keys) - len(hit))
-        self.unavailable = {tier: f"{name_of(error)}: {error}" for tier, error in hit.unavailable.items()}
-        self._faults.add("pages found", len(hit))
+        try:
+            for error in hit.unavailable.values():
+                self._faults.note("lookup", error, len(keys) - len(hit))
+            self.unavailable = {tier: f"{name_of(error)}: {error}" for tier, error in hit.unavailable.items()}
+            self._faults.add("pages found", len(hit))
+        except BaseException:
+            hit.release()
+            raise
         return hit
 
     # --- back -----------------------------------------------------------------------------------------------------
@@ -89,8 +93,10 @@ class PageStorage:
         try:
             # Not for longer, although its end may not be proven yet: what it would write to is revoked.
             outcomes = future.result(self._settings.load_timeout).outcomes
-        except Exception as error:
+        except BaseException as error:
             future.request_cancel()
+            if not isinstance(error, Exception):
+                raise
             self._faults.note("load", error, len(loaded))
             return
         leading = True
@@ -119,19 +125,21 @@ class PageStorage:
 
     def _store(self, positions: Mapping[Key, int], pages: LentPages) -> set[Key]:
         blocks = self.source.lend(list(positions), pages, list(positions.values()))
+        future: from_thread.StoreFuture | None = None
         try:
             future = self._engine.store(blocks, NO_WAIT, tenant=self._settings.tenant)
-        except Exception as error:
-            self.source.take_back(blocks)
-            self._faults.note("store", error, len(positions))
-            return set()
-        try:
             future.add_done_callback(partial(self.source.take_back, blocks))
             result = future.result(self._settings.store_timeout)
-        except Exception as error:
-            future.request_cancel()
+        except BaseException as error:
+            if future is not None:
+                future.request_cancel()
+            if not isinstance(error, Exception):
+                raise
             self._faults.note("store", error, len(positions))
             return set()
+        finally:
+            if future is None or future.done():
+                self.source.take_back(blocks)
         return self._noted(result, len(positions))
 
     def _noted(self, result: TransferResult, n: int) -> set[Key]:

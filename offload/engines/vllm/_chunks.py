@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import attrs
@@ -31,6 +31,21 @@ Block = TypeVar("Block")
 Copied = TypeVar("Copied")
 
 
+class Withdrawn(RuntimeError):
+    """Blocks were overwritten, or may have been, while they were copied."""
+
+
+def check_kept(chunks: Iterable[int], kept: Container[int]) -> None:
+    """Raise unless vLLM has kept these chunks until now: behind their copy.
+
+    Raises:
+        Withdrawn: one of them was withdrawn meanwhile.
+    """
+    for chunk in chunks:
+        if chunk not in kept:
+            raise Withdrawn("its blocks were given out anew while they were copied")
+
+
 class NoChunks:
     """A source without a block, for a scheduler that only looks up."""
 
@@ -49,6 +64,9 @@ class NoChunks:
 
     def release(self, refs: Sequence[int]) -> None:
         """There is none to release."""
+
+    def withdraw(self) -> None:
+        """There is none to withdraw."""
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
         """What is to be stored once ``stored`` has ended, and these keys are there: nothing."""
@@ -134,6 +152,10 @@ class ChunkSource(NoChunks):
         for ref in refs:
             self._chunks.pop(ref, None)
 
+    def withdraw(self) -> None:
+        """Let no store under way go well: the blocks may be overwritten from now on."""
+        self._chunks.clear()
+
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each chunk into the page at the same position. A block that it does not have is zeros there."""
         chunks = [self._chunks[ref] for ref in refs]
@@ -142,6 +164,7 @@ class ChunkSource(NoChunks):
             if None in chunk:
                 ctypes.memset(address, 0, self.block_bytes)
         self.copy_blocks_out(chunks, pages)
+        check_kept(refs, self._chunks)
 
     def copy_blocks_out(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         """Copy the blocks at each position into the page there, ``None`` left out."""

@@ -39,10 +39,11 @@ from ... import from_thread
 from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
+from .._guard import NOTHING, Hook, guarded, nothing
 from ._chunks import ChunkCanary, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
-from ._page_kinds import PageKind, kind_of
+from ._page_kinds import PageKind, WorkerPages, kind_of
 from ._plans import StepPlan
 from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
@@ -77,6 +78,70 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     name: str
 
 
+def _withdraw(connector: OffloadConnector, *args: Any) -> None:
+    if connector._worker is not None:
+        connector._worker.withdraw()
+
+
+def _end_loads(connector: OffloadConnector, *args: Any, **kwargs: Any) -> None:
+    if connector._worker is not None:
+        connector._worker.end_loads(connector._plan)
+
+
+def _forget(connector: OffloadConnector, request: Any, *args: Any) -> None:
+    if connector._scheduler is not None:
+        connector._scheduler.forget(request.request_id)
+
+
+def _refuse_load(connector: OffloadConnector, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    if connector._scheduler is not None and num_external_tokens:
+        connector._scheduler.refuse_load(request.request_id, blocks.get_block_ids())
+
+
+def _drop(connector: OffloadConnector, output: Any) -> None:
+    if connector._scheduler is not None:
+        connector._scheduler.drop(output.finished_recving or ())
+
+
+def _close_all(connector: OffloadConnector) -> None:
+    worker = None if connector._worker is None else connector._worker.engine
+    for engine in (connector._reader, worker):
+        if engine is not None:
+            _close(engine)
+
+
+_HOOKS: Final = {
+    # What is set wrongly ends vLLM's start, with a text that names it. Other faults of a start: nothing is offloaded.
+    "register_kv_caches": Hook(nothing, passes=(ValueError,)),
+    "set_xfer_handshake_metadata_pp_aware": Hook(nothing, passes=(ValueError,)),
+    # Their memory goes next, so that a copy which is under way has to end here.
+    "unregister_kv_caches": Hook(nothing, _withdraw),
+    "restore_kv_caches": NOTHING,
+    "get_handshake_metadata": NOTHING,
+    "handle_preemptions": Hook(nothing, _withdraw),
+    "start_load_kv": Hook(nothing, _end_loads),
+    "wait_for_layer_load": NOTHING,
+    "save_kv_layer": NOTHING,
+    "wait_for_save": NOTHING,
+    # What is over is told in the next step.
+    "get_finished": Hook(lambda *args: (None, set())),
+    "get_transfer_results": Hook(lambda *args: KVConnectorTransferResults()),
+    "get_block_ids_with_load_errors": Hook(lambda one: set() if one._worker is None else one._worker.failed),
+    "on_new_request": Hook(nothing, _forget),
+    "get_num_new_matched_tokens": Hook(lambda *args: (0, False), _forget),
+    "update_state_after_alloc": Hook(nothing, _refuse_load),
+    "get_external_cache_hit_sources": Hook(lambda *args: {}),
+    # What is to be loaded is planned in the next step.
+    "build_connector_meta": Hook(lambda *args: StepMetadata(StepPlan(all_overwritten=True))),
+    "update_connector_output": Hook(nothing, _drop),
+    "request_finished_all_groups": Hook(lambda *args: (False, None), _forget),
+    "reset_cache": Hook(lambda *args: False),
+    "take_events": Hook(lambda *args: []),
+    "shutdown": Hook(nothing, _close_all),
+}
+
+
+@guarded(_HOOKS, _log)
 class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads into the tiers of an ``engine`` table; see docs/how-to/vllm.md."""
 
@@ -129,6 +194,16 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         naming = self._naming(layout_of_caches(caches, n_blocks, chunk_tokens))
         pages = self._pages.of_worker(caches, n_blocks, naming)  # all blocks are free: no request has come yet
         engine = from_thread.open_engine(pages.source, self._settings.engine_config(), when_full="drop").start()
+        try:
+            self._open_worker(kv_caches, engine, pages, naming)
+        except BaseException:
+            self._worker = self._facts = None
+            _close(engine)
+            raise
+
+    def _open_worker(
+        self, kv_caches: dict[str, torch.Tensor], engine: from_thread.Engine, pages: WorkerPages, naming: ChunkNaming
+    ) -> None:
         events = self._watched(engine)
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
         self._worker = WorkerHalf(
@@ -216,15 +291,20 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
         With several groups vLLM cannot be told of single blocks, and raises where it is.
         """
-        _, received = self.get_finished(finished_req_ids)
-        failed = set() if self._worker is None else self._worker.failed_requests()
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._worker.finished(frozenset(finished_req_ids))
+        received, failed = self._worker.results(frozenset(finished_req_ids))
         return KVConnectorTransferResults(
-            finished_recving=received or set(), failed_recving=failed if len(self._groups) > 1 else set()
+            finished_recving=received, failed_recving=failed if len(self._groups) > 1 else set()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that could not be loaded and have to be computed: where there is one group, the others are kept."""
-        failed = set() if self._worker is None else self._worker.failed_blocks()
+        failed: set[int] = set()
+        if self._worker is not None:
+            # Nothing is called here: if it failed, vLLM would take these blocks for loaded.
+            failed, self._worker.failed = self._worker.failed, failed
         return failed if len(self._groups) == 1 else set()
 
     @property
@@ -237,6 +317,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], WorkerFacts]) -> None:
         """Open the scheduler's lookup engine, after the workers have opened theirs."""
         workers = [facts for _, facts in sorted(metadata.items())]
+        if len(workers) < self._vllm_config.parallel_config.world_size:
+            # Without a part of one rank nothing could be loaded, and vLLM would wait for that rank for ever.
+            _log.error("nothing is offloaded: only %d workers have opened their tiers", len(workers))
+            return
         first = workers[0]
         if first.process == os.getpid():
             engine, self._events = _WORKERS[first.name].engine, _WORKERS[first.name].events

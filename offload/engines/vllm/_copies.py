@@ -2,11 +2,13 @@
 
 A place is a row of host memory, or a page of a tier where the scheduler is in this process. The scheduler names one only where
 it may be written, or where its bytes are verified and held. So what is copied here is
-memory to memory, and cannot fail for want of a block; what raises all the same is a fault of this host, and vLLM is told.
+memory to memory, and cannot fail for want of a block. What raises all the same is a fault of this host: a load that fails ends
+vLLM, which would compute with other bytes else, and rows that were not written are marked as such.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +22,10 @@ from backends.pages import Pages
 from ._arena import Arena
 from ._chunks import ChunkSource
 from ._placed import Placed
+
+ATTEMPTS: Final = 3
+"""Attempts at a copy. vLLM ends where a load fails, and memory that is short is there again a moment later."""
+_log = logging.getLogger("vllm.offload")
 
 IDLE_WAIT: Final = 0.005
 """Seconds that a step without a forward pass waits for a copy, instead of turning round at once and taking the interpreter."""
@@ -62,12 +68,28 @@ class RowCopies:
         self._stores = ThreadPoolExecutor(1, "offload-store")
         self._loads = ThreadPoolExecutor(1, "offload-load")
         self._jobs: dict[int, Future[Copied]] = {}
+        self._stored_rows: dict[int, Sequence[int]] = {}  # of each store, until it has ended
+        self.ended: list[Copied] = []
+        """The jobs that have ended and were not returned by :meth:`finished` yet."""
 
     def store(
         self, job_id: int, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
     ) -> None:
         """Begin to copy blocks into rows; see :meth:`columns` for the arguments."""
+        self._stored_rows[job_id] = rows
         self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_blocks_out)
+
+    def fail_store(self, job_id: int, rows: Sequence[int]) -> None:
+        """End a store that could not be begun: its rows are marked as not written, and it is over."""
+        self._arena.mark_unwritten(rows)
+        if job_id not in self._jobs:
+            self._stored_rows.pop(job_id, None)
+            self.ended.append(Copied(job_id, None, 0, 0.0))
+
+    def distrust(self, job_ids: Iterable[int]) -> None:
+        """Mark what these stores write as not written: their blocks may be overwritten before they end."""
+        for job_id in job_ids:
+            self._arena.mark_unwritten(self._stored_rows.get(job_id, ()))
 
     def load(
         self,
@@ -111,9 +133,16 @@ class RowCopies:
 
     def finished(self, *, idle: bool) -> list[Copied]:
         """The jobs that have ended since the last call. Where the step is ``idle``, it waits a little for the first one."""
-        if idle and self._jobs and not any(job.done() for job in self._jobs.values()):
+        if idle and self._jobs and not self.ended and not any(job.done() for job in self._jobs.values()):
             wait(self._jobs.values(), IDLE_WAIT, return_when="FIRST_COMPLETED")
-        return [self._jobs.pop(job_id).result() for job_id in [*self._jobs] if self._jobs[job_id].done()]
+        # One by one, so that an error in between loses none: vLLM would wait for it for ever.
+        for job_id in [*self._jobs]:
+            if self._jobs[job_id].done():
+                self.ended.append(self._jobs[job_id].result())
+                del self._jobs[job_id]
+                self._stored_rows.pop(job_id, None)
+        ended, self.ended = self.ended, []
+        return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Wait until these have ended; :meth:`finished` tells of them later."""
@@ -142,16 +171,30 @@ class RowCopies:
         copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
         in_place: InPlace,
     ) -> Copied:
-        began, nbytes, error = time.perf_counter(), 0, None
-        try:
-            wait_computed()
-            for group, chunks, rows in columns:
-                if rows:
-                    copy(group, chunks, self._pages(rows, in_place, group.block_bytes))
-                    nbytes += group.block_bytes * len(rows)
-            _check_unchanged(in_place)
-        except BaseException as raised:
-            error = raised
+        began, nbytes = time.perf_counter(), 0
+        error: BaseException | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                wait_computed()
+                nbytes = 0
+                for group, chunks, rows in columns:
+                    if rows:
+                        copy(group, chunks, self._pages(rows, in_place, group.block_bytes))
+                        nbytes += group.block_bytes * len(rows)
+                _check_unchanged(in_place)
+            except LostInPlace as raised:  # they will not be what they were
+                error = raised
+                break
+            except BaseException as raised:  # all that it reads and writes is still held
+                error = raised
+            else:
+                error = None
+                break
+        if error is not None and copy is ChunkSource.copy_blocks_out:
+            # vLLM cannot be told that a store has failed; the scheduler looks at the marks.
+            self._arena.mark_unwritten([row for _, _, rows in columns for row in rows])
+            _log.error("copy %d from the cache to host memory has failed: %r", job_id, error)
+            error, nbytes = None, 0
         return Copied(job_id, error, nbytes, time.perf_counter() - began)
 
     def _pages(self, places: Sequence[int], in_place: InPlace, nbytes: int) -> Pages:

@@ -20,7 +20,7 @@ import attrs
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.pages import Pages
 
-from ._chunks import NoChunks
+from ._chunks import NoChunks, check_kept
 from ._published import LayerNaming, done_key
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ class LayerChunks(NoChunks):
         for ref in refs:
             self._chunks.pop(ref // self.pages_per_chunk, None)
 
+    def withdraw(self) -> None:
+        """Let no store under way go well; see :meth:`ChunkSource.withdraw`."""
+        self._chunks.clear()
+
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each layer of a chunk into the page at the same position."""
         for ref, address in zip(refs, pages.addresses, strict=True):
@@ -84,6 +88,7 @@ class LayerChunks(NoChunks):
                 ctypes.memset(address, 0, self.block_bytes)
             if chunk:
                 self._layers[ref % self.pages_per_chunk].copy_out(chunk, address)
+        check_kept([ref // self.pages_per_chunk for ref in refs if ref != _NO_BYTES], self._chunks)
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
         """What is to be stored once these are: a marker for each chunk of which all layers are there."""

@@ -288,11 +288,22 @@ class HostMemory:
             self.counts.trouble("chunks not stored for want of room", why, self.table.refused - refused)
             if not taken[0]:
                 return None
+        self.arena.take_unwritten(taken[1])
         return taken
+
+    def not_written(self, keys: Iterable[Key]) -> None:
+        """Give back the rows of chunks that no worker writes, or not as a whole."""
+        self.table.stored(keys, success=False)
 
     def stored(self, keys: Iterable[Key], *, success: bool = True) -> None:
         """The workers have written these: store them into the tiers."""
-        there, rows = self.table.stored(keys, success)
+        written = self.table.rows_of(keys)
+        unwritten = self.arena.take_unwritten(list(written.values()))
+        if unwritten:
+            lost = [key for key, row in written.items() if row in unwritten]
+            self.counts.trouble("chunks that a worker could not write", "see the log of the workers", len(lost))
+            self.not_written(lost)
+        there, rows = self.table.stored([key for key, row in written.items() if row not in unwritten], success)
         together = min(STORED_TOGETHER, self.engine.budget_blocks)  # a larger store is refused as a whole
         for start in range(0, len(there), together):
             self._store(there[start : start + together], rows[start : start + together])
@@ -301,9 +312,11 @@ class HostMemory:
         named = self._naming.keys(keys, self._salt)
         try:
             storing = self.engine.store(ExternalBlocks(self.arena, named, list(rows)), NO_WAIT, tenant=self._tenant)
-        except OffloadError as error:
-            self.counts.trouble("chunks not stored", error, len(keys))
+        except BaseException as error:
             self.table.let_go(rows)
+            if not isinstance(error, OffloadError):
+                raise
+            self.counts.trouble("chunks not stored", error, len(keys))
             return
         self.counts.add("chunks offered", len(keys))
         storing.add_done_callback(self._later(partial(self._arrived, rows)))

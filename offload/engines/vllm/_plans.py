@@ -43,6 +43,8 @@ class StepPlan:
     """To be begun behind the forward pass."""
     overwritten: frozenset[int] = frozenset()
     """Blocks that were given out anew: nothing may read what they held before."""
+    all_overwritten: bool = False
+    """Whether it is not known which blocks these are, so that it may be any."""
     cancelled: frozenset[str] = frozenset()
     """Requests that were aborted or preempted: what is being stored of them is cancelled."""
     idle: bool = False

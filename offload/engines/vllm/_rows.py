@@ -298,6 +298,10 @@ class RowTable:
         self._written.update(zip(wanted, rows, strict=False))
         return wanted[: len(rows)], rows, evicted
 
+    def rows_of(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Return the rows that workers write these chunks into."""
+        return {key: self._written[key] for key in keys if key in self._written}
+
     def stored(self, keys: Iterable[Key], success: bool = True) -> tuple[list[Key], list[int]]:
         """A worker has written these: they are here. Returns them and their rows, which are held until :meth:`let_go`."""
         keys = [key for key in keys if key in self._written]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -178,6 +178,8 @@ class SchedulerHalf:
                 store = self._table.store(record, computed, partial(scheduled.blocks_of, request_id))
                 if store is not None:
                     stores.append(store)
+        if not scheduled.computed and not self._loading:
+            self._wait_for_a_lookup()
         plan = StepPlan(
             loads=self._plans,
             stores=stores,
@@ -187,8 +189,6 @@ class SchedulerHalf:
             generation=self._generation,
         )
         self._plans, self._allocated, self._cancelled = [], set(), set()
-        if plan.idle and not self._loading:
-            self._wait_for_a_lookup()
         return plan
 
     def _wait_for_a_lookup(self) -> None:
@@ -218,6 +218,38 @@ class SchedulerHalf:
             self._let_go(request_id)
         if record is not None and aborted:
             self._cancelled.add(request_id)
+
+    # --- what has failed ------------------------------------------------------------------------------------------
+
+    def forget(self, request_id: str) -> None:
+        """Know nothing of a request any more: it is computed. What is being loaded for it goes on."""
+        self._table.records.pop(request_id, None)
+        if request_id not in self._loading:
+            self._let_go(request_id)
+
+    def refuse_load(self, request_id: str, blocks: Blocks) -> None:
+        """Have the worker report a load that could not be planned as over, and all that vLLM waits for as not loaded.
+
+        Args:
+            request_id: of a request that waits for its load.
+            blocks: all its block numbers, of each group.
+        """
+        if any(plan.request_id == request_id for plan in self._plans):
+            return
+        record = self._table.records.get(request_id)
+        computed = 0
+        if record is not None:
+            record.state, computed = State.LOADING, record.computed
+        sizes = [group.block_size for group in self._table.groups]
+        lost = [given[computed // size :] for size, given in zip(sizes, blocks, strict=True)]
+        self._loading[request_id] = frozenset(block for given in lost for block in given)
+        self._plans.append(LoadPlan(request_id, (), lost))
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Know nothing of requests any more whose loads are over."""
+        for request_id in request_ids:
+            self._loading.pop(request_id, None)
+            self.forget(request_id)
 
     def reset(self) -> None:
         """Find nothing any more that was stored until now."""

@@ -33,9 +33,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from .._guard import NOTHING, PASSES, Hook, guarded, nothing
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
-from ._copies import NOWHERE, InPlace, RowCopies
+from ._copies import NOWHERE, Copied, InPlace, RowCopies
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
 from ._rows import Answer
@@ -68,6 +69,7 @@ class Places(BlockIDsLoadStoreSpec):
         self.in_place = in_place
 
 
+@guarded({"get_manager": PASSES, "get_worker": PASSES}, _log)
 class OffloadSpec(OffloadingSpec):
     """Host memory with any tiers behind it; see docs/how-to/vllm.md."""
 
@@ -110,6 +112,43 @@ class OffloadSpec(OffloadingSpec):
         )
 
 
+def _end_request(manager: HostManager, req_context: ReqContext) -> None:
+    manager.memory.table.end(req_context.req_id)
+
+
+def _let_go(manager: HostManager, keys: Collection[Any], req_context: ReqContext) -> None:
+    manager.memory.table.loaded(req_context.req_id, map(bytes, keys))
+
+
+def _not_written(manager: HostManager, keys: Collection[Any], *args: Any, **more: Any) -> None:
+    manager.memory.not_written([bytes(key) for key in keys])
+
+
+def _switch_off(manager: HostManager) -> None:
+    manager._is_off = True
+
+
+_MANAGER_HOOKS: Final = {
+    "on_new_request": Hook(lambda *args: RequestOffloadingContext()),
+    "on_request_finished": Hook(nothing, _end_request),
+    "on_schedule_end": NOTHING,
+    "lookup": Hook(lambda *args: LookupResult.MISS),
+    "get_load_source": Hook(lambda *args: CacheHitSource.HOST),
+    # vLLM was told of a hit, and has no word for one that is none: other bytes would be worse than its end.
+    "prepare_load": PASSES,
+    "complete_load": Hook(nothing, _let_go),
+    "touch": NOTHING,
+    "prepare_store": NOTHING,
+    "complete_store": Hook(nothing, _not_written),
+    "stored": NOTHING,
+    "removed": NOTHING,
+    "take_events": Hook(lambda *args: []),
+    "reset_cache": Hook(nothing, _switch_off),
+    "shutdown": NOTHING,
+}
+
+
+@guarded(_MANAGER_HOOKS, _log)
 class HostManager(OffloadingManager):
     """vLLM's manager, over the rows of host memory."""
 
@@ -119,6 +158,7 @@ class HostManager(OffloadingManager):
         for name, source in hit_sources(settings.engine_config()).items():
             self._hit_sources[name] = CacheHitSource(source)
         self._events: list[OffloadingEvent] = []
+        self._is_off = False  # since what was stored before a reset could be found
         if config.enable_kv_cache_events:
             memory.table.pool.watch_keys(self)
 
@@ -142,6 +182,8 @@ class HostManager(OffloadingManager):
 
     def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
         """Where a chunk is. A hit stays one until it is loaded, or the request has ended."""
+        if self._is_off:
+            return LookupResult.MISS
         position = req_context.get_offload_key_position(key) or 0
         return _RESULTS[self.memory.where(req_context.req_id, bytes(key), position)]
 
@@ -166,11 +208,17 @@ class HostManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[Any], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for chunks that are not there yet, as far as there is room."""
+        if self._is_off:
+            return None
         taken = self.memory.take_for_store([bytes(key) for key in keys])
         if taken is None:
             return None
         stored, rows, evicted = taken
-        return PrepareStoreOutput(keys_to_store=stored, store_spec=Places(rows), evicted_keys=evicted)
+        try:
+            return PrepareStoreOutput(keys_to_store=stored, store_spec=Places(rows), evicted_keys=evicted)
+        except BaseException:
+            self.memory.not_written(stored)
+            raise
 
     def complete_store(self, keys: Collection[Any], req_context: ReqContext, success: bool = True) -> None:
         """The workers have written these."""
@@ -201,6 +249,26 @@ class HostManager(OffloadingManager):
         _log.info("offload, host memory: %s", self.memory.counts)
 
 
+def _fail_store(worker: RowWorker, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any, **more: Any) -> None:
+    worker._copies.fail_store(job_id, dst_spec.block_ids.tolist())
+
+
+def _distrust(worker: RowWorker, job_ids: set[int]) -> None:
+    worker._copies.distrust(job_ids)
+
+
+_WORKER_HOOKS: Final = {
+    # vLLM asserts that a job goes well. A store that does not is known by the marks of its rows.
+    "submit_store": Hook(lambda *args, **more: True, _fail_store),
+    # A load that did not go well must not be taken for one: vLLM ends.
+    "submit_load": Hook(lambda *args, **more: False),
+    "get_finished": Hook(lambda *args: []),
+    "wait": Hook(nothing, _distrust),
+    "shutdown": NOTHING,
+}
+
+
+@guarded(_WORKER_HOOKS, _log)
 class RowWorker(OffloadingWorker):
     """vLLM's worker, over its part of the rows."""
 
@@ -245,12 +313,18 @@ class RowWorker(OffloadingWorker):
         """The copies that are over."""
         # Without a forward pass vLLM would turn round at once, and take the interpreter from the threads that copy.
         idle = is_forward_context_available() and get_forward_context().attn_metadata is None
-        results = []
-        for copied in self._copies.finished(idle=idle):
-            if copied.error is not None:
-                _log.error("copy %d between host memory and the cache has failed: %r", copied.job_id, copied.error)
-            results.append(TransferResult(copied.job_id, copied.error is None, copied.nbytes, copied.seconds))
-        return results
+        ended = self._copies.finished(idle=idle)
+        try:
+            return [self._result(copied) for copied in ended]
+        except BaseException:
+            self._copies.ended[:0] = ended
+            raise
+
+    @staticmethod
+    def _result(copied: Copied) -> TransferResult:
+        if copied.error is not None:
+            _log.error("copy %d from host memory to the cache has failed: %r", copied.job_id, copied.error)
+        return TransferResult(copied.job_id, copied.error is None, copied.nbytes, copied.seconds)
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these copies are over."""

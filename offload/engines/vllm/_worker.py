@@ -103,7 +103,9 @@ class WorkerHalf:
         self._arrived: queue.SimpleQueue[tuple[str, int]] = (
             queue.SimpleQueue()
         )  # requests, and how many of their chunks
-        self._failed: set[int] = set()
+        self._received: set[str] = set()
+        self.failed: set[int] = set()
+        """Blocks that were to be loaded and were not, and of which vLLM was not told."""
         self._failed_requests: set[str] = set()
         self._stores: dict[from_thread.StoreFuture, _Store] = {}
         self._tokens: dict[str, from_thread.CancellationToken] = {}
@@ -127,7 +129,14 @@ class WorkerHalf:
 
     def _touched(self, plan: StepPlan) -> list[_Store]:
         """The stores that read blocks which this step overwrites."""
+        if plan.all_overwritten:
+            return list(self._stores.values())
         return [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
+
+    def withdraw(self) -> None:
+        """Let no store under way go well: it is not known which blocks are overwritten."""
+        self._source.withdraw()  # first, since nothing in it can fail
+        self._end_stores(list(self._stores.values()))
 
     def leave_cache(self) -> None:
         """See to it that nothing reads vLLM's cache any more: its memory is about to go. Later stores and loads are as ever."""
@@ -161,15 +170,28 @@ class WorkerHalf:
         self._idle = plan.idle
         for one in plan.loads:
             load = self._loads[one.request_id] = _Load(one)
-            keys = self._naming.keys(one.hashes, plan.generation)
-            if self.events is not None:
-                self.events.found(keys, one.hashes)
             try:
-                load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
-            except OffloadError as error:
+                self._begin_load(load, plan.generation)
+            except Exception as error:  # whatever it is, the request must go on
                 self._arrive(load, 0, error)
-            else:
-                load.future.add_done_callback(partial(self._pinned, load))
+
+    def _begin_load(self, load: _Load, generation: str) -> None:
+        hashes = load.plan.hashes
+        if not hashes:  # of a request whose load could not be planned
+            self._arrive(load, 0)
+            return
+        keys, pinned = self._naming.keys(hashes, generation), partial(self._pinned, load)
+        if self.events is not None:
+            self.events.found(keys, hashes)
+        load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
+        load.future.add_done_callback(pinned)
+
+    def end_loads(self, plan: StepPlan) -> None:
+        """End the loads of a step that were not begun. Those that were begun end by themselves."""
+        for one in plan.loads:
+            if one.request_id not in self._loads:
+                load = self._loads[one.request_id] = _Load(one)
+                self._arrive(load, 0)
 
     def _pinned(self, load: _Load, future: from_thread.LookupFuture) -> None:
         """In the engine's thread: what is to be loaded is pinned, or not there any more."""
@@ -205,14 +227,27 @@ class WorkerHalf:
         self._arrive(load, loaded, error or why)
 
     def _arrive(self, load: _Load, loaded: int, why: Exception | str = "") -> None:
+        self._arrived.put((load.plan.request_id, loaded))
         missing = len(load.plan.hashes) - loaded
         self.counts.add("chunks loaded", loaded)
         if (why or missing) and not load.given_up:
             self.counts.trouble("chunks not loaded, and computed instead", why or "damaged, or gone", missing)
-        self._arrived.put((load.plan.request_id, loaded))
 
     def received(self, finished: frozenset[str]) -> set[str]:
         """The requests whose loads are over, since the last call. Those of finished requests are cancelled first."""
+        self.collect(finished)
+        received, self._received = self._received, set()
+        return received
+
+    def results(self, finished: frozenset[str]) -> tuple[set[str], set[str]]:
+        """The same, and those of them of which not all came that was to be loaded."""
+        self.collect(finished)
+        results = self._received, self._failed_requests
+        self._received, self._failed_requests = set(), set()
+        return results
+
+    def collect(self, finished: frozenset[str]) -> None:
+        """Take in the loads that are over. Where this is cut short by an error, nothing of what it took in is lost."""
         wait = self._idle and bool(self._loads)
         for request_id in finished:
             load = self._loads.get(request_id)
@@ -220,30 +255,32 @@ class WorkerHalf:
                 wait, load.given_up = False, True
                 if load.future is not None:
                     load.future.request_cancel()
-        received: set[str] = set()
         while True:
             try:
                 # Nothing is computed in this step: give the threads that load a chance, rather than to turn round at once.
                 request_id, loaded = self._arrived.get(timeout=IDLE_WAIT) if wait else self._arrived.get_nowait()
             except queue.Empty:
-                return received
+                return
             wait = False
-            load = self._loads.pop(request_id)
-            received.add(request_id)
-            if not load.given_up:
-                lost = {block for chunk in load.plan.blocks[loaded:] for block in chunk if block is not None}
-                self._failed |= lost
-                if lost:
-                    self._failed_requests.add(request_id)
+            load = self._loads.get(request_id)
+            if load is None:
+                continue
+            try:
+                if not load.given_up:
+                    lost = {block for chunk in load.plan.blocks[loaded:] for block in chunk if block is not None}
+                    # First what did not come: vLLM takes for loaded what it is not told of.
+                    self.failed |= lost
+                    if lost:
+                        self._failed_requests.add(request_id)
+                self._received.add(request_id)
+            except BaseException:
+                self._arrived.put((request_id, loaded))
+                raise
+            del self._loads[request_id]
 
     def failed_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not, since the last call."""
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def failed_requests(self) -> set[str]:
-        """Requests of which not all came that was to be loaded, since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
+        failed, self.failed = self.failed, set()
         return failed
 
     # --- stores ---------------------------------------------------------------------------------------------------
@@ -274,29 +311,35 @@ class WorkerHalf:
 
     def _store(self, plan: StorePlan, computed: PreconditionLike, generation: str) -> None:
         keys = self._naming.keys(plan.hashes, generation)
+        blocks = frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
         chunks = self._source.chunks(keys, plan.blocks, plan.first)
+        future: from_thread.StoreFuture | None = None
         try:
+            stored = partial(self._stored, chunks)
             if self.events is not None:
                 self.events.storing(keys, plan.hashes)
             token = self._tokens.setdefault(plan.request_id, from_thread.CancellationToken())
             future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)
+            self._stores[future] = _Store(future, blocks)
+            future.add_done_callback(stored)
         except BaseException as error:
-            self._forget(chunks)
+            self._forget(chunks)  # a copy that is under way does not go well without
+            if future is not None:
+                self._stores.pop(future, None)
+                future.request_cancel()
             if not isinstance(error, OffloadError):
                 raise
             self._not_stored(error, len(plan.hashes))
-            return
-        self.counts.add("chunks offered", len(plan.hashes))
-        self._stores[future] = _Store(
-            future, frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
-        )
-        future.add_done_callback(partial(self._stored, chunks))
+        else:
+            self.counts.add("chunks offered", len(plan.hashes))
 
     def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:
         """In the engine's thread, or where it was over at once: a store has ended."""
+        try:
+            self._forget(chunks)
+        finally:
+            self._stores.pop(future, None)
         result, pages = future.result(0), self._source.pages_per_chunk
-        self._forget(chunks)
-        self._stores.pop(future, None)
         self.counts.add("chunks stored", len(result.completed) // pages)
         if future.dropped:
             self._dropped(len(chunks) // pages)

@@ -291,6 +291,9 @@ class Future:
             raise self.answer
         return self.answer
 
+    def request_cancel(self):
+        """What it has found is released."""
+
     def end(self, answer):
         self.answer = answer
         for callback in self.callbacks:

@@ -1,0 +1,176 @@
+"""vLLM sees no error and no wrong byte, whatever is raised in a function below the hooks of its connector and OffloadSpec."""
+
+from __future__ import annotations
+
+import time
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.memory import MemoryTier
+from offload import from_thread
+from offload.engines._guard import GUARD_ATTRIBUTE
+from offload.engines.vllm._connector import OffloadConnector, StepMetadata
+from offload.engines.vllm._page_kinds import ChunkPages
+from offload.engines.vllm._requests import BlockGroup, RequestTable
+from offload.engines.vllm._scheduler import SchedulerHalf
+from offload.engines.vllm._settings import Settings
+from offload.engines.vllm._spec import HostManager, OffloadSpec, RowWorker
+from offload.engines.vllm._worker import WorkerHalf
+from tests.engines.raising import ERRORS, raise_in_call
+from tests.engines.test_vllm_halves import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    NAMING,
+    SIZE,
+    SOON,
+    blocks_from,
+    content,
+    hashes_of,
+    new_cache,
+)
+
+TOKENS = 256
+NONE = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+
+
+@pytest.mark.parametrize("adapter", [OffloadConnector, HostManager, RowWorker, OffloadSpec])
+def test_each_public_method_is_guarded(adapter: type):
+    functions = {
+        name: one for name, one in vars(adapter).items() if isinstance(one, FunctionType) and not name.startswith("_")
+    }
+    assert functions
+    assert all(hasattr(one, GUARD_ATTRIBUTE) for one in functions.values())
+
+
+class Connector:
+    """An instance of vLLM: what it calls in a step, and what it makes of the answers."""
+
+    def __init__(self, engine: from_thread.Engine, source: Any, cache: torch.Tensor) -> None:
+        face = self.face = OffloadConnector.__new__(OffloadConnector)
+        face._connector_metadata = None
+        face._groups, face._events, face._reader, face._facts = [BlockGroup(BLOCK)], None, None, None
+        face._hit_sources = {}
+        face._pages = ChunkPages(face._groups, CHUNK)
+        face._settings = Settings()
+        face._worker = WorkerHalf(engine, source, NAMING, lookup_timeout=SOON, load_timeout=SOON, room_knob="")
+        table = RequestTable(face._groups, CHUNK, BLOCK)
+        face._scheduler = SchedulerHalf(engine, [NAMING], table, lookup_timeout=SOON)
+        self.cache = cache
+        self.blocks: dict[str, list[int]] = {}
+
+    def request(self, name: str, prompt: str) -> Any:
+        return SimpleNamespace(
+            request_id=name,
+            block_hashes=hashes_of(prompt, TOKENS),
+            num_tokens=TOKENS,
+            status=SimpleNamespace(name="FINISHED_STOPPED"),
+        )
+
+    def step(self, new: str = "", computed: int = 0, forward: str = "", finished: frozenset[str] = frozenset()) -> Any:
+        started = (
+            [SimpleNamespace(req_id=new, num_computed_tokens=computed, block_ids=[self.blocks[new]])] if new else []
+        )
+        meta = self.face.build_connector_meta(
+            SimpleNamespace(
+                scheduled_new_reqs=started,
+                scheduled_cached_reqs=NONE,
+                num_scheduled_tokens={new: TOKENS - computed},
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: [self.blocks[name]]),
+                preempted_req_ids=set(),
+            )
+        )
+        assert isinstance(meta, StepMetadata)
+        self.face._connector_metadata = meta
+        self.face.handle_preemptions(meta)
+        if forward:
+            for at, block in list(enumerate(self.blocks[new]))[computed // BLOCK :]:
+                self.cache[:, block] = content(forward, at)
+        self.face.start_load_kv(None)
+        self.face.wait_for_save()
+        results = self.face.get_transfer_results(set(finished))
+        lost = self.face.get_block_ids_with_load_errors()
+        output = SimpleNamespace(
+            finished_recving=results.finished_recving, invalid_block_ids=lost, failed_recving=results.failed_recving
+        )
+        self.face.update_connector_output(output)
+        return output
+
+    def run(self, name: str, prompt: str, blocks: list[int]) -> int:
+        """Run a request as vLLM does. Returns how many tokens it took from the cache."""
+        request, self.blocks[name] = self.request(name, prompt), blocks
+        self.face.on_new_request(request)
+        deadline = time.monotonic() + 20
+        while True:
+            tokens, is_async = self.face.get_num_new_matched_tokens(request, 0)
+            if tokens is not None:
+                break
+            assert time.monotonic() < deadline, "vLLM asks for ever"
+            self.step()
+        given = SimpleNamespace(get_block_ids=lambda: [blocks])
+        self.face.update_state_after_alloc(request, given, tokens)
+        computed, lost = tokens, set()
+        while is_async:
+            output = self.step()
+            lost |= output.invalid_block_ids
+            if name in (output.finished_recving or ()):
+                break
+            assert time.monotonic() < deadline, "vLLM waits for ever"
+        if lost & set(blocks):
+            computed = min(at for at, block in enumerate(blocks) if block in lost) * BLOCK
+        self.step(new=name, computed=computed, forward=prompt)
+        for at, block in enumerate(blocks):
+            assert (self.cache[:, block] == content(prompt, at)).all(), f"block {at} of {name}"
+        self.face.request_finished_all_groups(request, (blocks,))
+        self.step(finished=frozenset([name]))
+        return computed
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_vllm_goes_on_with_right_bytes(error: type[BaseException]):
+    """Every prompt is stored by one request and wanted by the next, into blocks that an earlier store may still read."""
+    cache, source = new_cache()
+    with from_thread.open_engine(source, [MemoryTier(2048 * SIZE, SIZE)], when_full="drop") as engine:
+        one = Connector(engine, source, cache)
+        for n in range(400):
+            where = []
+            for request in range(3):
+                with raise_in_call(n, error) as raising:
+                    one.run(f"{n}/{request}", f"p{n}", blocks_from(request * 16 % BLOCKS))
+                where.append(raising.where)
+            if not any(where):
+                break
+        else:
+            raise AssertionError("there is no end of functions")
+        assert n > 40
+        one.run("last", "prompt", blocks_from(0))
+        engine.drain(SOON)
+        assert one.run("and again", "prompt", blocks_from(16)) == TOKENS - CHUNK
+        assert not one.face._scheduler._loading and not one.face._worker._loads
+        one.face._scheduler.close()
+        assert engine.statistics().unreleased_hits == 0
+        engine.drain(SOON)
+        assert not source._chunks
+
+
+@pytest.mark.parametrize("exit_error", [SystemExit, KeyboardInterrupt])
+def test_exits_pass_and_leave_nothing_held(exit_error: type[BaseException]):
+    cache, source = new_cache()
+    with from_thread.open_engine(source, [MemoryTier(2048 * SIZE, SIZE)], when_full="drop") as engine:
+        for n in range(0, 200, 7):
+            one = Connector(engine, source, cache)
+            try:
+                with raise_in_call(n, exit_error) as raising:
+                    one.run(f"{n}", "p", blocks_from(0))
+            except exit_error:
+                pass
+            else:
+                assert not raising.where or raising.where.startswith("_faults"), raising.where
+            one.face._scheduler.close()
+            one.face._worker.withdraw()
+        engine.drain(SOON)
+        assert engine.statistics().unreleased_hits == 0
+        assert not source._chunks
