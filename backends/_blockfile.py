@@ -10,7 +10,8 @@ a removal that is still to come cannot hit it. The directory belongs to this use
 Rule 1. A name that ends in ``.kv`` is given only to a file that is complete, by a rename. (Without ``fsync`` a crash of
         the machine may still leave one with holes; the checksums find that.)
 Rule 2. No file is trusted. A header that does not fit the file is *torn*, a payload that does not fit its checksum is
-        *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*.
+        *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*, and where sums are wanted a
+        payload without one is *unsummed*.
 """
 
 from __future__ import annotations
@@ -104,6 +105,14 @@ def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> He
         raise Refused("foreign")
     depth = known - 1 if known else None
     return Header(key[:key_bytes], payload_bytes, digest if flags & _SUMMED else None, depth)
+
+
+def check_summed(header: Header) -> None:
+    """Raise :class:`Refused` unless the payload has a checksum."""
+    # A sum made now would vouch for whatever the file has become since it was written, and reading it twice shows only that the
+    # disk answers the same twice. So such a block is a miss, and is stored again.
+    if header.payload_sum is None:
+        raise Refused("unsummed")
 
 
 def name_of(key: Key, number: int) -> str:
@@ -259,8 +268,10 @@ class Directory:
             raise Refused("foreign")
         if got != HEADER_BYTES + page.nbytes or header.payload_bytes != page.nbytes:
             raise Refused("torn")
-        if verify and header.payload_sum is not None and header.payload_sum != xxhash.xxh3_64_intdigest(page):
-            raise Refused("damaged")
+        if verify:
+            check_summed(header)
+            if header.payload_sum != xxhash.xxh3_64_intdigest(page):
+                raise Refused("damaged")
 
     def remove(self, name: str) -> None:
         """Remove one file. Errors are ignored: a file that is left is found at the next start."""

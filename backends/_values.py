@@ -173,7 +173,7 @@ class Missed(Outcome):
     """The block could not be loaded: it is not there (any more), or its bytes are not those that were stored."""
 
     reason: str
-    """The reason in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``."""
+    """The reason in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``, ``unsummed``."""
 
 
 STORED = Stored()

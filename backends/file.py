@@ -3,8 +3,8 @@
 Rule 1. Nothing in the directory is trusted. A file that is not the expected block, for one of the reasons in
         :mod:`backends._blockfile`, is a miss that is counted, and no longer found.
 Rule 2. Of the files found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
-        or version are *strangers*: they stay, count as used room, and are the first to go when room is needed. Files whose
-        that are not ours are left alone and not counted.
+        or version, and those without a checksum where they are verified, are *strangers*: they stay, count as used room,
+        and are the first to go when room is needed. Files that are not ours are left alone and not counted.
 Rule 3. A file's time is the time of its last use: after a restart the oldest goes first, and of a batch the deepest block. The
         header has the block's depth, if known.
 Rule 4. The trio thread reads and writes no file. Files that are no longer needed are *litter*, removed by the next copy's
@@ -22,7 +22,7 @@ import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
-from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, layout_digest, name_of, unpack_header
+from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, check_summed, layout_digest, name_of, unpack_header
 from ._copying import StoreCopy
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed
 from ._file_copies import Reading, Writing, remove
@@ -59,7 +59,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes in addition, and what the file
             system rounds up.
         fingerprint: says what the bytes mean: model, dtype, layout. Blocks written under another one are not found.
-        checksums: write an xxh3-64 of each block's bytes, and verify it at every load.
+        checksums: write an xxh3-64 of each block's bytes, and verify it at every load. Blocks that were written without one are
+            then not found, and counted as missed, ``unsummed``.
         fsync: make blocks durable before they count as stored.
         block_bytes: the only block size to take. ``None``: any. To be the *source* of a pipeline, a tier of any size must have
             blocks: the first one found or stored decides the size, others count as evicted.
@@ -100,7 +101,15 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         self._layout = layout_digest(fingerprint)
         self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread drops them
         self._loaded = 0
-        self._missed: dict[str, int] = {"gone": 0, "torn": 0, "damaged": 0, "foreign": 0, "version": 0, "size": 0}
+        self._missed: dict[str, int] = {
+            "gone": 0,
+            "torn": 0,
+            "damaged": 0,
+            "foreign": 0,
+            "version": 0,
+            "size": 0,
+            "unsummed": 0,
+        }
         self._open: Directory | None = Directory(os.fspath(directory))
         self._sweep()
 
@@ -293,6 +302,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
                     raise Refused("torn")
                 if header.payload_bytes != (self._only_bytes or header.payload_bytes):
                     raise Refused("size")
+                if self.checksums:
+                    check_summed(header)
             except OSError:  # gone again, or not ours to read
                 continue
             except Refused as exc:

@@ -126,7 +126,8 @@ def _behind(parts: tuple[Bytes, ...], done: int) -> tuple[memoryview, ...]:
     rest = []
     for part in parts:
         view = memoryview(part).cast("B")
-        rest.append(view[done:])
+        if view.nbytes > done:
+            rest.append(view[done:])
         done = max(0, done - view.nbytes)
     return tuple(rest)
 

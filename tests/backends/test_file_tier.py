@@ -301,10 +301,34 @@ async def test_a_flipped_bit_in_the_payload_is_found_only_with_checksums(directo
     tier = open_tier(directory, checksums=False)
     async with await tier.pin(KEYS[:1]) as lease:
         assert await tier.load(lease, PagesDestination.over([bytearray(SIZE)])) == [LOADED]
-    await store(tier, KEYS[1:2])
+    tier.close()
+    assert await load(open_tier(directory), KEYS[:1]) == [Missed("damaged")]
+
+
+async def test_blocks_without_a_checksum_are_stored_again_where_they_are_verified(directory):
+    tier = open_tier(directory, checksums=False)
+    await store(tier, KEYS[:2])
+    damage(tier, KEYS[0])
     tier.close()
     tier = open_tier(directory)
-    assert await load(tier, [KEYS[1], KEYS[0]]) == [LOADED, Missed("damaged")]  # the one has none, the other's is wrong
+    assert tier.contains_nowait(KEYS) == set()
+    assert tier.statistics().missed["unsummed"] == 2
+    assert await store(tier, KEYS[:1]) == [STORED]
+    assert await load(tier, KEYS[:1]) == [LOADED]
+    tier.close()
+    tier = open_tier(directory, checksums=False)  # they were left alone
+    assert tier.contains_nowait(KEYS) == set(KEYS[:2])
+
+
+async def test_a_checksum_taken_out_of_a_file_is_a_miss(directory):
+    tier = open_tier(directory)
+    await store(tier, KEYS[:1])
+    path = file_of(directory, KEYS[0])
+    head = blockfile.pack_header(KEYS[0], SIZE, None, blockfile.layout_digest(""))
+    path.write_bytes(head + path.read_bytes()[blockfile.HEADER_BYTES :])
+    assert await load(tier, KEYS[:1]) == [Missed("unsummed")]
+    assert tier.statistics().missed["unsummed"] == 1
+    assert tier.contains_nowait(KEYS) == set()
 
 
 async def test_another_format_version_is_a_clean_miss(directory):

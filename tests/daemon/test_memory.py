@@ -182,7 +182,7 @@ def test_memory_that_is_cut_off_fails_its_blocks_and_ends_nothing():
 @pytest.mark.parametrize("most", [1, SIZE // 2 + 1])
 def test_short_writes_and_reads_leave_whole_blocks(monkeypatch, most):
     descriptor = memfd(4 * SIZE)
-    caches, cache = caches_over(adopt(os.dup(descriptor)), 4)
+    caches, cache = caches_over(adopted(os.dup(descriptor)), 4)
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most], at))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:most]], at))
@@ -197,7 +197,7 @@ def test_short_writes_and_reads_leave_whole_blocks(monkeypatch, most):
 
 
 def test_a_file_that_cannot_grow_fails_the_block(monkeypatch):
-    caches, cache = caches_over(adopt(memfd(4 * SIZE)), 4)
+    caches, cache = caches_over(adopted(memfd(4 * SIZE)), 4)
     pwrite, room = os.pwrite, [SIZE // 2]
 
     def fills_up(fd, data, at):
