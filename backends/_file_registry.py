@@ -113,7 +113,9 @@ class FileRegistry(Registry):
             return False
         while missing > 0:
             before = missing
-            refused.update(self._evict(keys, min(len(keys), -(-missing // size))))
+            # A key that was rejected is not offered again: rejected twice, it would make no room the second time.
+            offered = [key for key in keys if key not in refused]
+            refused.update(self._evict(offered, -(-missing // size)))
             missing = self._missing(len(keys) - len(refused), size)
             if missing == before:
                 return False
