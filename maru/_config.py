@@ -39,8 +39,8 @@ CHANNEL_NAME: Final = "channel.sock"
 """The Unix socket of clients of ours on this host, beside it: they use it where it is there."""
 
 HOW_TO_REACH: Final = (
-    "start a server (maru-server; for TCP: maru-server --host 127.0.0.1), or say where it is (--server or server_url, or "
-    "MARU_CLIENT__SERVER_URL)"
+    "start a server (maru-server; for published clients: --host 127.0.0.1 or --zmq-socket), or say where it is (--server or "
+    "server_url, or MARU_CLIENT__SERVER_URL)"
 )
 """What to do where no server is found."""
 
@@ -76,6 +76,11 @@ class ServerConfig:
         "The port, where there is a host: published clients expect this one. 0: any free one, told when ready.",
     )
     ipc: bool = _knob.flag(True, "Listen on a Unix socket in runtime_dir, which only this user can reach.")
+    zmq_socket: bool = _knob.flag(
+        False,
+        "Speak ZeroMQ at maru.sock there, for published clients on this host; clients of ours come over channel.sock. Its "
+        "connections cannot be bounded: a process of this user that opens too many ends the server.",
+    )
     runtime_dir: str = _knob.text(
         "",
         "a path",
@@ -272,6 +277,8 @@ class ServerConfig:
             )
         if not self.host and not self.ipc:
             raise ConfigError("host", self.host, "must not be empty without ipc: no client could reach the server")
+        if self.zmq_socket and not self.ipc:
+            raise ConfigError("zmq_socket", self.zmq_socket, "needs ipc: it is one of the Unix sockets")
         if self.curve_clients_file and not self.curve_key_file:
             raise ConfigError(
                 "curve_clients_file",
@@ -318,6 +325,11 @@ class ServerConfig:
             for texts in (self.instance_quotas, self.tenant_quotas)
         )
         return first, second
+
+    @property
+    def zmq_on_unix(self) -> bool:
+        """Whether ZeroMQ is spoken at a Unix socket: when asked for, and with keys, which no channel asks for."""
+        return self.ipc and (self.zmq_socket or bool(self.curve_key_file))
 
     @property
     def relayed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import attrs
 import click
 
-from .._config import ServerConfig, default_pool_path, is_loopback, server_config
+from .._config import IPC_NAME, ServerConfig, default_pool_path, is_loopback, server_config
 from .._errors import ConfigError, NoAnswer, ServerRefused
 from .._pool.doctor import Facts, Finding, Wanted, examine, worst
 from .._pool.facts import read_facts
@@ -174,6 +174,8 @@ def _sockets(server: Mapping[str, object]) -> list[str]:
     """The Unix sockets that a server says it has."""
     endpoints = str(server.get("endpoints", "")).split(", ")
     paths = [one.removeprefix("ipc://") for one in endpoints if one.startswith("ipc://")]
+    if not server.get("zmq_socket", True):  # clients of ours are told its name, and come over the channel beside it
+        paths = [path for path in paths if os.path.basename(path) != IPC_NAME]
     return paths + [path for name in ("channel", "descriptors") if (path := str(server.get(name, "")))]
 
 

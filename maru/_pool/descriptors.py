@@ -29,7 +29,8 @@ import trio
 
 from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, ServerLost, ServerRefused
 from .._listeners import peer_uid
-from ..transport._packet_listener import PacketListener
+from .._process_limits import DESCRIPTORS
+from ..transport._packet_listener import PacketListener, serve_briefly
 from ..transport._packets import descriptors_in, reachable
 from .backing import RegionFile
 
@@ -97,7 +98,7 @@ class DescriptorStatistics:
     connections: int
     """That are open."""
     turned_away: int
-    """Connections closed at once: too many, or another user's."""
+    """Connections that ended for a newer one, or were another user's."""
     granted: int
     """Descriptors handed out."""
     refused: int
@@ -129,7 +130,7 @@ class DescriptorServer:
             permits: see above.
             open_index: a new descriptor for this session: of the index, or to write of its board; raises ``CannotMap`` where
                 there is none. ``None``: there never is, and 0 is a region like any other.
-            max_connections: at once.
+            max_connections: at once, where the share of descriptors allows as many; the oldest goes for a newer one.
             idle: seconds that a connection may be silent.
             open_time: seconds that opening may take.
         """
@@ -147,21 +148,13 @@ class DescriptorServer:
         Raises:
             PoolUnusable: the directory is open to others, or no socket can be made there.
         """
-        listener = PacketListener(path)
+        listener, door = PacketListener(path), DESCRIPTORS.open(1, most=self._max_connections)
         try:
-            async with trio.open_nursery() as nursery:
-
-                def take(sock: socket.socket) -> bool:
-                    if self._connections >= self._max_connections:
-                        return False
-                    self._connections += 1  # here, not in its task: many may be accepted before one of them runs
-                    nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(sock))
-                    return True
-
-                task_status.started(path)
-                await listener.run(take, self._turn_away)
+            task_status.started(path)
+            await serve_briefly(listener, door, self._serve, self._turn_away)
         finally:
             listener.close()
+            door.close()
 
     def _turn_away(self) -> None:
         self._turned_away += 1
@@ -171,16 +164,16 @@ class DescriptorServer:
         return DescriptorStatistics(self._connections, self._turned_away, self._granted, self._refused, self._bad)
 
     async def _serve(self, peer: trio.socket.SocketType) -> None:
-        with peer:
-            try:
-                while await self._answer_one(peer):
-                    pass
-            except OSError:  # it has gone
+        self._connections += 1
+        try:
+            while await self._answer_one(peer):
                 pass
-            except Exception:  # ours, and not to be paid by the other connections
-                _log.exception("a connection that asked for descriptors has failed")
-            finally:
-                self._connections -= 1
+        except OSError:  # it has gone
+            pass
+        except Exception:  # ours, and not to be paid by the other connections
+            _log.exception("a connection that asked for descriptors has failed")
+        finally:
+            self._connections -= 1
 
     async def _answer_one(self, peer: trio.socket.SocketType) -> bool:
         """Whether to go on with this connection."""

@@ -21,8 +21,6 @@ _UNREAD_HERE: Final = 64
 """Messages of one client that wait to be read; beyond, it waits. As many as a client has under way."""
 _LONGEST_PATH: Final = 107
 """Bytes of a Unix socket's name."""
-_OWN_DESCRIPTORS: Final = 320
-"""Of the server itself: files, eventfds, and those who ask for regions."""
 
 
 def addresses(config: ServerConfig, runtime: str) -> list[str]:
@@ -34,11 +32,20 @@ def addresses(config: ServerConfig, runtime: str) -> list[str]:
     found = []
     if config.host and not config.relayed:
         found.append(f"tcp://{config.host}:{config.port or '*'}")
-    if config.ipc:
+    if config.zmq_on_unix:
         found.append(_unix_address(runtime, IPC_NAME))
     if config.relayed:
         found.append(_unix_address(runtime, RELAYED_NAME))
     return found
+
+
+def unix_address(config: ServerConfig, runtime: str) -> list[str]:
+    """Where clients on this host connect, whether or not ZeroMQ listens there: ours find the channel beside it.
+
+    Raises:
+        ConfigError: the name of a Unix socket would be too long.
+    """
+    return [_unix_address(runtime, IPC_NAME)] if config.ipc else []
 
 
 def event_addresses(config: ServerConfig, runtime: str) -> list[str]:
@@ -61,19 +68,6 @@ def event_ports(config: ServerConfig) -> tuple[str, int, int]:
     """Where KV events are published over TCP: the host, the port, and the one at which readers ask for what they missed."""
     host, _, port = config.kv_events.rpartition(":")
     return host.strip("[]"), int(port), int(port) + 1
-
-
-def connections_of(config: ServerConfig, descriptors: int) -> int:
-    """How many connections over TCP are taken, and as many to the resource manager.
-
-    ZeroMQ ends the process where it cannot accept a connection for want of a descriptor. So what others can take is a part
-    of what there is: a quarter for relayed connections, a quarter for the resource manager.
-
-    Args:
-        config: the knobs.
-        descriptors: how many this process may have open.
-    """
-    return max(1, min(config.max_connections, (descriptors - _OWN_DESCRIPTORS) // 4))
 
 
 def _unix_address(runtime: str, name: str) -> str:

@@ -102,7 +102,8 @@ def ready_line(server: MaruServer) -> str:
         return _as_json({"event": "ready", **facts})
     where = " ".join(server.endpoints)
     return (
-        f"maru-server is ready at {where} (channel {'on' if server.channel_path else 'off'}, resource manager "
+        f"maru-server is ready at {where} (channel {'on' if server.channel_path else 'off'}, "
+        f"ZeroMQ on a Unix socket {'on' if server.config.zmq_on_unix else 'off'}, resource manager "
         f"{server.rm_address or 'off'}, {directory.entries} keys in {directory.regions} regions, after {facts['start']} s, "
         f"pid {facts['pid']})"
     )

@@ -112,7 +112,7 @@ class ResourceManagerStatistics:
     connections: int
     """That are open."""
     refused: int
-    """Connections closed at once, being too many."""
+    """Connections closed for being too many: at once, or silent ones before newer ones."""
     requests: int
     """Answered."""
     bad: int
@@ -150,6 +150,8 @@ class ResourceManager:
         self._idle = idle
         self._frame_time = frame_time
         self._find_user = find_user
+        self._silent: dict[trio.CancelScope, None] = {}
+        """Connections that have not begun a request yet, the oldest first: it goes before a newer one is refused."""
         self._connections = self._refused = self._requests = self._bad = self._strangers = 0
 
     async def run(
@@ -187,12 +189,19 @@ class ResourceManager:
     async def _serve(self, stream: trio.SocketStream) -> None:
         if self._connections >= self._max_connections:
             self._refused += 1
-            return
+            if not self._silent:
+                return
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.cancel()
         self._connections += 1
+        scope = trio.CancelScope()
+        self._silent[scope] = None
         leased: dict[int, str] = {}
         try:
             if self._find_user is None or may_enter(self._find_user(stream)):
-                await self._talk(_Reader(stream), stream, leased)
+                with scope:
+                    await self._talk(_Reader(stream), stream, leased, scope)
             else:
                 self._strangers += 1
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError, _Over):
@@ -201,6 +210,7 @@ class ResourceManager:
             _log.exception("a connection to the resource manager has failed")
         finally:
             self._connections -= 1
+            self._silent.pop(scope, None)
             await self._release(leased)
 
     async def _release(self, leased: dict[int, str]) -> None:
@@ -211,13 +221,16 @@ class ResourceManager:
             except MaruError as exc:
                 _log.warning("region %d of a connection that has ended is not freed: %s", region_id, exc)
 
-    async def _talk(self, reader: _Reader, stream: trio.SocketStream, leased: dict[int, str]) -> None:
+    async def _talk(
+        self, reader: _Reader, stream: trio.SocketStream, leased: dict[int, str], scope: trio.CancelScope
+    ) -> None:
         """Answer what comes; ``leased`` is kept: the regions of this connection, and who asked for them."""
         while True:
             with trio.move_on_after(math.inf if leased else self._idle):
                 await reader.wait()
             if not reader.ready:
                 return
+            self._silent.pop(scope, None)
             try:
                 with trio.fail_after(self._frame_time):
                     header = read_rm_header(await reader.take(HEADER_BYTES))

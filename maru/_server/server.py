@@ -21,8 +21,8 @@ import functools
 import logging
 import math
 import os
-import resource
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from time import perf_counter
@@ -31,6 +31,7 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
+from .._budget import Door
 from .._config import CHANNEL_NAME, ServerConfig
 from .._directory import PoolMap
 from .._errors import HandlerClosed, PoolFull, PoolUnusable
@@ -39,6 +40,7 @@ from .._journal.journal import JournalStatistics
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
+from .._process_limits import DESCRIPTORS
 from .._relay.lookup import find_user, tells_users
 from .._threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
@@ -47,6 +49,7 @@ from ..transport import (
     ChannelStatistics,
     SocketStatistics,
     TrioSocket,
+    check_free,
     is_channel_peer,
     open_socket,
 )
@@ -55,8 +58,8 @@ from .endpoints import (
     DESCRIPTORS_NAME,
     RELAYED_NAME,
     addresses,
-    connections_of,
     socket_options,
+    unix_address,
     unlink_sockets,
 )
 from .indexes import Indexes, IndexesStatistics
@@ -75,6 +78,10 @@ _LOOKS: Final = 2
 """Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
 _BATCH: Final = 64
 """Frames that are read at once."""
+_SHARE: Final = 4
+"""Weight of each kind of connections in the descriptors of this process; of those that last for a moment, 1."""
+_ADMISSION: Final = 10.0
+"""Seconds until a connection over the channel must have said something that can be read."""
 _STEP_BYTES: Final = 256 << 10
 """Asked and answered in a step, at most: so much memory."""
 _STEP_SECONDS: Final = 0.5e-3
@@ -143,7 +150,7 @@ class MaruServer:
         self._committer = Committer(
             storage.journal, config.journal_sync, self._send, self._indexes.publish, self._indexes.give_way
         )
-        self._most_connections = connections_of(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._doors, self._most_connections = _open_doors(config)
         asks = (config.relayed or config.rm_host) and not config.insecure
         self._find_user = find_user if asks and tells_users() else None
         self._resource_manager = ResourceManager(
@@ -250,11 +257,14 @@ class MaruServer:
         # The channel first: a client that finds ZeroMQ's socket and no channel takes it that there is none.
         try:
             with self._open_channel(f"{runtime}/{CHANNEL_NAME}") as self._channel:
+                if self._channel is not None:
+                    self._service.admit, self._service.dismiss = self._channel.admit, self._channel.dismiss
                 async with open_socket(
                     "router", bind=addresses(config, runtime), options=socket_options(config), on_gone=self._gone
                 ) as self._router:
                     relayed = f"ipc://{runtime}/{RELAYED_NAME}"
-                    self.endpoints = tuple(one for one in self._router.endpoints if one != relayed)
+                    bound = [one for one in self._router.endpoints if one != relayed]
+                    self.endpoints = tuple(dict.fromkeys([*bound, *unix_address(config, runtime)]))
                     await self._run_tasks(runtime, task_status)
         finally:
             unlink_sockets([*self.endpoints, f"ipc://{runtime}/{RELAYED_NAME}"])
@@ -264,9 +274,12 @@ class MaruServer:
         config = self.config
         if not config.ipc or config.curve_key_file:
             return nullcontext()
+        check_free(path, socket.SOCK_SEQPACKET)  # another server, with a pool of its own, may have the same runtime_dir
         return ChannelServer(
             path,
-            most=self._most_connections,
+            most=config.max_connections,
+            weight=_SHARE,
+            admission=_ADMISSION,
             max_bytes=config.max_message_bytes,
             peer_bytes=config.max_unread_bytes,
             all_bytes=config.max_unread_bytes_together,
@@ -555,6 +568,7 @@ class MaruServer:
                 "pid": os.getpid(),
                 "endpoints": ", ".join(self.endpoints),
                 "channel": self.channel_path,
+                "zmq_socket": self.config.zmq_on_unix,
                 "up for": trio.current_time() - self._began,
                 "stood still for": self._time.away,
             },
@@ -582,6 +596,26 @@ def _version() -> str:
         return importlib.metadata.version("trio-offload")
     except importlib.metadata.PackageNotFoundError:  # run from a tree that was never installed
         return "unknown"
+
+
+def _open_doors(config: ServerConfig) -> tuple[list[Door], int]:
+    """Reserve the descriptors of connections that this process does not accept itself; those over TCP, and how many.
+
+    ZeroMQ ends the process if it has no descriptor to accept a connection with. Over TCP, a relay counts connections; those of
+    this user at its Unix sockets are counted by nobody, so a share is left for each socket that was asked for.
+    """
+    over_tcp = config.relayed or config.rm_host or config.kv_events_relayed
+    tcp = DESCRIPTORS.open(_SHARE if over_tcp else 0, most=config.max_connections)
+    asked_for = [bool(config.rm_host and config.relayed), config.zmq_on_unix, bool(config.kv_events)]
+    doors = [tcp, *[DESCRIPTORS.open(_SHARE) for is_asked_for in asked_for if is_asked_for]]
+    later = [
+        DESCRIPTORS.open(_SHARE),
+        DESCRIPTORS.open(1),
+    ]  # the channel, and those who ask for regions: they open their own
+    most = tcp.most
+    for door in later:
+        door.close()
+    return doors, most
 
 
 @asynccontextmanager
@@ -626,3 +660,5 @@ async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruS
             raise alone from alone.__cause__
         finally:
             server._indexes.close()
+            for door in server._doors:
+                door.close()

@@ -205,6 +205,10 @@ class Service:
         """``host:port`` of the resource manager that published clients map through."""
         self.descriptors = ""
         """The Unix socket that hands out regions to clients of ours."""
+        self.admit: Callable[[bytes], object] = bool
+        """Told of each connection that has begun to speak for a client: it may stay."""
+        self.dismiss: Callable[[bytes], object] = bool
+        """Told of each connection whose session is over."""
         self.facts: Callable[[], Facts] = dict
         """What the shell has to add to a description of the server."""
         self.reports = Reports()
@@ -330,6 +334,7 @@ class Service:
             return peer.session
         if not peer.connection:
             peer.connection = self.directory.connect()
+            self.admit(peer.identity)
         return peer.connection
 
     def session_of(self, peer: Peer, token: bytes, now: float) -> int:
@@ -340,6 +345,7 @@ class Service:
         self.directory.renew(session_id, now)
         if peer.session != session_id:
             peer.session = session_id
+            self.admit(peer.identity)
         return session_id
 
     def check_session(self, token: bytes, session_id: int) -> None:
@@ -368,6 +374,7 @@ class Service:
             self.note(INFO, f"session {session_id} is back")
         assert token is not None
         peer.session = session_id
+        self.admit(peer.identity)
         return token, resumed, directory.remaining(session_id, now)
 
     @property
@@ -392,6 +399,7 @@ class Service:
         for peer in self._peers.values():
             if peer.session == session_id:
                 peer.session = 0
+                self.dismiss(peer.identity)
 
     def check_keys(self, keys: list[str]) -> None:
         """Refuse a batch that is larger than configured."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from .._pool.state_directory import ID_BYTES, check_private, identity_of
 from .._threads import run_in_thread
 from ..transport import check_free
 from ..transport._packets import check_socket
-from .endpoints import DESCRIPTORS_NAME, addresses, event_addresses, socket_options
+from .endpoints import DESCRIPTORS_NAME, addresses, event_addresses, socket_options, unix_address
 from .storage import limits_of
 from .tcp import open_listener
 
@@ -92,8 +93,10 @@ async def _check_sockets(config: ServerConfig) -> None:
         for place in (*addresses(config, runtime), *event_addresses(config, runtime)):
             if place.startswith("ipc://"):
                 check_free(place.removeprefix("ipc://"))
+        unix_address(config, runtime)
         for name in (DESCRIPTORS_NAME, CHANNEL_NAME):
             check_socket(f"{runtime}/{name}")
+        check_free(f"{runtime}/{CHANNEL_NAME}", socket.SOCK_SEQPACKET)
 
     await run_in_thread(check)
 

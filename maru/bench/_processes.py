@@ -154,6 +154,7 @@ class Server(Child):
                 "0",
                 "--capacity-bytes",
                 str(capacity_bytes),
+                "--zmq-socket",
                 "--json",
             ]
         )

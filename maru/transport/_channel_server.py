@@ -7,8 +7,8 @@ Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each pe
         meets a bound and does not read is disconnected. The loop itself never waits for a peer.
 Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
         earlier, its last message would count as a new peer's.
-Rule 4. Connections are a share of the descriptors of this process (:mod:`maru._budget`). One that was not admitted in time is
-        ended, and the oldest of those goes before a newcomer is refused: silence costs nobody else a place.
+Rule 4. Connections are a share of the descriptors of this process (:mod:`maru._budget`). One that is not admitted and silent
+        is ended, and the most silent of those goes before a newcomer is refused: silence costs nobody else a place.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ChannelStatistics:
     unread_bytes: int
     """That wait for peers."""
     unadmitted: int = 0
-    """Connections that ended since they were not admitted in time, or before a newcomer."""
+    """Connections that ended since they were silent and not admitted, in time or before a newcomer."""
 
 
 class _Connection:
@@ -101,7 +101,8 @@ class ChannelServer:
         all_bytes: the same for all peers together; the peer with the most goes first.
         on_gone: is told of each connection that has ended, once, after its last message.
         weight: share of the process's descriptors: see :class:`maru._budget.Budget`.
-        admission: seconds until a connection must have been admitted (:meth:`admit`); ``inf``: it is as soon as it is there.
+        admission: seconds for which a connection may be silent until it is admitted (:meth:`admit`); ``inf``: it is admitted
+            as soon as it is there.
 
     Raises:
         PoolUnusable: the directory is open to others, or no socket can be made there.
@@ -123,7 +124,7 @@ class ChannelServer:
         self.path: str = path
         self._admission = admission
         self._unadmitted: dict[bytes, float] = {}
-        """When each connection that is not admitted came; the oldest first."""
+        """When each connection that is not admitted was heard last; the oldest first."""
         self._max_bytes = max_bytes
         self._peer_bytes, self._all_bytes = peer_bytes, all_bytes
         self._on_gone = on_gone
@@ -204,6 +205,8 @@ class ChannelServer:
             if len(batch) >= self._wanted or size >= _BATCH_BYTES:
                 break  # what is left is ready in the next round as well
             identity, receive = connection.identity, connection.packets.receive
+            if identity in self._unadmitted:
+                self.dismiss(identity)  # heard now
             try:
                 for _ in range(each):
                     frame = receive()
@@ -358,8 +361,14 @@ class ChannelServer:
         """Let this connection stay: its peer has shown what it must."""
         self._unadmitted.pop(identity, None)
 
+    def dismiss(self, identity: bytes) -> None:
+        """Let this connection stay only while it talks: what it was admitted for is over."""
+        if self._admission < inf and identity in self._connections:
+            self._unadmitted.pop(identity, None)
+            self._unadmitted[identity] = trio.current_time()
+
     async def _end_late(self) -> None:
-        """End connections that were not admitted in time, until cancelled."""
+        """End silent connections that are not admitted, until cancelled."""
         while True:
             await trio.sleep(self._admission / 4)
             since = trio.current_time() - self._admission

@@ -183,7 +183,7 @@ def _inode(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def check_free(path: str) -> None:
+def check_free(path: str, kind: sockets.SocketKind = sockets.SOCK_STREAM) -> None:
     """Raise if a process listens at this Unix socket, or if the path is another file: ZeroMQ removes any file of this name.
 
     Raises:
@@ -195,7 +195,7 @@ def check_free(path: str) -> None:
             raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", path)
     except FileNotFoundError:
         return
-    with sockets.socket(sockets.AF_UNIX) as probe:
+    with sockets.socket(sockets.AF_UNIX, kind) as probe:
         probe.setblocking(False)
         # BlockingIOError: its backlog is full, so it is very much alive.
         with suppress(ConnectionRefusedError, FileNotFoundError):

@@ -7,11 +7,12 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
 
+from .._budget import Door
 from .._listeners import peer_uid
 from ._packets import listen
 
@@ -19,6 +20,54 @@ _PAUSE: Final = 0.1
 """Seconds until a process without a free descriptor tries to accept again: the listener stays readable, and would spin."""
 
 _log = logging.getLogger(__name__)
+
+
+async def serve_briefly(
+    listener: PacketListener,
+    door: Door,
+    serve: Callable[[trio.socket.SocketType], Awaitable[object]],
+    turn_away: Callable[[], object],
+) -> None:
+    """Accept connections that last for moments, until cancelled, and serve each in a task.
+
+    A good client's is over in milliseconds, so the oldest is ended before a newcomer is refused: silence keeps no one out.
+
+    Args:
+        listener: closed by the caller.
+        door: their share of the descriptors of this process.
+        serve: serves one, which is closed behind it. Must not raise.
+        turn_away: called for each connection that was closed at once, or ended for a newer one.
+    """
+    scopes: dict[trio.CancelScope, None] = {}
+
+    def end(scope: trio.CancelScope) -> None:
+        del scopes[scope]
+        door.give_back()
+
+    async def run(sock: socket.socket, scope: trio.CancelScope) -> None:
+        try:
+            with trio.socket.from_stdlib_socket(sock) as peer, scope:
+                await serve(peer)
+        finally:
+            if scope in scopes:
+                end(scope)
+
+    async with trio.open_nursery() as nursery:
+
+        def take(sock: socket.socket) -> bool:
+            while not door.take():
+                if not scopes:
+                    return False
+                oldest = next(iter(scopes))
+                end(oldest)
+                oldest.cancel()
+                turn_away()
+            scope = trio.CancelScope()
+            scopes[scope] = None
+            nursery.start_soon(run, sock, scope)
+            return True
+
+        await listener.run(take, turn_away)
 
 
 class PacketListener:

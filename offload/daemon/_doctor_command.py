@@ -80,5 +80,5 @@ def _page_store(described: Described | None) -> list[Finding]:
     if not path:
         return []
     its_own = {"file descriptors", "populating"}  # of this command, and not of the daemon
-    findings = examine(read_facts(path, sockets=[f"{path}/maru.sock"]), Wanted(connections=8, regions=8))
+    findings = examine(read_facts(path, sockets=[f"{path}/channel.sock"]), Wanted(connections=8, regions=8))
     return list(examine_pairs([one for one in findings if one.name not in its_own], "page store"))

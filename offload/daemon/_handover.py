@@ -21,7 +21,7 @@ import trio
 
 from maru._listeners import peer_uid
 from maru._process_limits import DESCRIPTORS
-from maru.transport._packet_listener import PacketListener
+from maru.transport._packet_listener import PacketListener, serve_briefly
 from maru.transport._packets import descriptors_in, reachable
 
 from ._layout import BadLayout
@@ -68,8 +68,6 @@ class Handover:
         self._take = take
         self._listener = PacketListener(path)
         self._door = DESCRIPTORS.open(1, most=_MOST)
-        self._open: dict[trio.CancelScope, None] = {}
-        """Of each connection, the oldest first."""
 
     def __enter__(self) -> Handover:
         return self
@@ -80,29 +78,11 @@ class Handover:
 
     async def run(self) -> None:
         """Take descriptors until cancelled."""
-        async with trio.open_nursery() as nursery:
+        await serve_briefly(self._listener, self._door, self._serve, lambda: None)
 
-            def begin(sock: socket.socket) -> bool:
-                # A good engine's connection lasts for milliseconds, so the oldest goes before a newcomer is refused.
-                while not self._door.take():
-                    if not self._open:
-                        return False
-                    self._end(next(iter(self._open)))
-                scope = trio.CancelScope()
-                self._open[scope] = None
-                nursery.start_soon(self._serve, sock, scope)
-                return True
-
-            await self._listener.run(begin, lambda: None)
-
-    def _end(self, scope: trio.CancelScope) -> None:
-        del self._open[scope]
-        scope.cancel()
-        self._door.give_back()
-
-    async def _serve(self, accepted: socket.socket, scope: trio.CancelScope) -> None:
+    async def _serve(self, sock: trio.socket.SocketType) -> None:
         try:
-            with trio.socket.from_stdlib_socket(accepted) as sock, scope, trio.move_on_after(_IDLE):
+            with trio.move_on_after(_IDLE):
                 while True:
                     message, attached, _, _ = await sock.recvmsg(
                         _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
@@ -113,9 +93,6 @@ class Handover:
                     await sock.send(msgspec.msgpack.encode(answer))
         except (OSError, msgspec.MsgspecError) as exc:
             _log.info("a connection that hands memory over has ended: %s", exc)
-        finally:
-            if scope in self._open:
-                self._end(scope)
 
     def _answer(self, message: bytes, descriptors: list[int]) -> _Taken:
         try:

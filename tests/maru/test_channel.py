@@ -658,9 +658,33 @@ async def test_clients_of_this_host_come_over_the_channel_and_zeromq_is_idle():
         assert server.channel_path.endswith(CHANNEL_NAME)
 
 
+async def test_zeromq_listens_at_no_unix_socket_unless_asked():
+    async with open_test_server() as server:
+        path = server.endpoints[0].removeprefix("ipc://")
+        assert os.path.basename(path) == "maru.sock" and not await trio.Path(path).exists()
+        async with maru.MaruHandler(server_url=server.endpoints[0], pool_size=0) as handler:
+            assert not await handler.exists("k")
+        asked = maru.MaruHandler(server_url=server.endpoints[0], pool_size=0, protocol="published", timeout_ms=50)
+        with pytest.raises(maru.NoAnswer, match="--zmq-socket"):
+            async with asked:
+                pass
+
+
+async def test_silent_connections_keep_no_client_out_of_a_page_store(monkeypatch):
+    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: 128)
+    async with open_test_server() as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(contextlib.closing(connect(server.channel_path)))
+            await trio.sleep(0.05)
+            async with maru.MaruHandler(server_url=server.endpoints[0], pool_size=0) as handler:
+                assert not await handler.exists("k")
+                assert server.statistics().channel.connections < 60
+
+
 @pytest.mark.parametrize("ask", ["published", "moved"])
 async def test_zeromq_is_spoken_where_it_is_asked_for_and_where_there_is_no_channel(ask):
-    async with open_test_server() as server:
+    async with open_test_server(zmq_socket=True) as server:
         options = {"protocol": "published"} if ask == "published" else {}
         if ask == "moved":
             os.unlink(server.channel_path)

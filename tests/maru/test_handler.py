@@ -81,7 +81,7 @@ async def opened(face: str, url: str, **knobs) -> AsyncIterator:
 
 
 def server_config(path: Path, **knobs) -> ServerConfig:
-    return ServerConfig(port=0, pool_path=str(path / "pool"), capacity_bytes=256 << 20, **knobs)
+    return ServerConfig(port=0, zmq_socket=True, pool_path=str(path / "pool"), capacity_bytes=256 << 20, **knobs)
 
 
 async def run_server(config: ServerConfig, *, task_status) -> None:

@@ -19,12 +19,10 @@ import pytest
 import trio
 import zmq
 
-from maru import ServerConfig
 from maru._relay import lookup
 from maru._relay.handshake import greeting, ready
 from maru._relay.relay import Relay
 from maru._server import relay_supervisor
-from maru._server.endpoints import connections_of
 from maru._server.relay_supervisor import RelaySupervisor
 from maru.testing import open_test_server
 from maru.transport import open_socket
@@ -265,12 +263,14 @@ def test_connections_take_no_more_than_their_part_of_the_descriptors(pool):
         with client("blocking", server.ipc) as one:
             assert one.put(["k"]) == ["NEW"]
         assert server.process.descriptors() < 400
-        assert "max_connections = 1000: at most 20 over TCP" in server.log()
+        assert "max_connections = 1000: at most 70 over TCP" in server.log()
 
 
-@pytest.mark.parametrize(("descriptors", "most"), [(20_000, 1_000), (1_024, 176), (400, 20), (300, 1)])
-def test_how_many_connections_a_process_takes(descriptors, most):
-    assert connections_of(ServerConfig(), descriptors) == most
+@pytest.mark.parametrize(("descriptors", "most"), [(20_000, 1_000), (1_024, 236), (400, 92), (128, 19)])
+async def test_connections_over_tcp_are_a_share_of_descriptors(monkeypatch, descriptors, most):
+    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: descriptors)
+    async with open_test_server(host="127.0.0.1") as server:
+        assert server._most_connections == most
 
 
 # --- its life -----------------------------------------------------------------------------------------------------

@@ -473,6 +473,15 @@ async def test_too_many_connections_are_closed_at_once_and_the_others_go_on(tmp_
         await (await manager.connect()).ask(RmStatsRequest())
 
 
+async def test_silent_connections_keep_no_client_out(tmp_path):
+    async with an_endpoint(tmp_path / "pool", max_connections=2) as manager:
+        silent = [await manager.connect() for _ in range(2)]
+        await until(lambda: manager.statistics().connections == 2)
+        await (await manager.connect()).ask(RmStatsRequest())
+        assert await silent[0].is_closed()
+        await silent[1].ask(RmStatsRequest())
+
+
 async def test_silence_between_requests_is_allowed_and_silence_within_one_is_not(tmp_path, autojump_clock):
     async with an_endpoint(tmp_path / "pool", idle=100, frame_time=5) as manager:
         # The one who speaks stays: real sockets, but the time is virtual, and jumps while nobody has anything to do.

@@ -116,7 +116,7 @@ def in_thread(work, *args):
 
 
 def config_for(path, **kwargs):
-    defaults = {"port": 0, "pool_path": str(path), "capacity_bytes": 16 * MIB}
+    defaults = {"port": 0, "pool_path": str(path), "capacity_bytes": 16 * MIB, "zmq_socket": kwargs.get("ipc", True)}
     return ServerConfig(**{**defaults, **kwargs})
 
 
@@ -887,7 +887,18 @@ class Process:
 
 @contextlib.contextmanager
 def command(pool, *options, **kwargs):
-    arguments = [*COMMAND, "--port", "0", "--pool-path", str(pool), "--capacity-bytes", "16MiB", "--json", *options]
+    arguments = [
+        *COMMAND,
+        "--port",
+        "0",
+        "--pool-path",
+        str(pool),
+        "--capacity-bytes",
+        "16MiB",
+        "--json",
+        "--zmq-socket",
+        *options,
+    ]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
     try:
         line = process.stdout.readline()

@@ -225,6 +225,15 @@ def a_socket_where_another_server_listens(place):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(place / "run" / "maru.sock"))
         other.listen()
+        yield {"runtime_dir": str(place / "run"), "zmq_socket": True}
+
+
+@case("a server listens at")
+def a_channel_of_another_server(place):
+    (place / "run").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(place / "run" / "channel.sock"))
+        other.listen()
         yield {"runtime_dir": str(place / "run")}
 
 
@@ -232,7 +241,7 @@ def a_socket_where_another_server_listens(place):
 def a_file_in_place_of_a_socket(place):
     (place / "run").mkdir(mode=0o700)
     (place / "run" / "maru.sock").touch()
-    yield {"runtime_dir": str(place / "run")}
+    yield {"runtime_dir": str(place / "run"), "zmq_socket": True}
 
 
 @case("is there, and is no socket")

@@ -73,7 +73,16 @@ def server(setting: Setting, *options: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="peers-") as pool:
         capacity = str(setting.capacity_bytes + _BESIDE)
         program = [sys.executable, "-c", "from maru.server_cli import main; main()"]
-        command = [*program, "--pool-path", pool, "--capacity-bytes", capacity, "--json", *_AS_FULL_AS_OTHERS]
+        command = [
+            *program,
+            "--pool-path",
+            pool,
+            "--capacity-bytes",
+            capacity,
+            "--json",
+            "--zmq-socket",
+            *_AS_FULL_AS_OTHERS,
+        ]
         command += options
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

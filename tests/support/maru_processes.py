@@ -375,7 +375,9 @@ class Server:
         self._hang_up()
         port, rm_address = self._ports
         options = ["--json", "--port", port, "--rm-address", rm_address, "--pool-path", str(self.pool)]
-        options += ["--capacity-bytes", "64MiB", "--min-lease", "0.05", *self.options]
+        # Published clients of a test come over its Unix socket, too.
+        published = [] if "--no-ipc" in self.options else ["--zmq-socket"]
+        options += ["--capacity-bytes", "64MiB", "--min-lease", "0.05", *published, *self.options]
         reading, writing = os.pipe()
         began = time.monotonic()
         try:

@@ -75,7 +75,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        options = ["--pool-path", str(self.directory), "--capacity-bytes", "256MiB"]
+        options = ["--pool-path", str(self.directory), "--capacity-bytes", "256MiB", "--zmq-socket"]
         command = [sys.executable, "-c", "from maru.server_cli import main; main()", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None

@@ -337,7 +337,7 @@ def without_hits(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str,
 
 @contextmanager
 def page_store(directory: Path) -> Iterator[str]:
-    options = ["--pool-path", str(directory), "--capacity-bytes", "6GiB"]
+    options = ["--pool-path", str(directory), "--capacity-bytes", "6GiB", "--zmq-socket"]
     command = [sys.executable, "-c", "from maru.server_cli import main; main()", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and "ready" in process.stdout.readline()
