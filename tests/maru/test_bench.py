@@ -192,7 +192,8 @@ from maru.bench import command
 assert set(command.commands) == {"rpc", "data", "index", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
 here = {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
-shown = {f"maru.{name}" for name in ("_commands", "_console", "_ending", "exception_groups")}
+texts = ("_all_bytes", "_commands", "_console", "_ending", "_files", "_printable", "exception_groups")
+shown = {f"maru.{name}" for name in texts}
 measuring = {"maru._errors", "maru._lazy", "maru.bench"} | shown | here
 assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()

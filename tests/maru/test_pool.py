@@ -764,10 +764,15 @@ async def test_refused_thread_is_an_os_error(monkeypatch, autojump_clock):
 
 
 async def test_undoing_waits_for_a_thread(monkeypatch):
-    workers, gate, undone = Workers(1), threading.Event(), []
+    workers, begun, gate, undone = Workers(1), threading.Event(), threading.Event(), []
+
+    def work(go_on):
+        begun.set()
+        return gate.wait(60)
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(workers.make, lambda go_on: gate.wait(60), undone.append)
-        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(workers.make, work, undone.append)
+        await trio.to_thread.run_sync(begun.wait, 60)
         left = refuse_threads(monkeypatch, 2)
         nursery.cancel_scope.cancel()
     gate.set()
