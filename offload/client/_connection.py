@@ -2,8 +2,9 @@
 
 Rule 1. What was asked is answered, or raises :class:`DaemonUnavailable`: what is lost is never a miss.
 Rule 2. A request that has the daemon read or write this process's memory ends only when that is over for certain: by its
-        answer; by the daemon's word that the session it was asked in is given back, which the next hello asks for; or by
-        the end of the daemon's process, which the kernel tells. Until one of these comes it waits.
+        answer; by the word of the same start of the daemon that the session it was asked in is given back, which the next hello
+        asks for; or by the end of the daemon's process, which the kernel tells. Until one of these comes it waits. Where the
+        daemon says that the end of a copy is not proven, it raises :class:`~backends.abc.Unproven`.
 Rule 3. A request whose task was cancelled is not forgotten: what its answer holds is released, what it has under way is
         cancelled.
 Rule 4. What a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`.
@@ -38,11 +39,13 @@ from ..daemon._messages import (
     Commit,
     Found,
     Hello,
+    Loaded,
     Refused,
     Release,
     Request,
     Reserved,
     Status,
+    Stored,
     Welcome,
     decode_answer,
     encode,
@@ -88,23 +91,28 @@ class Session:
 
 @attrs.define(eq=False)
 class _Call:
+    seq: int
     expected: Expected
     touches_memory: bool
     abandoned: bool = False
     """Whether the task that asked was cancelled."""
     ended: Callable[[], object] | None = None
-    """Called when it has ended although it was abandoned."""
+    """Called when it has ended for certain although it was abandoned."""
     answer: Answer | None = None
+    session: Session | None = None
+    """The one that was lost with it."""
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
         self.expected.deliver(answer)
-        if self.abandoned and self.ended is not None:
-            self.ended()
+        self._end(is_proven=not _is_unproven(answer))
 
     def fail(self, error: BaseException) -> None:
         self.expected.fail(error)
-        if self.abandoned and self.ended is not None:
+        self._end(is_proven=not isinstance(error, Unproven))
+
+    def _end(self, *, is_proven: bool) -> None:
+        if self.abandoned and is_proven and self.ended is not None:
             self.ended()
 
 
@@ -165,6 +173,7 @@ class DaemonConnection:
             DaemonUnavailable: there is no session, or it was lost before the answer came.
             DaemonRefused: the daemon cannot do what was asked.
             DaemonBusy: the session has too much under way.
+            Unproven: the session was lost, and with it the end of a copy.
         """
         seq, call = await self._begin(make, session, touches_memory, ended)
         if sent is not None:
@@ -189,8 +198,8 @@ class DaemonConnection:
         Cancelled, it cancels the request, and waits for its end.
 
         Raises:
-            Unproven: cancelled, it did not end within ``leave_after`` seconds, or the connection was closed: the memory must
-                not be used again.
+            Unproven: cancelled, it did not end within ``leave_after`` seconds, or not for certain; or the session was lost, and
+                with it the end of a copy; or the connection was closed: the memory must not be used again.
         """
         seq, call = await self._begin(make, session, touches_memory=True)
         try:
@@ -202,6 +211,8 @@ class DaemonConnection:
                     await call.expected.wait()
                 if not call.expected.done:
                     raise Unproven(f"the daemon at {self.url} has not said that a load is over") from None
+                if call.answer is not None and _is_unproven(call.answer):
+                    raise Unproven(f"the daemon at {self.url} has left a copy that may still be going on") from None
                 raise
         except trio.ClosedResourceError:
             raise Unproven(f"the connection to the daemon at {self.url} was closed during a load") from None
@@ -227,7 +238,7 @@ class DaemonConnection:
                 f"speaks {current.version} with this client, which speaks {OLDEST} to {VERSION}"
             )
         frame = encode(request)
-        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory, ended=ended)
+        call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
         try:
             await self._send(frame)
         except BaseException:
@@ -249,7 +260,7 @@ class DaemonConnection:
         if self.session is None:
             return False
         self._last = seq = self._last % _SEQ + 1
-        self._calls[seq] = _Call(self._channel.expect(), touches_memory=False, abandoned=True)
+        self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory=False, abandoned=True)
         try:
             self._channel.send_nowait([encode(make(seq))])
         except trio.WouldBlock:
@@ -335,32 +346,36 @@ class DaemonConnection:
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             if call.touches_memory and session is not None:
+                call.session = session
                 self._unproven.append(call)
             else:
                 call.fail(self._unavailable())
         if session is not None:
             self._previous = session.token
-            self._nursery.start_soon(self._until_dead, session, list(self._unproven))
+            self._nursery.start_soon(self._until_dead, session)
         self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def _until_dead(self, session: Session, calls: list[_Call]) -> None:
-        """End these calls when the daemon's process is dead: it has left our memory alone then."""
+    async def _until_dead(self, session: Session) -> None:
+        """End the calls of this session when the daemon's process is dead: it has left our memory alone then."""
         try:
-            if session.process >= 0 and calls:
+            if session.process >= 0 and any(call.session is session for call in self._unproven):
                 await trio.lowlevel.wait_readable(session.process)
-                self._prove(calls)
+                self._end_lost(lambda call: call.session is session)
         finally:
             session.close()
 
-    def _prove(self, calls: list[_Call]) -> None:
-        for call in calls:
-            call.fail(self._unavailable("it was lost; nothing of this request is under way any more"))
-            if call in self._unproven:
-                self._unproven.remove(call)
+    def _end_lost(self, chosen: Callable[[_Call], bool], unproven: Sequence[int] = ()) -> None:
+        """End calls of lost sessions; those with these numbers, or all of them with 0, without a proof."""
+        for call in [call for call in self._unproven if chosen(call)]:
+            self._unproven.remove(call)
+            if 0 in unproven or call.seq in unproven:
+                call.fail(Unproven(f"the daemon at {self.url} was lost, and a copy of it may still be going on"))
+            else:
+                call.fail(self._unavailable("it was lost; nothing of this request is under way any more"))
 
     def _close(self) -> None:
         session, self.session = self.session, None
@@ -390,12 +405,15 @@ class DaemonConnection:
 
     async def _greet(self) -> None:
         self._last = seq = self._last % _SEQ + 1
-        call = self._calls[seq] = _Call(self._channel.expect(), touches_memory=False)
+        call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory=False)
         began = trio.current_time()
         await self._send(encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous)))
         welcome = self._checked(await call.expected.wait(), Welcome)
         self._previous = b""
-        self._prove(list(self._unproven))  # a session begins only when the one before is given back: rule 2
+        # A session begins only when the one before is given back: rule 2. Another start of the daemon knows nothing of that
+        # one: its process is waited for, and where the kernel cannot tell of its end, nothing proves it.
+        self._end_lost(lambda call: call.session is not None and call.session.epoch == welcome.epoch, welcome.unproven)
+        self._end_lost(lambda call: call.session is not None and call.session.process < 0, [0])
         self.session = Session(
             welcome.epoch,
             welcome.token,
@@ -436,6 +454,13 @@ class DaemonConnection:
     def _status(self, seq: int) -> Status:
         read, self.read_blocks = self.read_blocks, 0
         return Status(seq, read)
+
+
+def _is_unproven(answer: Answer) -> bool:
+    """Whether a copy may still be going on behind this answer."""
+    return (isinstance(answer, Stored) and answer.status == "unproven") or (
+        isinstance(answer, Loaded) and answer.unproven
+    )
 
 
 def path_of(url: str) -> str:

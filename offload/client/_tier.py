@@ -300,6 +300,8 @@ class DaemonTier(TierBase[DaemonLease]):
                 touches_memory=True,
                 ended=done,
             )
+        except Unproven:
+            raise  # the daemon may still read these slots
         except Exception:
             done()
             raise

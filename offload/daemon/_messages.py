@@ -99,7 +99,7 @@ class Hello(_Message, tag=1, frozen=True):
 
 
 class Welcome(_Answer, tag=129, frozen=True):
-    """The session has begun. A previous one is over: no copy of it is under way."""
+    """The session has begun. A previous one of this start is over: no copy of it is under way, except as named."""
 
     version: _U32
     session: _U63
@@ -114,6 +114,8 @@ class Welcome(_Answer, tag=129, frozen=True):
     """The Unix socket that takes descriptors of memory."""
     resumed: bool
     """Whether the previous session was of this start of the daemon."""
+    unproven: _Numbers = []
+    """Requests of the previous session whose copies may still be going on; with 0 among them, any."""
 
 
 class Status(_Message, tag=2, frozen=True):

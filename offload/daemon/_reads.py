@@ -123,8 +123,10 @@ class Reads:
         try:
             result = await self._engine.require().load(hit, destination)
         except BaseException as exc:
-            if isinstance(exc, Exception) and holds(exc, Unproven):
+            if holds(exc, Unproven):  # also in a group with a cancel
                 session.requests[request.seq].unproven = True
+                if not isinstance(exc, Exception):
+                    raise
                 return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
             await self._clear(session, destination, range(len(destination)))
             raise

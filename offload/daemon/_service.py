@@ -247,7 +247,7 @@ class Service:
         limits, block_bytes = self.sessions.limits, self._engine.block_bytes
         return Welcome(
             request.seq, self.epoch, version, session.number, session.token, tenant, limits.lease, block_bytes,
-            self.handover_path, resumed,
+            self.handover_path, resumed, self.sessions.unproven(request.previous) if request.previous else [],
         )  # fmt: skip
 
     def _welcome_late(self, peer: bytes, request: Hello, version: int, tenant: str) -> None:
@@ -500,6 +500,8 @@ class Service:
     def _finish(self, under_way: UnderWay, answer: Answer) -> None:
         session = under_way.session
         session.requests.pop(under_way.seq, None)
+        if under_way.unproven:
+            session.unproven.add(under_way.seq)
         if under_way.account is not None:
             under_way.account.settled(under_way.coming)
         under_way.over.set()

@@ -9,7 +9,9 @@ left:
 Rule 1. Copies first: a copy reads or writes the engine's memory, and uses what its holds keep from eviction.
 Rule 2. From its end on, a session takes no request, and counts as connected to nothing. It is found by its token until it is
         over, so that the engine's next session can wait for that.
-Rule 3. Everything that an engine can make grow has a bound (:class:`Limits`). What meets one is refused, and costs nothing.
+Rule 3. Over is not proven over: a request that ended without the end of its copy is remembered beyond its session, and named
+        to the next one. Its answer may have been lost with the connection.
+Rule 4. Everything that an engine can make grow has a bound (:class:`Limits`). What meets one is refused, and costs nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ from __future__ import annotations
 import enum
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
 from maru._printable import printable
 
-from ._messages import TOKEN_BYTES, Refusal
+from ._messages import MAX_NUMBERS, TOKEN_BYTES, Refusal
+
+_ANY: Final = 0
+"""In place of the number of a request, which none has."""
+_REMEMBERED: Final = 1_024
+"""Sessions with copies whose ends are not proven: each has left a thread, or a device, behind."""
 
 
 @attrs.frozen
@@ -76,6 +83,8 @@ class Session:
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Handed over, by number."""
     caches: set[int] = attrs.field(factory=set, repr=False)
+    unproven: set[int] = attrs.field(factory=set, repr=False)
+    """Its requests that have ended, and whose copies may still be going on."""
     ended: str = ""
     """Why it has ended; empty while it goes on."""
     when_over: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
@@ -123,6 +132,8 @@ class Sessions:
         self.given_back: int = 0
         self._by_peer: dict[bytes, Session] = {}
         self._all: dict[int, Session] = {}
+        self._unproven: dict[bytes, list[int]] = {}  # by the token of a session that is forgotten
+        self._unknown: list[int] = []  # of other tokens
         self._last = 0
 
     def __len__(self) -> int:
@@ -155,6 +166,10 @@ class Sessions:
         """The session with this token, also while it is given back."""
         return next((session for session in self._all.values() if secrets.compare_digest(session.token, token)), None)
 
+    def unproven(self, token: bytes) -> list[int]:
+        """The requests of a session that is over whose copies may still be going on; 0 among them: any."""
+        return self._unproven.get(token, self._unknown)
+
     def expired(self, now: float) -> list[Session]:
         """Sessions whose engine has been silent for longer than the lease."""
         since = now - self.limits.lease
@@ -173,5 +188,11 @@ class Sessions:
         assert session.ended and session.due is Stage.OVER
         if self._all.pop(session.number, None) is not None:
             self.given_back += 1
+            if session.unproven:
+                numbers = sorted(session.unproven)
+                self._unproven[session.token] = numbers if len(numbers) <= MAX_NUMBERS else [_ANY]
+                if len(self._unproven) > _REMEMBERED:
+                    del self._unproven[next(iter(self._unproven))]
+                    self._unknown = [_ANY]  # it may be that one
             for call in session.when_over:
                 call()

@@ -1,16 +1,24 @@
 """What a client does at the end of a request: a load that is cancelled, a release whose answer nothing waits for."""
 
 import gc
+import os
+import subprocess
+import threading
 
+import attrs
 import pytest
 import trio
 
-from backends.abc import LOADED, Unproven
+from backends.abc import LOADED, STORED, RoomRequest, Unproven
+from backends.forwarding import ForwardingTier
+from backends.memory import MemoryTier
 from backends.slots import PagesDestination
-from offload.client import DaemonTier, open_client, open_connection
+from backends.threads import leave_after, run_in_thread_or_leave
+from offload.client import DaemonTier, DaemonUnavailable, open_client, open_connection
+from offload.client._connection import _Call
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Signal, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
-from tests.support.daemons import SIZE, daemon
+from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
 
 SHORT, LONG = 0.05, 60.0
 
@@ -108,6 +116,136 @@ async def test_a_load_whose_end_is_not_told_in_time_is_unproven(path):
                 nursery.cancel_scope.cancel()
         assert not scope.cancelled_caught and len(loads(server)) == 1
         end.set()
+
+
+class Left(ForwardingTier):
+    """Memory whose copies stand still, and are left in their threads when they are cancelled."""
+
+    def __init__(self):
+        super().__init__(MemoryTier(1 << 20, SIZE))
+        self.begun, self.end, self.is_ill = trio.Event(), threading.Event(), False
+
+    async def _stand_still(self):
+        self.begun.set()
+        with leave_after(0.01):
+            await run_in_thread_or_leave(self.end.wait, PATIENCE)
+
+    async def load(self, lease, destination):
+        if self.is_ill:
+            await self._stand_still()
+        return await super().load(lease, destination)
+
+    async def reserve(self, request):
+        return LeftReservation(self, await super().reserve(request))
+
+    def reserve_nowait(self, request):
+        return LeftReservation(self, super().reserve_nowait(request))
+
+
+class LeftReservation:
+    def __init__(self, tier, inner):
+        self.tier, self.inner = tier, inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def transfer(self, source, refs):
+        if self.tier.is_ill:
+            await self.tier._stand_still()
+        return await self.inner.transfer(source, refs)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("verb", ["load", "store"])
+async def test_a_copy_left_by_a_lost_session_is_unproven(path, verb, is_shared):
+    """The daemon gives the session back, and has left the copy: its client is told when it comes again."""
+    tier = Left()
+    config = attrs.evolve(AT_ONCE, drain_timeout=0.05, transfer_timeout=0.1)
+    engine = engine_config(tiers={"slow": tier}, pipeline=config)
+    async with daemon(path, engine=engine, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        cache = cache_of() if is_shared else MemoryTier(16 * SIZE, SIZE)
+        errors = []
+
+        async def transfer(keys):
+            reservation = await client.reserve(RoomRequest(keys, SIZE, "evict"))
+            return await reservation.transfer(cache, range(len(keys)))
+
+        async def work():
+            try:
+                if verb == "store":
+                    await transfer(KEYS[4:])
+                else:
+                    to = cache.into([8, 9]) if is_shared else PagesDestination.over([bytearray(SIZE), bytearray(SIZE)])
+                    async with await client.pin(KEYS[:2]) as lease:
+                        await client.load(lease, to)
+            except Unproven as exc:
+                errors.append(exc)
+
+        assert await transfer(KEYS[:2]) == [STORED] * 2
+        free = sorted(client._its_places().staging._free)
+        tier.is_ill = True
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(work)
+                await tier.begun.wait()
+                [session] = server._service.sessions
+                server._service._hang_up(session.peer)
+                server._service.end(session, "a test")
+                with trio.fail_after(PATIENCE):
+                    await until(lambda: errors)
+            used = 0 if is_shared else len(KEYS[4:]) if verb == "store" else 2
+            assert len(client._its_places().staging._free) == len(free) - used  # the copy may still use them
+        finally:
+            tier.end.set()
+
+
+async def test_a_cancelled_load_that_was_left_is_unproven(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        number, hold = await stored(connection, cache_of())
+        began = trio.Event()
+
+        async def leave(hit, destination, session, request):
+            try:
+                began.set()
+                await trio.sleep_forever()
+            finally:
+                session.requests[request.seq].unproven = True
+                server._service._send(session.peer, Loaded(request.seq, server.epoch, 0, [], [], unproven=True))
+
+        server._service.reads._load = leave
+        async with trio.open_nursery() as nursery:
+
+            async def run():
+                with pytest.raises(Unproven):
+                    await load(connection, number, hold, LONG)
+
+            nursery.start_soon(run)
+            await began.wait()
+            nursery.cancel_scope.cancel()
+
+
+async def test_another_start_of_a_daemon_proves_nothing(path):
+    """Only the end of its process says that a daemon of before has left this process's memory alone."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        with subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220
+            calls = []
+            for descriptor in (-1, os.pidfd_open(process.pid)):
+                before = attrs.evolve(connection.session, epoch=server.epoch + 1, process=descriptor)
+                call = _Call(7, connection._channel.expect(), touches_memory=True)
+                call.session = before
+                connection._unproven.append(call)
+                connection._nursery.start_soon(connection._until_dead, before)
+                calls.append(call)
+            [session] = server._service.sessions
+            server._service._hang_up(session.peer)
+            await until(lambda: connection.sessions == 2)
+            with pytest.raises(Unproven):
+                await calls[0].expected.wait()
+            await trio.sleep(0.05)
+            assert not calls[1].expected.done
+            process.kill()
+            with pytest.raises(DaemonUnavailable):
+                await calls[1].expected.wait()
 
 
 async def test_a_load_is_unproven_when_the_connection_is_closed_under_it(path):

@@ -46,6 +46,31 @@ def test_a_session_that_has_ended_is_found_by_its_token_until_nothing_is_left_of
     assert every.by_token(session.token) is None and told == ["over"]
 
 
+def test_unproven_requests_are_named_after_their_session():
+    every = sessions()
+    clean, left = every.begin(b"1", "", "", 0.0), every.begin(b"2", "", "", 0.0)
+    left.unproven |= {7, 3}
+    for session in (clean, left):
+        every.end(session, "a test")
+        every.forget(session)
+    assert every.unproven(left.token) == every.unproven(left.token) == [3, 7]
+    assert every.unproven(clean.token) == every.unproven(bytes(16)) == []
+
+
+def test_a_forgotten_record_makes_unknown_tokens_unproven(monkeypatch):
+    monkeypatch.setattr("offload.daemon._sessions._REMEMBERED", 2)
+    every = sessions()
+    tokens = []
+    for number in range(3):
+        session = every.begin(b"peer", "", "", 0.0)
+        session.unproven = {1} if number else set(range(1, 2_000))
+        every.end(session, "a test")
+        every.forget(session)
+        tokens.append(session.token)
+    assert [every.unproven(token) for token in tokens] == [[0], [1], [1]]
+    assert every.unproven(bytes(16)) == [0]
+
+
 def test_there_are_at_most_so_many_sessions_those_that_are_given_back_included():
     every = sessions(sessions=2)
     first = every.begin(b"1", "", "", 0.0)
