@@ -6,6 +6,7 @@ However it is ended, and whatever it raises: :mod:`maru._ending`.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import resource
 import sys
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 LEAST_DESCRIPTORS: Final = 128
 """Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
+
+
+_HELP: Final = {"-h", "--help"}
+"""Options with which a command says what it would do, and does nothing that takes descriptors."""
 
 
 class Program(click.Command):
@@ -49,20 +54,14 @@ class Program(click.Command):
             extra |= {"standalone_mode": standalone_mode, "windows_expand_args": windows_expand_args}
             return super().main(args, prog_name, complete_var, **extra)
         with ending(name):
+            typed = list(sys.argv[1:] if args is None else args)
             try:
-                with self.make_context(name, list(sys.argv[1:] if args is None else args), **extra) as context:
+                with self.make_context(name, list(typed), **extra) as context:
+                    if not _HELP & set(typed):
+                        check_descriptors()
                     self.invoke(context)
             except click.exceptions.Exit as left:
                 sys.exit(left.exit_code)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Do what it does, where there is enough for that.
-
-        Raises:
-            EnvironmentFault: there is not.
-        """
-        check_descriptors()
-        return super().invoke(ctx)
 
 
 def check_descriptors() -> None:
@@ -119,6 +118,21 @@ class Commands(ProgramGroup):
         """List the commands without importing any of them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self.places.items()])
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. That of click lets ``nan`` in, which no comparison keeps out, and ``inf`` without a maximum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert a text.
+
+        Raises:
+            click.BadParameter: it is no finite number in the range.
+        """
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 def knob_option(knob: Knob, section: str, aliases: Mapping[str, str] | None = None) -> click.Option:

@@ -17,7 +17,7 @@ import attrs
 from ._errors import ConfigError
 from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
 from .configuration import Knob as Knob
-from .configuration import Knobs, as_bytes
+from .configuration import Knobs, as_bytes, as_size
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 KeyForm: TypeAlias = Literal["hex", "text"]
@@ -28,6 +28,8 @@ Protocol: TypeAlias = Literal["auto", "own", "published"]
 C = TypeVar("C", bound=attrs.AttrsInstance)
 
 _DAY = 86_400.0
+LEAST_CAPACITY: Final = 2 << 20
+"""One step of a pool: a region is so large, or a multiple."""
 _TIB = 1 << 40
 _ANY = r"(?s).*"
 _PATH = r"[^\x00]*"
@@ -57,6 +59,7 @@ def default_server_url() -> str:
     return f"ipc://{default_pool_path()}/{IPC_NAME}"
 
 
+@_knob.checks_names
 @attrs.frozen
 class ServerConfig:
     """The settings of a server. The reason for each bound and default is in :func:`knobs`."""
@@ -265,6 +268,11 @@ class ServerConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        if 0 < self.capacity_bytes < LEAST_CAPACITY:
+            least = as_size(LEAST_CAPACITY)
+            raise ConfigError(
+                "capacity_bytes", self.capacity_bytes, f"must be 0 or at least {least}: a region has no less"
+            )
         if self.low_watermark > self.high_watermark:
             raise ConfigError(
                 "low_watermark", self.low_watermark, f"must be at most high_watermark, {self.high_watermark}"
@@ -358,6 +366,7 @@ class ServerConfig:
         return self.rm_address
 
 
+@_knob.checks_names
 @attrs.frozen
 class MaruConfig:
     """The settings of a client. The reason for each bound and default is in :func:`knobs`.
@@ -474,6 +483,7 @@ def server_config(
         ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
         OSError: the file cannot be read.
     """
+    _knob.check_variables(("server", *others), environ)
     return _knob.load(ServerConfig, source, section="server", others=others, environ=environ, options=options)
 
 
@@ -496,6 +506,7 @@ def client_config(
         ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
         OSError: the file cannot be read.
     """
+    _knob.check_variables(("client", *others), environ)
     return _knob.load(MaruConfig, source, section="client", others=others, environ=environ, options=options)
 
 

@@ -16,6 +16,7 @@ then the same path in capitals, with two underscores for each dot: ``[pipeline.b
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -65,7 +66,9 @@ class Knobs:
 
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
         """Declare a knob that is a time in a range, in seconds, as a float or an integer."""
-        return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
+        return self._field(
+            default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason, as_seconds, hint=_SECONDS_HINT
+        )
 
     def timeout(self, default: float, low: float, high: float, reason: str) -> Any:
         """Declare a knob that is a time in a range, or ``inf`` (in Python also ``None``) for no limit."""
@@ -75,7 +78,8 @@ class Knobs:
             f"seconds from {low:g} to {high:g}, or inf",
             lambda value: holds(value) or value == math.inf,
             reason,
-            lambda value: math.inf if value is None else value,
+            lambda value: math.inf if value is None else as_seconds(value),
+            hint=_SECONDS_HINT,
         )
 
     def fraction(self, default: float, low: float, high: float, reason: str) -> Any:
@@ -85,7 +89,7 @@ class Knobs:
     def size(self, default: int, low: int, high: int, reason: str) -> Any:
         """Declare a knob in bytes, in a range, given as an integer or as a text with a unit (``"64 MiB"``)."""
         bound = f"bytes from {as_size(low)} to {as_size(high)}"
-        return self._field(default, bound, _is_int(low, high), reason, as_bytes)
+        return self._field(default, bound, _is_int(low, high), reason, as_bytes, hint=_SIZE_HINT)
 
     def flag(self, default: bool, reason: str) -> Any:
         """Declare a knob that is true or false."""
@@ -151,10 +155,11 @@ class Knobs:
         holds: Callable[[Any], bool],
         reason: str,
         converter: Callable[[Any], Any] | None = None,
+        hint: str = "",
     ) -> Any:
         def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
             if not holds(value):
-                raise self.error(attribute.name, value, f"must be {bound}")
+                raise self.error(attribute.name, value, f"must be {bound}{hint if isinstance(value, str) else ''}")
 
         return self.field(default, bound, reason, check, converter)
 
@@ -295,12 +300,47 @@ class Knobs:
                 raise self.error(variable, environ[variable], _unknown(variable, by_variable))
             yield knob.name, variable, _read(knob, environ[variable])
 
+    def check_variables(self, sections: Iterable[str], environ: Mapping[str, str] | None = None) -> None:
+        """Refuse a variable of a table that is nearly one of a program's: it would be ignored.
+
+        Raises:
+            KnobError: there is one; the text has the variable that was perhaps meant.
+        """
+        environ = os.environ if environ is None else environ
+        tables = [section.upper() for section in sections]
+        for variable in sorted(environ):
+            start, middle, rest = variable.partition("__")
+            table = start.removeprefix(f"{self.prefix}_")
+            if not middle or table == start or table in tables:
+                continue
+            import difflib  # only a variable of another table needs it
+
+            near = difflib.get_close_matches(table, tables, n=1, cutoff=0.8)
+            if near:
+                meant = f"{self.prefix}_{near[0]}__{rest}"
+                raise self.error(variable, environ[variable], f"there is no such table; did you mean {meant}?")
+
     def _options(
         self, known: Iterable[Knob], options: Mapping[str, tuple[str, object]]
     ) -> Iterator[tuple[str, str, object]]:
         by_name = {knob.name: knob for knob in known}
         for name, (option, value) in options.items():
             yield name, option, _read(by_name[name], value) if isinstance(value, str) else value
+
+    def checks_names(self, cls: type[C]) -> type[C]:
+        """Have a configuration class name the nearest knob where one is misspelt, as files and variables do."""
+        made: Any = cls.__init__
+
+        @functools.wraps(made)
+        def init(config: C, *args: Any, **values: Any) -> None:
+            known = attrs.fields_dict(cls)
+            for name, value in values.items():
+                if name not in known:
+                    raise self.error(name, value, _unknown(name, known))
+            made(config, *args, **values)
+
+        cls.__init__ = init  # type: ignore[assignment, method-assign]
+        return cls
 
     def _table(self, document: Any, path: Iterable[str]) -> Any:
         """The table at this path, made where it is missing."""
@@ -326,6 +366,19 @@ def as_bytes(value: Any) -> Any:
         return value
     number, unit = match.groups()
     return int(number) << (10 * " KMGT".index(unit.upper()) if unit else 0)
+
+
+_SIZE_HINT: Final = ", as a whole number with or without a unit: 1536 MiB"
+_SECONDS_HINT: Final = ", as a number with or without a unit: 10 ms, 1.5 s, 2 min"
+
+_DURATION: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(us|ms|s|min|h|d)", re.ASCII)
+_SECONDS_IN: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
+
+
+def as_seconds(value: Any) -> Any:
+    """Parse a text such as ``"10 ms"`` or ``"2min"``. Other values are returned as they are."""
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    return float(match[1]) * _SECONDS_IN[match[2]] if match is not None else value
 
 
 def as_size(count: int) -> str:

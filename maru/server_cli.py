@@ -89,3 +89,4 @@ main: click.Command = Program(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 """The console script."""
+click.version_option(None, "-V", "--version", package_name="trio-offload", message="%(package)s %(version)s")(main)

@@ -46,6 +46,7 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 # --- the knobs ----------------------------------------------------------------------------------------------------
 
 
+@_knob.checks_names
 @attrs.frozen
 class BatchConfig:
     """When a batch is full, and when it leaves although it is not. :func:`knobs` has the reason for each bound and default."""
@@ -73,6 +74,7 @@ class BatchConfig:
             )
 
 
+@_knob.checks_names
 @attrs.frozen
 class PipelineConfig:
     """The settings of a pipeline. The reason for each bound and default is in :func:`knobs`."""
@@ -146,6 +148,7 @@ class PipelineConfig:
             )
 
 
+@_knob.checks_names
 @attrs.frozen
 class BreakerConfig:
     """When a tier counts as broken, and how it is tried again. The reason for each bound and default is in :func:`knobs`."""

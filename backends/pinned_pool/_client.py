@@ -237,6 +237,8 @@ class PinnedPoolClient:
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
         """Free allocations; unknown ids are skipped. Returns how many were freed."""
         self.check()
+        if isinstance(allocation_ids, int):
+            raise TypeError(f"allocation_ids is {allocation_ids}, and must be a list of ids: [{allocation_ids}]")
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
             some = ids[start : start + MAX_IDS]

@@ -28,6 +28,7 @@ MIB: Final = 1 << 20
 _knob: Final = Knobs("OFFLOAD", PinnedPoolConfigError)
 
 
+@_knob.checks_names
 @attrs.frozen
 class PinnedPoolConfig:
     """Everything that can be set on a pinned pool's server. The reason for each bound and default is in :func:`knobs`."""

@@ -15,7 +15,7 @@ from ._output import duration, print_json, show, size
 
 Fact: TypeAlias = bool | int | float | str | None
 
-_SECONDS = {"up for", "session_lease", "max_lease", "v1_read_grace"}
+_SECONDS = {"up for", "stood still for", "session_lease", "max_lease", "v1_read_grace"}
 _IDENTIFIERS = {"pid", "generation", "segment"}
 
 

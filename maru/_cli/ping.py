@@ -8,6 +8,7 @@ from time import perf_counter
 
 import click
 
+from .._commands import FiniteRange
 from .._console import identifier, say
 from .._ending import CheckFailed
 from .._errors import NoAnswer
@@ -21,7 +22,7 @@ from ._output import duration, plural, print_json
 @click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Round trips.")
 @click.option(
     "--interval",
-    type=click.FloatRange(0, 3_600),
+    type=FiniteRange(0, 3_600),
     default=0.1,
     show_default=True,
     metavar="SECONDS",

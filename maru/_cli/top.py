@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
+from .._commands import FiniteRange
 from .._console import console, identifier, keys_pressed
 from .._errors import NoAnswer
 from .._wire import Code, StatsReply, UsageReply
@@ -32,7 +33,7 @@ _ROWS_BESIDE = 24
 @server_options
 @click.option(
     "--interval",
-    type=click.FloatRange(0.1, 3_600),
+    type=FiniteRange(0.1, 3_600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

@@ -11,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-ALIGN_BYTES: Final = 2 << 20
+from .._config import LEAST_CAPACITY
+
+ALIGN_BYTES: Final = LEAST_CAPACITY
 """A region's length, and what it is aligned to, are multiples of it: a huge page."""
 
 

@@ -244,6 +244,7 @@ class LoadOrRecompute:
     )
 
 
+@_knob.checks_names
 @attrs.frozen
 class EngineConfig:
     """The settings of an engine. The reason for each bound and default is in :func:`engine_knobs`."""

@@ -7,7 +7,7 @@ import time
 import click
 import msgspec
 
-from maru._commands import output_file
+from maru._commands import FiniteRange, output_file
 from maru._console import say
 from maru._ending import BadInput, EnvironmentFault
 from maru._files import read_file
@@ -53,7 +53,7 @@ def save(ring: str, out: str | None) -> None:
 
 @command.command()
 @click.argument("file")
-@click.option("--last", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
+@click.option("--last", type=FiniteRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line: first what was observed.")
 def show(file: str, last: float | None, as_json: bool) -> None:
     """Print a recording, or the ring of a recorder."""

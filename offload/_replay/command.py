@@ -14,7 +14,7 @@ import click
 import trio
 
 from backends import BackendError
-from maru._commands import given, output_file, refuse, write_output
+from maru._commands import FiniteRange, given, output_file, refuse, write_output
 from maru._console import print_json
 from maru._ending import BadInput, EnvironmentFault, ExitCode
 from maru._files import PICTURE, SCENARIO
@@ -99,7 +99,7 @@ _OF_BYTES = (
 )
 @click.option(
     "--rename",
-    type=click.FloatRange(0.0, 1.0),
+    type=FiniteRange(0.0, 1.0),
     default=0.8,
     show_default=True,
     metavar="SHARE",

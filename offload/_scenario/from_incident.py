@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from maru._commands import output_file, write_output
+from maru._commands import FiniteRange, output_file, write_output
 from maru._ending import BadInput
 from maru._files import SCENARIO
 from offload._recorder.command import read
@@ -23,7 +23,7 @@ from ._output import plural, show
 @click.option(
     "--out", type=output_file(SCENARIO), metavar="FILE", help="The file for the scenario.  [default: beside FILE]"
 )
-@click.option("--last", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
+@click.option("--last", type=FiniteRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
 def command(file: str, out: str | None, last: float | None) -> None:
     """Make a scenario of a recording: the same stores, timings and faults, in virtual time."""
     recording = read(file)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import click
 
-from maru._commands import output_file, refuse, write_output
+from maru._commands import FiniteRange, output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
 from maru._files import JUNIT, PERFETTO, RUN_TRACE, TIMELINE
 from offload.testing.scenarios._players import Playing
@@ -83,7 +83,7 @@ _KINDS: Final = {"--timeline": TIMELINE, "--trace": PERFETTO, "--save-trace": RU
 @click.option("--real", is_flag=True, help="Run with real components and in real time instead of virtual time.")
 @click.option(
     "--pace",
-    type=click.FloatRange(0.1, 1_000),
+    type=FiniteRange(0.1, 1_000),
     default=1.0,
     show_default=True,
     metavar="X",

@@ -34,6 +34,7 @@ from ._settings import (
     keep_unreloadable,
     keep_unreloadable_of_engine,
     maru_config,
+    page_stores_elsewhere,
     read_settings,
     refused_changes,
 )
@@ -87,6 +88,8 @@ def run(settings: Settings) -> int:
     _configure_logging(settings.daemon.log_level)
     if settings.pinned_pool is not None:
         logging.getLogger("backends.pinned_pool").setLevel(settings.pinned_pool.log_level.upper())
+    for name, url in page_stores_elsewhere(settings):
+        _log.info("tier %s: no page store is embedded, as [engine] names tiers: `maru-server` serves %s", name, url)
     failures: list[BaseException] = []
     dropped: list[Dropped] = []
     try:

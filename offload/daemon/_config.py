@@ -63,6 +63,7 @@ def _as_number(value: Any) -> Any:
         return value
 
 
+@_knob.checks_names
 @attrs.frozen
 class DaemonConfig:
     """The settings of a daemon. The reason for each bound and default is in :func:`daemon_knobs`."""
@@ -277,6 +278,7 @@ def daemon_config(
     Raises:
         offload.ConfigError: an unknown name, or a value out of its bound.
     """
+    _knob.check_variables((SECTION, "engine", POOL_SECTION), environ)
     return _knob.load(
         DaemonConfig, document, section=SECTION, others=("engine", POOL_SECTION), environ=environ, options=options
     )

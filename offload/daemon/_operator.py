@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import attrs
 import click
 
-from maru._commands import given_knobs, knob_option
+from maru._commands import FiniteRange, given_knobs, knob_option
 from maru._ending import BadInput, EnvironmentFault
 from maru.transport import ChannelConnection
 
@@ -72,7 +72,7 @@ def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
         function(DaemonOptions(config, timeout, as_json), **rest)
 
     decorated: Callable[..., None] = with_options
-    seconds = click.FloatRange(0, 86_400, min_open=True)
+    seconds = FiniteRange(0, 86_400, min_open=True)
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
         click.option(
@@ -163,8 +163,7 @@ def open_operator(options: DaemonOptions) -> Iterator[Operator]:
             'this daemon has no listener for operators: set admin = "ipc", and admin_token_file, in [daemon]'
         )
     token_path = options.config.token_path(options.directory)
-    if not os.path.exists(path):
-        raise EnvironmentFault(_nobody(path))
+    _check_there(path)
     try:
         token = read_token(token_path)
     except ConfigError as exc:
@@ -178,6 +177,20 @@ def open_operator(options: DaemonOptions) -> Iterator[Operator]:
         yield operator
     finally:
         operator.close()
+
+
+def _check_there(path: str) -> None:
+    """Raise unless there is a socket.
+
+    Raises:
+        EnvironmentFault: there is none, or this user may not see it: which of the two matters to an operator.
+    """
+    try:
+        os.stat(path)
+    except PermissionError as exc:
+        raise EnvironmentFault(f"{path}: {exc.strerror}: run this as the daemon's user") from exc
+    except OSError as exc:
+        raise EnvironmentFault(_nobody(path)) from exc
 
 
 def _nobody(path: str) -> str:

@@ -181,6 +181,17 @@ def maru_config(settings: Settings) -> Any:
     )
 
 
+def page_stores_elsewhere(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Tiers that are clients of a page store which this daemon does not run, each with where they look for it."""
+    if settings.embeds_maru:
+        return
+    for name, tier in settings.engine.tiers.items():
+        kind = tier.get("type") if isinstance(tier, Mapping) else tier
+        if isinstance(kind, str) and kind.partition(":")[0] == "maru":
+            url = tier.get("server_url") if isinstance(tier, Mapping) else kind.partition(":")[2]
+            yield name, str(url or "the page store of this user")
+
+
 def socket_url(daemon: DaemonConfig) -> str:
     """Where engines find the daemon of this configuration."""
     return f"ipc://{daemon.runtime_dir}/{CHANNEL_NAME}"

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from maru._cli._output import duration, share, size
+from maru._commands import FiniteRange
 from maru._console import console, keys_pressed, show
 from maru._ending import BadInput, EnvironmentFault
 
@@ -38,7 +39,7 @@ _WORDS = ("stage", "state", "waits for")
 @click.option("--runtime-dir", metavar="DIR", help="The directory of the daemon to watch, whatever the file says.")
 @click.option(
     "--interval",
-    type=click.FloatRange(0.1, 3_600),
+    type=FiniteRange(0.1, 3_600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
@@ -85,7 +86,13 @@ def _address_of_daemon(config_file: str | None, runtime_dir: str | None) -> str:
         raise click.UsageError(str(error)) from error
     except OSError as error:
         raise click.FileError(config_file or "", error.strerror or str(error)) from error
-    if address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:")):
+    try:
+        is_there = not address.startswith("unix:") or bool(os.stat(address.removeprefix("unix:")))
+    except PermissionError as error:
+        raise EnvironmentFault(f"{address}: {error.strerror}: run this as the daemon's user") from error
+    except OSError:
+        is_there = False
+    if not is_there:
         raise EnvironmentFault(f"no status page at {address}: the daemon serves one with `offload serve --status ipc`")
     return address
 

@@ -306,7 +306,7 @@ def test_variables_of_others_are_left_alone():
 def test_every_knob_has_a_variable_and_says_its_default_there(knob):
     assert config_from_toml("", environ={knob.variable: str(knob.default)}) == PipelineConfig()
     message = refused("", environ={knob.variable: "no such value"})
-    assert message == f"{knob.variable} = 'no such value': must be {knob.bound}"
+    assert message.startswith(f"{knob.variable} = 'no such value': must be {knob.bound}")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def connect(s: ClientState) -> Operation[None]:
         yield Alone(partial(reattach, s))
     except NoAnswer as exc:
         # The address first: what comes behind may be cut where this is one of several reasons.
-        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH}. {exc}") from exc
+        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH}. Client {exc}") from exc
     if s.config.eager_map:
         yield from map_others(s)
 
