@@ -438,6 +438,20 @@ class Directory:
         self.settle()
         return self._remover.delete(by, self._session(by), keys, now, request_id, generations)
 
+    def deleting(
+        self,
+        session_id: int,
+        keys: Sequence[str],
+        now: float,
+        *,
+        request_id: int = 0,
+        generations: Sequence[int] | None = None,
+    ) -> Slices[list[int]]:
+        """Do :meth:`delete` in slices, for a session of ours."""
+        self.settle()
+        session = self._state.sessions[session_id]
+        return self._remover.delete_in_slices(session_id, session, keys, now, request_id, generations)
+
     def reclaim(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> int:
         """Delete so many of its keys, least recently used first, that are not held; how many. The pages go back to it.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
+from .._wire.frames import KEYS_AT_ONCE
 from .._wire.messages_own import DropAnswer
 from .changes import Changes
 from .eviction_guard import EvictionGuard
@@ -76,6 +77,38 @@ class Remover:
         self._changes.remove(list(gone))
         self._counters.deleted += len(gone)
         if session is not None and request_id:
+            session.remember(asked, answers, self._limits.max_answers)
+        return answers
+
+    def delete_in_slices(
+        self,
+        by: int,
+        session: Session,
+        keys: Sequence[str],
+        now: float,
+        request_id: int,
+        generations: Sequence[int] | None,
+    ) -> Slices[list[int]]:
+        """Delete keys, as :meth:`delete`. Asked again before the last slice, it waits for that."""
+        if len(keys) <= KEYS_AT_ONCE:
+            return self.delete(by, session, keys, now, request_id, generations)
+        asked = "delete", request_id
+        while asked in session.under_way:
+            now = yield
+        if asked in session.answers:
+            return session.answers[asked]
+        answers: list[int] = []
+        session.under_way.add(asked)
+        try:
+            for start in range(0, len(keys), AT_ONCE):
+                if start:
+                    now = yield
+                    self._changes.settle()
+                at = slice(start, start + AT_ONCE)
+                answers += self.delete(by, None, keys[at], now, 0, None if generations is None else generations[at])
+        finally:
+            session.under_way.discard(asked)
+        if request_id:
             session.remember(asked, answers, self._limits.max_answers)
         return answers
 

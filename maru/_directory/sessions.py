@@ -211,6 +211,8 @@ class Session:
     ahead: RoomAhead = attrs.field(factory=RoomAhead)
     registered: int = 0
     """Keys that it has registered since this server started."""
+    under_way: set[tuple[str, int]] = attrs.field(factory=set)
+    """What was asked for under which request id, and is not answered yet."""
     is_reclaiming: bool = False
     """Whether a RECLAIM of it is under way: a second one evicts nothing."""
     barren_until: float = -math.inf

@@ -353,6 +353,11 @@ class Service:
         if self.directory.session_of(token) != session_id:
             raise Refused(Word.NO_SESSION, "this session has ended")
 
+    def check_peer(self, peer: Peer) -> None:
+        """Refuse to go on for a connection that has ended between two slices: it would stand for a new one."""
+        if self._peers.get(peer.identity) is not peer:
+            raise Refused(Word.CLOSED, "this connection has ended")
+
     def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
         """Open or resume a session of a client of ours: token, whether it was there, how long it may be silent."""
         directory, config, token = self.directory, self.config, message.session

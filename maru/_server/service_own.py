@@ -7,12 +7,14 @@ along in the answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from .._directory.locations import Location
 from .._directory.slices import Slices
 from .._journal.registrations import columns_of
 from .._wire import (
+    HEADER_BYTES,
+    KEYS_AT_ONCE,
     BeatReply,
     BeatRequest,
     CloseReply,
@@ -39,8 +41,10 @@ from .._wire import (
     UnpinRequest,
     place,
     reply,
+    request,
 )
 from .._wire.capability import issue
+from .parts import in_parts
 from .peers import Peer, Refused, Word
 
 if TYPE_CHECKING:
@@ -50,10 +54,16 @@ if TYPE_CHECKING:
 _INFO: Final = 20  # as in `logging`
 
 
-def store(service: Service, peer: Peer, header: Header, message: StoreRequest, payload: bytes, now: float) -> bytes:
+Answered: TypeAlias = bytes | Slices[bytes]
+"""An answer now; or in slices, for what has more keys than are handled in one step."""
+
+
+def store(service: Service, peer: Peer, header: Header, message: StoreRequest, payload: bytes, now: float) -> Answered:
     """Register pages under keys."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
+    if len(message.keys) > KEYS_AT_ONCE:
+        return _store_in_parts(service, header, message, session_id, now)
     directory = service.directory
     answer = directory.register(session_id, columns_of(message), now, source=(header.code, payload), later=True)
     if answer is None:
@@ -67,10 +77,49 @@ def store(service: Service, peer: Peer, header: Header, message: StoreRequest, p
     )
 
 
-def find(service: Service, peer: Peer, header: Header, message: FindRequest, payload: bytes, now: float) -> bytes:
+def _store_in_parts(
+    service: Service, header: Header, message: StoreRequest, session_id: int, now: float
+) -> Slices[bytes]:
+    """Register part by part, each with a record of its own, as if the client had sent so many requests of one attempt."""
+    directory = service.directory
+    regions, lengths, checksums, depths = message.regions, message.lengths, message.checksums, message.depths
+
+    def handle(at: slice, now: float) -> list[tuple[int, int]]:
+        service.check_session(message.session, session_id)
+        part = StoreRequest(
+            message.session,
+            0,
+            message.attempt,
+            regions if isinstance(regions, int) else regions[at],
+            message.keys[at],
+            message.offsets[at],
+            lengths if isinstance(lengths, int) else lengths[at],
+            None if checksums is None else checksums[at],
+            None if depths is None else depths[at],
+        )
+        source = header.code, request(header.code, 0, part)[HEADER_BYTES:]
+        answer = directory.register(session_id, columns_of(part), now, source=source, later=True)
+        if answer is None:
+            raise Refused(Word.FENCED, f"attempt {message.attempt} was resolved before all of it was registered")
+        service.filled[session_id] = service.stored[session_id] = None
+        return list(zip(answer.statuses, answer.generations, strict=True))
+
+    def answer(results: list[tuple[int, int]]) -> bytes:
+        statuses, generations = map(list, zip(*results, strict=True))
+        pending = directory.pending(session_id, now)
+        return reply(
+            header.code, header.sequence, StoreReply(service.epoch, pending, statuses, generations), header.flags
+        )
+
+    return in_parts(len(message.keys), handle, answer, now, last_first=True)
+
+
+def find(service: Service, peer: Peer, header: Header, message: FindRequest, payload: bytes, now: float) -> Answered:
     """Where keys lie, and hold them."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
+    if len(message.keys) > KEYS_AT_ONCE:
+        return _find_in_parts(service, header, message, session_id, now)
     directory = service.directory
     if message.pin:
         _check_pin_epoch(service, session_id, message.turn)
@@ -85,22 +134,65 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
     return reply(header.code, header.sequence, answer, header.flags)
 
 
-def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, payload: bytes, now: float) -> bytes:
+def _find_in_parts(
+    service: Service, header: Header, message: FindRequest, session_id: int, now: float
+) -> Slices[bytes]:
+    """Find part by part; with ``prefix`` no further than the first miss."""
+    found: list[int] = []
+    misses = 0
+
+    def handle(at: slice, now: float) -> list[bytes]:
+        nonlocal misses
+        service.check_session(message.session, session_id)
+        if message.prefix and misses:
+            return []
+        if message.pin:
+            _check_pin_epoch(service, session_id, message.turn)
+        keys = message.keys[at]
+        answers = service.directory.find(session_id, keys, now, pin=message.pin, prefix=message.prefix)
+        found.extend([at.start + i for i, location in enumerate(answers) if location is not None])
+        places = [location.place or place_of(location) for location in answers if location is not None]
+        misses += len(keys) - len(places)
+        return places
+
+    def answer(places: list[bytes]) -> bytes:
+        pending = service.directory.pending(session_id, now)
+        which = sorted(found) if misses and not message.prefix else len(found)
+        return reply(
+            header.code, header.sequence, FindReply(service.epoch, pending, which, b"".join(places)), header.flags
+        )
+
+    return in_parts(len(message.keys), handle, answer, now, last_first=not message.prefix)
+
+
+def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, payload: bytes, now: float) -> Answered:
     """One pin of this session less for each key."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
-    _check_pin_epoch(service, session_id, message.turn)
-    results = service.directory.unpin(session_id, message.keys)
-    pending = service.directory.pending(session_id, now)
-    return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
+
+    def handle(at: slice, now: float) -> list[bool]:
+        service.check_session(message.session, session_id)
+        _check_pin_epoch(service, session_id, message.turn)
+        return service.directory.unpin(session_id, message.keys[at])
+
+    def answer(results: list[bool]) -> bytes:
+        pending = service.directory.pending(session_id, now)
+        return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
+
+    if len(message.keys) <= KEYS_AT_ONCE:
+        return answer(handle(slice(0, KEYS_AT_ONCE), now))
+    return in_parts(len(message.keys), handle, answer, now)
 
 
-def drop(service: Service, peer: Peer, header: Header, message: DropRequest, payload: bytes, now: float) -> bytes:
+def drop(
+    service: Service, peer: Peer, header: Header, message: DropRequest, payload: bytes, now: float
+) -> Slices[bytes]:
     """Keys go, unless somebody holds them. Asked again, it is answered again."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
     asked, meant = message.request_id, message.generations
-    answers = service.directory.delete(session_id, message.keys, now, request_id=asked, generations=meant)
+    answers = yield from service.directory.deleting(session_id, message.keys, now, request_id=asked, generations=meant)
+    service.check_session(message.session, session_id)
     pending = service.directory.pending(session_id, now)
     return reply(header.code, header.sequence, DropReply(service.epoch, pending, answers), header.flags)
 
@@ -119,12 +211,21 @@ def reclaim(
     return reply(header.code, header.sequence, ReclaimReply(service.epoch, pending, dropped), header.flags)
 
 
-def resolve(service: Service, peer: Peer, header: Header, message: ResolveRequest, payload: bytes, now: float) -> bytes:
+def resolve(
+    service: Service, peer: Peer, header: Header, message: ResolveRequest, payload: bytes, now: float
+) -> Slices[bytes]:
     """What became of an attempt; from now on nothing any more."""
     session_id = _enter(service, peer, message, now)
-    held = service.directory.resolve(session_id, message.attempt, message.regions, message.offsets)
-    pending = service.directory.pending(session_id, now)
-    return reply(header.code, header.sequence, ResolveReply(service.epoch, pending, held), header.flags)
+
+    def handle(at: slice, now: float) -> list[int]:
+        service.check_session(message.session, session_id)
+        return service.directory.resolve(session_id, message.attempt, message.regions[at], message.offsets[at])
+
+    def answer(held: list[int]) -> bytes:
+        pending = service.directory.pending(session_id, now)
+        return reply(header.code, header.sequence, ResolveReply(service.epoch, pending, held), header.flags)
+
+    return in_parts(len(message.regions), handle, answer, now)
 
 
 def beat(service: Service, peer: Peer, header: Header, message: BeatRequest, payload: bytes, now: float) -> bytes:
@@ -177,16 +278,27 @@ def describe(
     )
 
 
-def pins(service: Service, peer: Peer, header: Header, message: PinsRequest, payload: bytes, now: float) -> bytes:
+def pins(
+    service: Service, peer: Peer, header: Header, message: PinsRequest, payload: bytes, now: float
+) -> Slices[bytes]:
     """What this session holds pinned. What it has besides goes: the answer that said so never came to its client."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
-    _check_pin_epoch(service, session_id, message.turn)
-    dropped = service.directory.settle_pins(session_id, message.keys, message.counts, last=message.last)
-    if dropped:
-        service.note(_INFO, f"session {session_id} had {dropped} pins that its client did not know of")
-    pending = service.directory.pending(session_id, now)
-    return reply(header.code, header.sequence, PinsReply(service.epoch, pending, dropped), header.flags)
+
+    def handle(at: slice, now: float) -> list[int]:
+        service.check_session(message.session, session_id)
+        _check_pin_epoch(service, session_id, message.turn)
+        last = message.last and at.stop >= len(message.keys)
+        return [service.directory.settle_pins(session_id, message.keys[at], message.counts[at], last=last)]
+
+    def answer(dropped_of_each: list[int]) -> bytes:
+        dropped = sum(dropped_of_each)
+        if dropped:
+            service.note(_INFO, f"session {session_id} had {dropped} pins that its client did not know of")
+        pending = service.directory.pending(session_id, now)
+        return reply(header.code, header.sequence, PinsReply(service.epoch, pending, dropped), header.flags)
+
+    return in_parts(len(message.keys), handle, answer, now)
 
 
 def place_of(location: Location) -> bytes:

@@ -9,11 +9,15 @@ session's, and REQUEST_ALLOC, RETURN_ALLOC and LIST_ALLOCATIONS name the session
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from .._directory.locations import GivenBack
+from .._directory.slices import Slices
 from .._journal.registrations import columns_of
 from .._wire import (
+    KEYS_AT_ONCE,
     MAX_REGIONS,
     MISS,
     OWN_CODES,
@@ -49,10 +53,13 @@ from .._wire import (
     reply,
 )
 from .._wire.messages_own import DropAnswer, StoreStatus
+from .parts import in_parts
 from .peers import Peer, Refused, Word
 
 if TYPE_CHECKING:
     from .service import Service
+
+T = TypeVar("T")
 
 _MAX_INSTANCES: Final = 1_024
 """In one answer to GET_USAGE, which is then at most about a MiB."""
@@ -198,36 +205,58 @@ def batch_register(
 
 def batch_lookup(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
-) -> bytes:
+) -> bytes | Slices[bytes]:
     """Where keys lie."""
-    service.check_keys(message.keys)
-    entries = [
-        MISS if location is None else location.entry or service.entry_of(location)
-        for location in service.directory.find(service.speaker(peer), message.keys, now)
-    ]
-    return batch_lookup_reply(header.sequence, service.epoch, entries, header.flags)
+
+    def handle(keys: list[str], now: float) -> list[bytes]:
+        return [
+            MISS if location is None else location.entry or service.entry_of(location)
+            for location in service.directory.find(service.speaker(peer), keys, now)
+        ]
+
+    def answer(entries: list[bytes]) -> bytes:
+        return batch_lookup_reply(header.sequence, service.epoch, entries, header.flags)
+
+    return _each(service, peer, message.keys, handle, answer, now)
 
 
 def batch_exists(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
-) -> bytes:
+) -> bytes | Slices[bytes]:
     """Which keys are there: all of them are looked at."""
-    service.check_keys(message.keys)
-    return _results(service, header, service.directory.exists(message.keys))
+
+    def handle(keys: list[str], now: float) -> list[bool]:
+        return service.directory.exists(keys)
+
+    return _each(service, peer, message.keys, handle, partial(_results, service, header), now)
 
 
-def batch_pin(service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float) -> bytes:
+def batch_pin(
+    service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
+) -> bytes | Slices[bytes]:
     """One more pin for each key up to the first that is not there."""
-    service.check_keys(message.keys)
-    return _results(service, header, service.directory.pin(service.speaker(peer), message.keys, prefix=True))
+    is_over = False
+
+    def handle(keys: list[str], now: float) -> list[bool]:
+        nonlocal is_over
+        if is_over:
+            return [False] * len(keys)
+        pinned = service.directory.pin(service.speaker(peer), keys, prefix=True)
+        is_over = not all(pinned)
+        return pinned
+
+    return _each(service, peer, message.keys, handle, partial(_results, service, header), now)
 
 
 def batch_unpin(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
-) -> bytes:
+) -> bytes | Slices[bytes]:
     """One pin less for each key that has one."""
-    service.check_keys(message.keys)
-    return _results(service, header, service.directory.unpin(service.speaker(peer), message.keys))
+
+    def handle(keys: list[str], now: float) -> list[bool]:
+        return service.directory.unpin(service.speaker(peer), keys)
+
+    return _each(service, peer, message.keys, handle, partial(_results, service, header), now)
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -304,6 +333,26 @@ def shutdown(service: Service, peer: Peer, header: Header, message: EmptyRequest
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _each(
+    service: Service,
+    peer: Peer,
+    keys: list[str],
+    handle: Callable[[list[str], float], list[T]],
+    answer: Callable[[list[T]], bytes],
+    now: float,
+) -> bytes | Slices[bytes]:
+    """Answer what comes of each key: at once, or part by part for as long as the peer is there."""
+    service.check_keys(keys)
+    if len(keys) <= KEYS_AT_ONCE:
+        return answer(handle(keys, now))
+
+    def handle_part(at: slice, now: float) -> list[T]:
+        service.check_peer(peer)
+        return handle(keys[at], now)
+
+    return in_parts(len(keys), handle_part, answer, now)
 
 
 def _results(service: Service, header: Header, results: list[bool]) -> bytes:

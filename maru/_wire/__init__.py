@@ -8,6 +8,7 @@ given a region (`capability`).
 from .frames import HEADER_BYTES as HEADER_BYTES
 from .frames import MAX_FRAME_BYTES as MAX_FRAME_BYTES
 from .frames import MAX_KEY_BYTES as MAX_KEY_BYTES
+from .frames import KEYS_AT_ONCE as KEYS_AT_ONCE
 from .frames import MAX_KEYS as MAX_KEYS
 from .frames import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from .frames import MAX_REGIONS as MAX_REGIONS

@@ -20,8 +20,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 HEADER_BYTES: Final = 16
 MAX_KEYS: Final = 8192
-"""Keys in one request: a context of a million tokens in chunks of 128. More would delay all other clients' requests by some
-ten milliseconds."""
+"""Keys in one request: a context of a million tokens in chunks of 128. All of them are decoded in one step of a server."""
+KEYS_AT_ONCE: Final = 1024
+"""Keys of a request that a server handles in one step, and that our clients put into one: larger requests are worked off in
+slices, which costs the same and delays nobody else."""
 MAX_KEY_BYTES: Final = 1024
 """A key of at most this many bytes (in UTF-8) is always taken. What is checked is the number of characters, since that costs
 nothing while decoding: a key that is not ASCII may come out up to four times as long."""

@@ -286,8 +286,8 @@ def test_a_kill_at_each_slice_loses_nothing_else(what):
             with Raw(server) as raw:
                 there = raw.ask(Code.BATCH_EXISTS_KV, KeysRequest(NAMES)).results
                 left.append(sum(there))
+                assert left[-1] == MANY - AT_ONCE * (kill_at - 1)
                 if what == "region":
-                    assert there == [False] * (MANY - left[-1]) + [True] * left[-1]
                     continue
                 assert there == [True] * left[-1] + [False] * (MANY - left[-1])
                 epoch = raw.ask(Code.HANDSHAKE, HandshakeRequest(instance_id="a", extensions=1, session=token)).epoch

@@ -266,7 +266,7 @@ def load(
     names = s.names(keys)
     answers = [Loaded.MISSING] * len(names)
     left = yield from load_here(s, names, sizes, copy, answers)
-    for start in range(0, len(left), s.max_keys):
+    for start in reversed(range(0, len(left), s.max_keys)):  # of a prefix the head is used last
         some = left[start : start + s.max_keys]
         attempt = partial(_load, s, [names[at] for at in some], some, sizes, copy, answers)
         try:

@@ -23,7 +23,7 @@ from ..._config import MaruConfig
 from ..._errors import HandlerClosed, LeaseLost, PoolFull
 from ..._index import IndexReader
 from ..._pool.index_files import why_not_here
-from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
+from ..._wire import KEYS_AT_ONCE, MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
 from ..page_states import PageState
 from ..pages import OwnedPages
 from .board_pins import BoardCounters, BoardPins
@@ -288,7 +288,7 @@ class ClientState:
         self.is_connected = True
         self.rm_address = reply.rm_address or self.config.rm_address
         self.descriptors = reply.descriptors
-        self.max_keys = max(1, min(reply.max_keys, 1024 if not own else reply.max_keys))
+        self.max_keys = max(1, min(reply.max_keys, KEYS_AT_ONCE))
         self.max_key_bytes = reply.max_key_bytes
         if own:
             assert reply.session is not None

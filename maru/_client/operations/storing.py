@@ -151,10 +151,12 @@ def _register(
     if len(names) <= most:
         return (yield from register(s, names, pages, lengths, checksums, depths))
     answers: list[Stored] = []
+    start = 0
     try:
-        while len(answers) < len(names):
-            part = slice(len(answers), len(answers) + most)
-            answers += yield from register(
+        # The last part first: so the head of a prefix is used last, and is evicted last.
+        for start in reversed(range(0, len(names), most)):
+            part = slice(start, start + most)
+            some = yield from register(
                 s,
                 names[part],
                 pages[part],
@@ -162,8 +164,9 @@ def _register(
                 None if checksums is None else checksums[part],
                 None if depths is None else depths[part],
             )
+            answers = some + answers
     except BaseException:
-        s.free(pages[len(answers) + most :])
+        s.free(pages[:start])
         raise
     return answers
 
