@@ -10,8 +10,11 @@ Rule 2. A buffer is used again once the plugin has said that it is done, and nev
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import attrs
 
@@ -130,6 +133,10 @@ class HostRegistry(Registry):
 
     # --- what the plugin says -------------------------------------------------------------------------------------
 
+    def strangers(self, keys: Sequence[Key]) -> list[int]:
+        """The positions of keys that were not stored through this host."""
+        return [at for at, key in enumerate(keys) if key not in self._slot_of]
+
     def note_gone(self, keys: Iterable[Key]) -> None:
         """The plugin does not have these any more."""
         known = [key for key in keys if key in self._slot_of]
@@ -168,6 +175,7 @@ class HostRegistry(Registry):
         self.release(refs)
 
 
+_MARK_BYTES: Final = 8
 _quarantine: set[StagingBuffer] = set()
 """Of this process. Keeps what is in it mapped."""
 
@@ -175,11 +183,13 @@ _quarantine: set[StagingBuffer] = set()
 class StagingBuffer:
     """Pages for one operation."""
 
-    __slots__ = ("_all", "is_over", "pages", "staging")
+    __slots__ = ("_all", "_mark", "_marked", "is_over", "pages", "staging")
 
     def __init__(self, staging: StagingPool, pages: Pages) -> None:
         self.staging: StagingPool = staging
         self._all = pages
+        self._mark = b""
+        self._marked: Sequence[int] = ()
         self.pages: Pages = pages
         """As many as were asked for."""
         self.is_over: Callable[[], bool] | None = None
@@ -200,6 +210,27 @@ class StagingBuffer:
     def buffers(self, positions: Sequence[int] | None = None) -> list[memoryview]:
         """Some of its pages, or all, as writable buffers that keep the memory mapped."""
         return [self.pages[at] for at in (range(len(self.pages)) if positions is None else positions)]
+
+    def mark(self, positions: Sequence[int]) -> None:
+        """Write a random mark to the end of these pages, by which :meth:`unfinished` knows a read that did not get there."""
+        self._marked = positions if self.staging.page_bytes >= _MARK_BYTES else ()
+        if self._marked:
+            self._mark = os.urandom(_MARK_BYTES)
+            end = self.staging.page_bytes - _MARK_BYTES
+            for at in self._marked:
+                ctypes.memmove(self.pages.addresses[at] + end, self._mark, _MARK_BYTES)
+
+    def unfinished(self) -> list[int]:
+        """The positions of marked pages whose last bytes are still those of the mark."""
+        # Half of it: an end that is short by a part of the mark is found, too, and a block ends like that once in 2**32.
+        end = self._mark[_MARK_BYTES // 2 :]
+        behind = self.staging.page_bytes - len(end)
+        return [at for at in self._marked if ctypes.string_at(self.pages.addresses[at] + behind, len(end)) == end]
+
+    def clear(self, positions: Sequence[int]) -> None:
+        """Write zeros into these pages."""
+        for at in positions:
+            ctypes.memset(self.pages.addresses[at], 0, self.staging.page_bytes)
 
     def give_back(self) -> None:
         """It is proven that it is not used any more."""

@@ -9,7 +9,9 @@ Rule 3. A failed *set* of a plugin that does not say which keys failed fails the
 Rule 4. A *set* without an answer is unproven: its keys are in doubt, hidden and refused, and its buffer is in quarantine, until
         the plugin does answer, which may be never.
 Rule 5. A block is verified by the sum that was taken when it was stored through this host. One that was stored elsewhere has
-        none here, and is counted as *unverified*.
+        none here, and is counted as *unverified*. A plugin says that it has read, not how much. So where
+        no sum would find it, the end of a buffer is marked before a read, and a block that leaves the mark is missed, *short*;
+        and what another process has stored is read into cleared memory: no block ends in another tenant's bytes.
 Rule 6. What was found behind the first gap is of no use, and is unlocked at once.
 """
 
@@ -25,7 +27,7 @@ from maru.exception_groups import holds
 
 from .._copying import StoreCopy, load_pages, unequal
 from .._errors import Unproven
-from .._in_place import CopiesInPlace
+from .._in_place import PORTION_BYTES, CopiesInPlace
 from ..abc import DUPLICATE, LOADED, STORED, Destination, Failed, Key, Missed, Outcome, Rejected, Source
 from ..pages import Pages, checksums
 from ..threads import run_in_thread, run_in_thread_to_the_end
@@ -205,7 +207,7 @@ class Reader:
         self._in_place = CopiesInPlace()
         self.loaded: int = 0
         self.unverified: int = 0
-        self.missed: dict[str, int] = {"gone": 0, "damaged": 0}
+        self.missed: dict[str, int] = {"gone": 0, "damaged": 0, "short": 0}
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found. Nothing is locked afterwards."""
@@ -247,8 +249,10 @@ class Reader:
             names = [keys[at] for at in asked]
             buffer = state.staging.take(len(asked))
             bits = await self._get(names, buffer)
+            short = [at for at in buffer.unfinished() if bits[at]]
+            read = [bit and at not in short for at, bit in enumerate(bits)]
             try:
-                await self._deliver(asked, names, bits, buffer.pages, destination, there, outcomes)
+                await self._deliver(asked, names, read, buffer.pages, destination, there, outcomes)
             except BaseException as error:
                 if holds(error, Unproven):
                     buffer.quarantine()
@@ -256,7 +260,10 @@ class Reader:
                     buffer.give_back()
                 raise
             buffer.give_back()
-            state.registry.note_gone(name for name, bit in zip(names, bits, strict=True) if not bit)
+            for at in short:
+                outcomes[asked[at]] = Missed("short")
+                self._hide(names[at])
+            state.registry.note_gone(name for name, is_read in zip(names, read, strict=True) if not is_read)
         for outcome in outcomes:
             if isinstance(outcome, Missed):
                 self.missed[outcome.reason] += 1
@@ -293,6 +300,13 @@ class Reader:
             given_back = True
             buffer.give_back()
 
+        strangers = self._state.registry.strangers(keys)
+        try:
+            await self._clear(buffer, strangers)
+        except BaseException:
+            buffer.give_back()
+            raise
+        buffer.mark(strangers if self._state.checksums else range(len(keys)))
         operation = self._state.driver.operation(Kind.GET, keys, touches=buffer, undo=late)
         try:
             return await self._state.driver.run(operation, buffer.buffers())
@@ -302,6 +316,12 @@ class Reader:
             elif not given_back:
                 buffer.give_back()
             raise
+
+    async def _clear(self, buffer: StagingBuffer, positions: Sequence[int]) -> None:
+        if len(positions) * self._state.block_bytes <= PORTION_BYTES:
+            buffer.clear(positions)
+        else:
+            await run_in_thread_to_the_end(buffer.clear, positions)
 
     async def _deliver(
         self,
@@ -331,11 +351,17 @@ class Reader:
             expected = [state.registry.sums.get(key) if state.checksums else None for key in keys[first:last]]
             self.unverified += expected.count(None) * state.checksums
             for at in [] if sums is None else unequal(expected, sums):
-                key, right = keys[first + at], expected[at]
-                assert right is not None
                 outcomes[start + at] = Missed("damaged")
-                state.registry.note_gone((key,))
-                state.tombstones.note_damaged(key, right)
+                self._hide(keys[first + at])
+                state.registry.note_gone((keys[first + at],))
+
+    def _hide(self, key: Key) -> None:
+        """Have a bad block deleted, unless its bytes turn out to be right by then."""
+        right = self._state.registry.sums.get(key)
+        if right is None:
+            self._state.tombstones.note_bad((key,))
+        else:
+            self._state.tombstones.note_damaged(key, right)
 
 
 def _runs(positions: Sequence[int | None]) -> list[tuple[int, int]]:

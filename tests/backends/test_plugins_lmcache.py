@@ -508,7 +508,7 @@ async def test_a_block_that_is_gone_is_missed(adapter, source):
             del adapter.blocks[KEYS[1]]  # against its promise
             outcomes = await tier.load(lease, PagesDestination.over([bytearray(SIZE) for _ in KEYS]))
         assert outcomes == [LOADED, Missed("gone"), LOADED]
-        assert tier.statistics().missed == {"gone": 1, "damaged": 0}
+        assert tier.statistics().missed == {"gone": 1, "damaged": 0, "short": 0}
 
 
 def test_what_is_no_adapter():

@@ -89,6 +89,52 @@ async def test_without_checksums_nothing_is_verified_nor_counted(connector, sour
         assert of_host(tier, "unverified") == (0,)
 
 
+async def load_beside_a_secret(tier, connector, put):
+    """Store a block of one tenant, then load another's by a connector that writes what ``put`` writes. Outcome and bytes."""
+    source = FakeTier(4, SIZE)
+    source.put(b"ann", b"S" * SIZE)
+    await store(tier, source, [b"ann"])
+    connector.blocks[published_name(b"bob")] = b"b" * SIZE
+    connector.put = put
+    buffer = bytearray(SIZE)
+    async with await tier.pin([b"bob"]) as lease:
+        [outcome] = await tier.load(lease, PagesDestination.over([buffer]))
+    return outcome, bytes(buffer)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("length", [0, 1, SIZE // 2, SIZE - 8, SIZE - 4])
+async def test_a_short_read_is_a_miss(connector, checksums, length):
+    def put(view, data):
+        view[:length] = data[:length]
+
+    async with hosted(connector, checksums=checksums) as tier:
+        outcome, got = await load_beside_a_secret(tier, connector, put)
+        assert (outcome, got) == (Missed("short"), bytes(SIZE))
+        assert tier.statistics().missed["short"] == 1
+        assert await tier.contains([b"ann", b"bob"]) == {b"ann"}
+
+
+async def test_a_read_with_a_hole_shows_no_other_block(connector):
+    def put(view, data):
+        view[-16:] = data[-16:]
+
+    async with hosted(connector) as tier:
+        outcome, got = await load_beside_a_secret(tier, connector, put)
+        assert (outcome, got) == (LOADED, bytes(SIZE - 16) + b"b" * 16)
+        assert of_host(tier, "unverified") == (1,)
+
+
+async def test_a_short_block_that_was_stored_here_is_stored_again(connector, source):
+    async with hosted(connector, checksums=False) as tier:  # a sum finds it, too
+        await store(tier, source)
+        connector.put = lambda view, data: None
+        assert (await load(tier))[0] == [Missed("short")] * 3
+        del connector.put
+        assert await store(tier, source) == [STORED] * 3
+        assert await load(tier) == ([LOADED] * 3, [payload_of(key, SIZE) for key in KEYS])
+
+
 async def test_a_damaged_block_is_deleted_as_soon_as_that_is_possible(source):
     connector = PlayedConnector(deletes=True)
     async with hosted(connector) as tier:
