@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.support.maru_processes import eventually
 
 BLOCKS, BLOCK, CHUNK = 64, 16, 64
 SOON = 30.0
+OF_LOOP = ("lookup_timeout", "load_timeout", "computed", "naming", "version_file")
 NAMING = ChunkNaming("model", "float32", "layout")
 
 
@@ -71,7 +73,8 @@ class Loop:
             computed=computed,
         )
         self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
-        self.scheduler = SchedulerHalf(engine, [naming], self.table, lookup_timeout=lookup)
+        version = timeouts.get("version_file", "")
+        self.scheduler = SchedulerHalf(engine, [naming], self.table, lookup_timeout=lookup, version_file=version)
         self.received: set[str] = set()
         self.failed: set[int] = set()
 
@@ -145,7 +148,7 @@ def new_cache() -> tuple[torch.Tensor, ChunkSource]:
 
 @contextmanager
 def instance(tier: Any, **options: Any) -> Iterator[Loop]:
-    timeouts = {name: options.pop(name) for name in ("lookup_timeout", "load_timeout", "computed") if name in options}
+    timeouts = {name: options.pop(name) for name in OF_LOOP if name in options}
     cache, source = new_cache()
     tiers = tier if isinstance(tier, EngineConfig) else [tier]
     with from_thread.open_engine(source, tiers, when_full="drop", **options) as engine:
@@ -293,6 +296,58 @@ def began() -> tuple[Any, threading.Event]:
             self.event.set()
 
     return CopyBegan(), CopyBegan.event
+
+
+def test_trainers_version_shares_after_a_reset(tmp_path: Path):
+    """Of two instances that start with different weights, and get the same ones by an update in memory."""
+    version, tier = (
+        tmp_path / "version",
+        {"host": {"type": "file", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}},
+    )
+    config = {"tiers": tier, "pipeline": {"on_destination_full": "evict"}}
+
+    def opened(model: str) -> Any:
+        naming = ChunkNaming(model, "float32", "layout", name="org/model")
+        return instance(EngineConfig.from_mapping(config), naming=naming, version_file=str(version))
+
+    def store(vllm: Loop) -> None:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.worker.engine.drain(SOON)
+
+    with opened("weights 1") as first:
+        store(first)
+        first.scheduler.reset()
+        version.write_text("run 7, step 100")
+        assert first.matched("p", 256, name="again") == 0
+        first.scheduler.allocated("again", [blocks_from(16)], 0)
+        first.step({"again": 256}, {"again": blocks_from(16)}, overwritten=blocks_from(16))
+        first.worker.engine.drain(SOON)
+    with opened("weights 2") as second:
+        assert second.matched("p", 256) == 0, "its own weights, of the start"
+        second.scheduler.reset()
+        assert second.matched("p", 256, name="updated") == 192
+        second.scheduler.reset()
+        version.write_text("run 7, step 200")
+        assert second.matched("p", 256, name="updated again") == 0
+
+
+def test_adapters_with_other_weights_share_nothing():
+    with instance(memory()) as vllm:
+        hashes = hashes_of("p", 256)
+        vllm.scheduler.matched("p", hashes, 256, 0, "weights of adapter 1")
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.worker.engine.drain(SOON)
+        for adapter, found in (("weights of adapter 1", 192), ("weights of adapter 2", 0), ("", 0)):
+            name = f"with {adapter}"
+            while (matched := vllm.scheduler.matched(name, hashes, 256, 0, adapter)) is None:
+                vllm.step()
+            assert matched == found
+        vllm.scheduler.close()
+        plan = vllm.step()
+        assert not plan.loads
 
 
 def test_a_forward_pass_waits_for_a_copy_that_reads_its_blocks():

@@ -132,7 +132,7 @@ class MaruL2Adapter(L2AdapterInterface):
         self.config: MaruL2AdapterConfig = config
         self._cache = ObjectCache(
             LazyEngine(config.cache.open),
-            naming(config.cache.key_names),
+            naming(config.cache.key_names, config.cache.weights_version),
             page_bytes=config.cache.chunk_size_bytes,
             page_bytes_of=config.cache.find_page_bytes,
             align_bytes=1 if l1_memory_desc is None else l1_memory_desc.align_bytes,

@@ -23,6 +23,7 @@ from ... import from_thread
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
 from .._tables import DAEMON_URL, as_batch_cache, located
+from .._weights import VERSION_KNOB
 from ._memory import MemoryObjects
 from ._names import KeyNames
 from ._opening import OpenEngine
@@ -84,6 +85,9 @@ class CacheConfig:
         _check_engine,
     )
     daemon_url: str = _knob.text(*DAEMON_URL)
+    weights_version: str = _knob.text(
+        *VERSION_KNOB[:3], "What tells the weights of one model apart: a text that changes with them."
+    )
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> CacheConfig:
@@ -94,6 +98,10 @@ class CacheConfig:
         """
         said = {name: value for name, value in mapping.items() if name not in _OF_LMCACHE and value is not None}
         config = _knob.from_mapping(said, cls)
+        if config.weights_version and config.key_names == "published":
+            raise ConfigError(
+                "weights_version", config.weights_version, "must be empty: published names have no place for weights"
+            )
         config.engine_config(1)  # what an engine table says is checked now, and not when it is first needed
         return config
 

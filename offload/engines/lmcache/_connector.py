@@ -54,7 +54,7 @@ class MaruConnector:
         self.config: CacheConfig = CacheConfig.from_dict(parameters)
         self._cache = ObjectCache(
             LazyEngine(self.config.open),
-            naming(self.config.key_names),
+            naming(self.config.key_names, self.config.weights_version),
             page_bytes=self.config.chunk_size_bytes,
             page_bytes_of=self.config.find_page_bytes,
             timeout=self.config.timeout,

@@ -142,15 +142,16 @@ class MaruL1Manager:
     Args:
         config: LMCache's configuration of a first level; its tag is used.
         key_names: what objects are called: ``hashed``, or ``published``, to share them with published integrations.
+        weights_version: tells the weights of one model apart; not with published names.
         knobs: of the page store: see :class:`maru.MaruConfig`.
 
     Raises:
         ValueError: there is no such ``key_names``, or a knob that cannot be.
     """
 
-    def __init__(self, config: Any, *, key_names: KeyNames = "hashed", **knobs: Any) -> None:
+    def __init__(self, config: Any, *, key_names: KeyNames = "hashed", weights_version: str = "", **knobs: Any) -> None:
         self._config = config
-        self._name_of = naming(key_names)
+        self._name_of = naming(key_names, weights_version)
         self._l1 = BlockingMaruL1(key_names="text" if key_names == "published" else "hex", **knobs).start()
         self._id = next_l1_manager_id()
         self._pool_bytes: int = self._l1.config.pool_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import attrs
@@ -75,9 +75,10 @@ def parse_object_key(name: str) -> ParsedKey:
     return ParsedKey(name.encode())
 
 
-def hashed_key(key: ObjectKey) -> Key:
+def hashed_key(key: ObjectKey, weights_version: str = "") -> Key:
     """32 bytes, from all fields of the key: the default."""
-    return block_key(key.chunk_hash, salt=_salt(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt))
+    salt = _salt(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, weights_version)
+    return block_key(key.chunk_hash, salt=salt)
 
 
 def published_key(key: ObjectKey) -> Key:
@@ -86,15 +87,20 @@ def published_key(key: ObjectKey) -> Key:
     return name if len(name) <= MAX_KEY_BYTES else block_key(name, salt=_LONG)
 
 
-def naming(names: KeyNames) -> Callable[[ObjectKey], Key]:
+def naming(names: KeyNames, weights_version: str = "") -> Callable[[ObjectKey], Key]:
     """The function that names objects this way. It remembers names, so keys have to be hashable.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: there is no such way, or published names are to have a version of weights.
     """
+    if weights_version and names == "published":
+        raise ValueError(
+            f"weights_version = {weights_version!r}: must be empty, as published names have no place for it"
+        )
     if names not in get_args(KeyNames):
         raise ValueError(f"key_names = {names!r}: must be one of {', '.join(get_args(KeyNames))}")
-    named: Any = lru_cache(maxsize=_REMEMBERED)(hashed_key if names == "hashed" else published_key)
+    hashed = partial(hashed_key, weights_version=weights_version) if weights_version else hashed_key
+    named: Any = lru_cache(maxsize=_REMEMBERED)(hashed if names == "hashed" else published_key)
     return named  # type: ignore[no-any-return]
 
 
@@ -121,6 +127,7 @@ _LONG: Final = "lmcache: a published name that is longer than a key may be"
 
 # A salt costs as much as the hash of a key, and a process serves few models, ranks and groups; salts of users may be many.
 @lru_cache(maxsize=4096)
-def _salt(model: str, rank: int, group: int, cache_salt: str) -> bytes:
+def _salt(model: str, rank: int, group: int, cache_salt: str, weights_version: str) -> bytes:
     # A rank of LMCache packs four counts into 32 bits; BlockKey takes any that is not negative.
+    model = f"{model}@/version {weights_version}" if weights_version else model
     return BlockKey(1, model=model, layout=f"lmcache group {group}", rank=rank, tenant=cache_salt).salt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -13,6 +14,7 @@ from maru.configuration import Knobs
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
 from .._tables import DAEMON_URL, as_batch_cache, located
+from .._weights import CHECK_REASON, VERSION_KNOB, WeightsCheck, weights_text
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -65,6 +67,8 @@ class Settings:
     tenant: str = _knob.text(
         "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
     )
+    weights_version: str = _knob.text(*VERSION_KNOB)
+    weights_check: WeightsCheck = _knob.choice("sampled", WeightsCheck, CHECK_REASON)  # noqa: RUF009 - a knob, as all others
 
     @classmethod
     def read(cls, extra: Mapping[str, Any] | None) -> Settings:
@@ -94,7 +98,7 @@ class Settings:
         return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
 
     def model_name(self, told: str | None) -> str:
-        """What computes the KV.
+        """What computes the KV: the model that is set, or the weights that SGLang's path leads to.
 
         Raises:
             ConfigError: nobody says so, and pages of two models would have one name.
@@ -102,7 +106,10 @@ class Settings:
         name = self.model or told or ""
         if not name:
             raise ConfigError(f"{SECTION}.model", name, "must be said, as SGLang has no name for its model")
-        return name
+        if self.model and not self.weights_version and not os.path.exists(self.model):
+            return name
+        text = weights_text(name, version=self.weights_version, check=self.weights_check)
+        return name if text == f"{name}@" else text
 
     def dtype_name(self, pool_dtype: object) -> str:
         """What the KV is.

@@ -40,6 +40,7 @@ from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from .._guard import NOTHING, Hook, guarded, nothing
+from .._weights import AdapterWeights, weights_text
 from ._chunks import ChunkCanary, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
@@ -47,7 +48,7 @@ from ._page_kinds import PageKind, WorkerPages, kind_of
 from ._plans import StepPlan
 from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
-from ._settings import MaruSettings, Settings, hit_sources
+from ._settings import SECTION, MaruSettings, Settings, hit_sources
 from ._worker import WorkerHalf
 
 _log = logging.getLogger(
@@ -76,6 +77,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     chunk_bytes: int
     process: int
     name: str
+    weights: str = ""
 
 
 def _withdraw(connector: OffloadConnector, *args: Any) -> None:
@@ -160,6 +162,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings: Settings = self.settings_type.read(extra, aligned, aligned_bytes, layers)
         workers = vllm_config.parallel_config.world_size
         self._pages: PageKind = kind_of(self._settings, self._groups, self._hash_tokens, workers)
+        self._adapters = AdapterWeights(self._settings.weights_check)
         self._hit_sources: dict[str, str] = hit_sources(self._settings.engine_config())
         self._scheduler: SchedulerHalf | None = None
         self._reader: from_thread.Engine | None = None
@@ -219,7 +222,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker
-        self._facts = WorkerFacts(pages.parts, pages.source.block_bytes, os.getpid(), name)
+        self._facts = WorkerFacts(pages.parts, pages.source.block_bytes, os.getpid(), name, naming.model)
         if pages.canary is not None:
             _check_layout(engine, pages.canary, naming)
 
@@ -244,14 +247,24 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return events
 
     def _naming(self, layout: str) -> ChunkNaming:
-        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        model, parallel, settings = self._vllm_config.model_config, self._vllm_config.parallel_config, self._settings
+        # What a commit is called in the configuration of a model that comes from the hub.
+        commit = getattr(model.hf_config, "_commit_hash", None) or ""
+        weights = weights_text(
+            model.model,
+            revision=model.revision or "",
+            version=settings.weights_version,
+            check=settings.weights_check,
+            commit=commit,
+        )
         ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
         return ChunkNaming(
-            model=f"{model.model}@{model.revision or ''}/{model.quantization or ''}",
+            model=f"{weights}/{model.quantization or ''}",
             dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",
             layout=f"{self._kv_cache_config.kv_cache_layout or ''}/{ranks}/{layout}",
             rank=parallel.rank,
-            tenant=self._settings.tenant,
+            tenant=settings.tenant,
+            name=f"{model.model}/{model.quantization or ''}",
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -322,6 +335,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             _log.error("nothing is offloaded: only %d workers have opened their tiers", len(workers))
             return
         first = workers[0]
+        different = sorted({facts.weights for facts in workers})
+        if len(different) > 1:
+            raise ValueError(
+                f"the workers have different weights, and would share no chunk: {', '.join(different)}. Give all hosts the "
+                f"same checkpoint, or say {SECTION}.weights_version"
+            )
         if first.process == os.getpid():
             engine, self._events = _WORKERS[first.name].engine, _WORKERS[first.name].events
         else:
@@ -335,19 +354,34 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores=self._kv_transfer_config.is_kv_producer,
             loads=self._kv_transfer_config.is_kv_consumer,
             tenant=self._settings.tenant,
+            version_file=self._settings.weights_version_file,
         )
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
         if self._scheduler is not None:
-            self._scheduler.added(request.request_id, self._pages.hashes(request), request.num_tokens)
+            hashes, adapter = self._pages.hashes(request), self._adapter(request)
+            self._scheduler.added(request.request_id, hashes, request.num_tokens, adapter)
+
+    def _adapter(self, request: Any) -> str:
+        """Return the identity of the adapter of a request; empty if it has none."""
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        return self._adapters.text(lora.lora_int_id, lora.lora_name, lora.lora_path, is_replaced=lora.load_inplace)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens that can be loaded after those computed already."""
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.matched(
-            request.request_id, self._pages.hashes(request), request.num_tokens, num_computed_tokens
+            request.request_id,
+            self._pages.hashes(request),
+            request.num_tokens,
+            num_computed_tokens,
+            ""
+            if request.lora_request is None
+            else self._scheduler.adapter_of(request.request_id) or self._adapter(request),
         )
         return matched, bool(matched)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -26,6 +25,7 @@ from ..._errors import DrainUnproven, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...preconditions import NO_WAIT
 from .._faults import FaultLog
+from .._weights import Generation
 from ._arena import Arena
 from ._copies import IDLE_WAIT
 from ._naming import ChunkNaming
@@ -63,6 +63,7 @@ def open_host_memory(
         load_timeout=settings.load_timeout,
         tenant=settings.tenant,
         in_place=in_place,
+        version_file=settings.weights_version_file,
     )
 
 
@@ -77,6 +78,7 @@ class HostMemory:
         load_timeout: seconds that it may take to fill rows from the tiers.
         tenant: who may find it.
         in_place: whether those who copy are in this process, so that they can read pages of tiers where they lie.
+        version_file: has the version of the weights behind a reset; see :class:`Generation`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class HostMemory:
         load_timeout: float,
         tenant: str = "",
         in_place: Callable[[], bool] = lambda: False,
+        version_file: str = "",
     ) -> None:
         self.counts: FaultLog = FaultLog("host memory", _log)
         self.engine: from_thread.Engine = engine
@@ -98,7 +101,7 @@ class HostMemory:
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._lookups: dict[str, set[from_thread.LookupFuture]] = {}
         self._sources: dict[str, dict[Key, str]] = {}  # of each request, the tiers that rows were filled from for it
-        self._salt = ""
+        self._generation = Generation(version_file)
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ class HostMemory:
 
     def _look_up(self, request_id: str, keys: Sequence[Key], then: Callable[[from_thread.Hit | None], None]) -> None:
         """Look these up, and take in what was found; ``None`` where there is no answer."""
-        named = self._naming.keys(keys, self._salt)
+        named = self._naming.keys(keys, self._generation.current())
         try:
             lookup = self.engine.begin_lookup(named, tenant=self._tenant, timeout=self._lookup_timeout)
         except OffloadError as error:
@@ -309,7 +312,7 @@ class HostMemory:
             self._store(there[start : start + together], rows[start : start + together])
 
     def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
-        named = self._naming.keys(keys, self._salt)
+        named = self._naming.keys(keys, self._generation.current())
         try:
             storing = self.engine.store(ExternalBlocks(self.arena, named, list(rows)), NO_WAIT, tenant=self._tenant)
         except BaseException as error:
@@ -339,7 +342,7 @@ class HostMemory:
             self._cancel_lookups(request_id)
         self.table.reset()
         self._sources = {request_id: {} for request_id in self._sources}
-        self._salt = uuid.uuid4().hex
+        self._generation.reset()
 
     def close(self) -> None:
         """Let what is being stored arrive, for a while, and close the engine."""

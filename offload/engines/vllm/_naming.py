@@ -15,6 +15,7 @@ import attrs
 from backends.abc import Key
 
 from ..._keys import BlockKey, block_key
+from .._weights import VERSIONED
 
 
 @attrs.frozen
@@ -22,7 +23,7 @@ class ChunkNaming:
     """How the chunks of one worker are named: a value, the same in every process that has the same model and layout."""
 
     model: str
-    """A name with its revision."""
+    """Its weights: :func:`offload.engines._weights.weights_text`."""
     dtype: str
     """Of the stored KV."""
     layout: str
@@ -31,12 +32,14 @@ class ChunkNaming:
     """Which part of heads and layers."""
     tenant: str = ""
     """Who may find it."""
+    name: str = ""
+    """The model's name, for weights that a trainer has put in place of those of the start."""
 
     def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
         """One key for each chunk, by vLLM's hash of its last block."""
         named = BlockKey(
             1,
-            model=self.model,
+            model=self.name if generation.startswith(VERSIONED) else self.model,
             dtype=self.dtype,
             layout=f"{self.layout}/{generation}",
             rank=self.rank,
@@ -52,6 +55,11 @@ class Naming(Protocol):
     def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
         """The keys of each chunk, in order."""
         ...
+
+
+def with_adapter(generation: str, adapter: str) -> str:
+    """Return the generation of what is computed with an adapter: its own, since its files may be replaced under one name."""
+    return f"{generation}/adapter {adapter}" if adapter else generation
 
 
 def keys_of_all_ranks(ranks: Sequence[Naming], hashes: Sequence[bytes], generation: str = "") -> list[Key]:

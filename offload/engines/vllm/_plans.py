@@ -17,6 +17,8 @@ class LoadPlan:
     """One for each chunk: vLLM's hash of its last block, which covers all tokens before it."""
     blocks: Sequence[Sequence[int | None]]
     """The block numbers of each chunk, group by group; ``None`` where the request has the block already, or needs none."""
+    adapter: str = ""
+    """The identity of the adapter that the request is computed with."""
 
 
 @attrs.frozen
@@ -31,6 +33,8 @@ class StorePlan:
     """The block numbers of each chunk, group by group; ``None`` where a window has passed a block."""
     first: int
     """The position of the first chunk in the sequence."""
+    adapter: str = ""
+    """The identity of the adapter that the request is computed with."""
 
 
 @attrs.frozen

@@ -105,6 +105,8 @@ class RequestRecord:
     """Behind the last chunk that was found."""
     stored: int = 0
     """Chunks, from the beginning, that were found or given to be stored."""
+    adapter: str = ""
+    """The identity of the adapter that it is computed with."""
 
     def move(self, state: State) -> None:
         """Go to another state.
@@ -134,11 +136,11 @@ class RequestTable:
         if any(self.chunk_tokens % size or size % self.hash_tokens for size in sizes):
             raise ValueError(f"chunks of {self.chunk_tokens} tokens, blocks of {sizes}, hashes of {self.hash_tokens}")
 
-    def add(self, request_id: str, hashes: Sequence[bytes]) -> RequestRecord:
+    def add(self, request_id: str, hashes: Sequence[bytes], adapter: str = "") -> RequestRecord:
         """A request, which may be there already."""
         record = self.records.get(request_id)
         if record is None:
-            record = self.records[request_id] = RequestRecord(request_id, hashes)
+            record = self.records[request_id] = RequestRecord(request_id, hashes, adapter=adapter)
         return record
 
     def match(self, record: RequestRecord, tokens: int, computed: int) -> int | Question | None:
@@ -204,7 +206,7 @@ class RequestTable:
         # What was found need not be stored again. What vLLM has before it may not be in any tier, and is offered to them.
         record.stored = stop if not first else record.stored
         record.move(State.LOADING)
-        return LoadPlan(record.request_id, self._hashes(record, first, stop), columns)
+        return LoadPlan(record.request_id, self._hashes(record, first, stop), columns, record.adapter)
 
     def sources(self, record: RequestRecord, external: int, tiers: Sequence[str]) -> dict[str, int]:
         """How many of the tokens that a request is to load come from each tier.
@@ -245,7 +247,7 @@ class RequestTable:
             if first == stop:
                 return None
         columns = [self._column(blocks, chunk, range(stop * self.chunk_tokens)) for chunk in range(first, stop)]
-        return StorePlan(record.request_id, self._hashes(record, first, stop), columns, first)
+        return StorePlan(record.request_id, self._hashes(record, first, stop), columns, first, record.adapter)
 
     def _has_needed(self, blocks: Blocks, chunk: int) -> bool:
         """Whether these blocks are all that is needed of a chunk: rule 6."""

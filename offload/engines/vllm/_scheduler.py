@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -17,7 +16,8 @@ import attrs
 from ... import from_thread
 from ..._errors import OffloadError
 from .._faults import FaultLog
-from ._naming import Naming, keys_of_all_ranks
+from .._weights import Generation
+from ._naming import Naming, keys_of_all_ranks, with_adapter
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._requests import Blocks, Question, RequestRecord, RequestTable, State
 
@@ -54,6 +54,7 @@ class SchedulerHalf:
         stores: whether anything is to be stored (vLLM's role is producer, or both).
         loads: whether anything is to be loaded.
         tenant: who may find it.
+        version_file: has the version of the weights behind a reset; see :class:`Generation`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SchedulerHalf:
         stores: bool = True,
         loads: bool = True,
         tenant: str = "",
+        version_file: str = "",
     ) -> None:
         self.counts: FaultLog = FaultLog("scheduler", _log)
         self._engine = engine
@@ -73,7 +75,7 @@ class SchedulerHalf:
         self._table = table
         self._lookup_timeout = lookup_timeout
         self._stores, self._loads, self._tenant = stores, loads, tenant
-        self._generation = ""
+        self._generation = Generation(version_file)
         self._lookups: dict[str, from_thread.LookupFuture] = {}  # that are under way, or pin what they have found
         self._loading: dict[str, frozenset[int]] = {}  # the blocks that a request waits for
         self._plans: list[LoadPlan] = []  # of the step that is being put together
@@ -82,14 +84,16 @@ class SchedulerHalf:
 
     # --- what is cached -------------------------------------------------------------------------------------------
 
-    def added(self, request_id: str, hashes: Sequence[bytes], tokens: int) -> None:
+    def added(self, request_id: str, hashes: Sequence[bytes], tokens: int, adapter: str = "") -> None:
         """A request has arrived: begin to look it up, before vLLM asks."""
         if self._loads and tokens:
-            self.matched(request_id, hashes, tokens, 0)
+            self.matched(request_id, hashes, tokens, 0, adapter)
 
-    def matched(self, request_id: str, hashes: Sequence[bytes], tokens: int, computed: int) -> int | None:
+    def matched(
+        self, request_id: str, hashes: Sequence[bytes], tokens: int, computed: int, adapter: str = ""
+    ) -> int | None:
         """How many tokens behind the computed ones can be loaded; ``None`` while that is not known."""
-        record = self._table.add(request_id, hashes)
+        record = self._table.add(request_id, hashes, adapter)
         if not self._loads:
             return 0
         self._look(record)
@@ -98,9 +102,15 @@ class SchedulerHalf:
             matched = self._begin(record, matched)
         return matched
 
+    def adapter_of(self, request_id: str) -> str:
+        """Return the identity of a request's adapter; empty if the request is not known, or has none."""
+        record = self._table.records.get(request_id)
+        return "" if record is None else record.adapter
+
     def _begin(self, record: RequestRecord, question: Question) -> int | None:
         self._let_go(record.request_id)
-        keys = keys_of_all_ranks(self._ranks, question.hashes, self._generation)
+        generation = with_adapter(self._generation.current(), record.adapter)
+        keys = keys_of_all_ranks(self._ranks, question.hashes, generation)
         try:
             lookup = self._engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
         except OffloadError as error:
@@ -186,7 +196,7 @@ class SchedulerHalf:
             overwritten=scheduled.overwritten | self._allocated,
             cancelled=scheduled.cancelled | self._cancelled,
             idle=not scheduled.computed,
-            generation=self._generation,
+            generation=self._generation.current() if stores or self._plans else "",
         )
         self._plans, self._allocated, self._cancelled = [], set(), set()
         return plan
@@ -253,7 +263,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Find nothing any more that was stored until now."""
-        self._generation = uuid.uuid4().hex
+        self._generation.reset()
         for request_id in list(self._lookups):
             if request_id not in self._loading:
                 self._let_go(request_id)

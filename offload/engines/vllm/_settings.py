@@ -19,6 +19,7 @@ from ..._engine import EngineConfig
 from ..._engine.config import DAEMON_TIER
 from ..._errors import ConfigError
 from .._tables import DAEMON_URL, as_cache, located
+from .._weights import CHECK_REASON, FILE_KNOB, VERSION_KNOB, WeightsCheck
 from ._published import PublishedNames
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
@@ -80,6 +81,9 @@ class Settings:
     tenant: str = _knob.text(
         "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
     )
+    weights_version: str = _knob.text(*VERSION_KNOB)
+    weights_version_file: str = _knob.text(*FILE_KNOB)
+    weights_check: WeightsCheck = _knob.choice("sampled", WeightsCheck, CHECK_REASON)  # noqa: RUF009 - a knob, as all others
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int, layers: int = 1) -> Settings:
@@ -172,6 +176,9 @@ class MaruSettings:
     tenant: str = _knob.text(
         "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
     )
+    weights_version: str = _knob.text(*VERSION_KNOB)
+    weights_version_file: str = _knob.text(*FILE_KNOB)
+    weights_check: WeightsCheck = _knob.choice("sampled", WeightsCheck, CHECK_REASON)  # noqa: RUF009 - a knob, as all others
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int, layers: int = 1) -> Settings:
@@ -184,6 +191,11 @@ class MaruSettings:
         names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
         if names is not None and said.tenant:
             raise ConfigError(f"{SECTION}.tenant", said.tenant, "must be empty: published pages are everybody's")
+        for knob in ("weights_version", "weights_version_file"):
+            if names is not None and getattr(said, knob):
+                raise ConfigError(
+                    f"{SECTION}.{knob}", getattr(said, knob), "must be empty: published names have no place for weights"
+                )
         if "tiers" in said.engine or said.engine.get("daemon_url"):
             raise ConfigError(
                 f"{SECTION}.engine",
@@ -210,6 +222,9 @@ class MaruSettings:
             "chunk_tokens": chunk_tokens,
             "lookup_timeout": said.lookup_timeout,
             "load_timeout": said.load_timeout,
+            "weights_version": said.weights_version,
+            "weights_version_file": said.weights_version_file,
+            "weights_check": said.weights_check,
         }
         engine = {**said.engine, "tiers": {"maru": tier}}
         if names is not None:
@@ -253,6 +268,9 @@ class SpecSettings:
     tenant: str = _knob.text(
         "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
     )
+    weights_version: str = _knob.text(*VERSION_KNOB)
+    weights_version_file: str = _knob.text(*FILE_KNOB)
+    weights_check: WeightsCheck = _knob.choice("sampled", WeightsCheck, CHECK_REASON)  # noqa: RUF009 - a knob, as all others
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], row_bytes: int) -> SpecSettings:

@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .._guard import NOTHING, PASSES, Hook, guarded, nothing
+from .._weights import weights_text
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
 from ._copies import NOWHERE, Copied, InPlace, RowCopies
@@ -101,14 +102,15 @@ class OffloadSpec(OffloadingSpec):
 
     @property
     def _naming(self) -> ChunkNaming:
-        config, parallel = self.config, self.config.parallel
+        config, parallel, settings = self.config, self.config.parallel, self._settings
         ranks = f"{parallel.tp_size}x{parallel.pp_size}x{parallel.pcp_size}x{parallel.dcp_size}"
         groups = ";".join(f"{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups)
         return ChunkNaming(
-            model=config.model.name,
+            model=weights_text(config.model.name, version=settings.weights_version, check=settings.weights_check),
             dtype=config.model.dtype,
             layout=f"rows/{config.kv_cache_layout}/{ranks}/{config.cache.blocks_per_chunk}x{self._part_bytes}/{groups}",
-            tenant=self._settings.tenant,
+            tenant=settings.tenant,
+            name=config.model.name,
         )
 
 

@@ -29,7 +29,7 @@ from .._faults import FaultLog, name_of
 from ._chunks import ChunkSource
 from ._key_events import KeyEvents
 from ._layers import LayerChunks
-from ._naming import Naming
+from ._naming import Naming, with_adapter
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._scheduler import IDLE_WAIT
 
@@ -180,7 +180,8 @@ class WorkerHalf:
         if not hashes:  # of a request whose load could not be planned
             self._arrive(load, 0)
             return
-        keys, pinned = self._naming.keys(hashes, generation), partial(self._pinned, load)
+        keys = self._naming.keys(hashes, with_adapter(generation, load.plan.adapter))
+        pinned = partial(self._pinned, load)
         if self.events is not None:
             self.events.found(keys, hashes)
         load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
@@ -305,12 +306,14 @@ class WorkerHalf:
         # Several parts fill the budget: what is in flight already then displaces the last parts, and not the whole store.
         size = max(1, most // PARTS_OF_BUDGET)
         return [
-            StorePlan(plan.request_id, plan.hashes[at : at + size], plan.blocks[at : at + size], plan.first + at)
+            attrs.evolve(
+                plan, hashes=plan.hashes[at : at + size], blocks=plan.blocks[at : at + size], first=plan.first + at
+            )
             for at in range(0, n, size)
         ]
 
     def _store(self, plan: StorePlan, computed: PreconditionLike, generation: str) -> None:
-        keys = self._naming.keys(plan.hashes, generation)
+        keys = self._naming.keys(plan.hashes, with_adapter(generation, plan.adapter))
         blocks = frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
         chunks = self._source.chunks(keys, plan.blocks, plan.first)
         future: from_thread.StoreFuture | None = None

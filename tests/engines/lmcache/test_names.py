@@ -73,3 +73,12 @@ def test_a_row_is_what_differs_in_the_chunk_alone():
     keys = chunks(3) + chunks(3, kv_rank=1) + chunks(2, object_group_id=1) + chunks(1)
     assert rows(keys) == [range(0, 3), range(3, 6), range(6, 8), range(8, 9)]
     assert rows([]) == []
+
+
+def test_objects_of_another_version_of_weights_have_other_names():
+    [key] = chunks(1)
+    names = [naming("hashed")(key), naming("hashed", "1")(key), naming("hashed", "2")(key)]
+    assert len(set(names)) == 3
+    assert naming("hashed", "1")(key) == names[1]
+    with pytest.raises(ValueError, match="weights_version"):
+        naming("published", "1")

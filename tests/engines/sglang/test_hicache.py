@@ -308,3 +308,27 @@ def test_a_second_instance_finds_what_the_first_one_has_stored(pool):
             assert failures(second) == {}
     for page in range(4):
         assert torch.equal(mine.page(4 + page), pool.page(page))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_replaced_weights_are_not_found(pool, tmp_path):
+    """A checkpoint that was copied is found under any path; one that was replaced is another."""
+    model, copy = tmp_path / "model", tmp_path / "copy"
+    disk = {"disk": {"type": "file", "directory": str(tmp_path / "kv"), "capacity_bytes": "1MiB"}}
+    for path in (model, copy):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"weights")
+    keys = hashes(2)
+
+    def found(path, **more):
+        with open_backend(pool, extra_config(disk, model=str(path), **more)) as backend:
+            there = backend.batch_exists(keys)
+            backend.batch_set_v1(keys, tokens(0, 1))
+            return there
+
+    assert [found(model), found(copy)] == [0, 2]
+    (model / "model.safetensors").write_bytes(b"replaced")
+    assert [found(model), found(model), found(copy)] == [0, 2, 2]
+    assert [found(copy, weights_version="1"), found(copy, weights_version="2")] == [0, 0]

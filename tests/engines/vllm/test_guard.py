@@ -12,7 +12,7 @@ import torch
 from backends.memory import MemoryTier
 from offload import from_thread
 from offload.engines._guard import GUARD_ATTRIBUTE
-from offload.engines.vllm._connector import OffloadConnector, StepMetadata
+from offload.engines.vllm._connector import OffloadConnector, StepMetadata, WorkerFacts
 from offload.engines.vllm._page_kinds import ChunkPages
 from offload.engines.vllm._requests import BlockGroup, RequestTable
 from offload.engines.vllm._scheduler import SchedulerHalf
@@ -67,6 +67,7 @@ class Connector:
             request_id=name,
             block_hashes=hashes_of(prompt, TOKENS),
             num_tokens=TOKENS,
+            lora_request=None,
             status=SimpleNamespace(name="FINISHED_STOPPED"),
         )
 
@@ -154,6 +155,14 @@ def test_vllm_goes_on_with_right_bytes(error: type[BaseException]):
         assert engine.statistics().unreleased_hits == 0
         engine.drain(SOON)
         assert not source._chunks
+
+
+def test_workers_with_other_weights_are_refused():
+    face = OffloadConnector.__new__(OffloadConnector)
+    face._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    facts = {(0, rank): WorkerFacts([], 1, 0, "", weights=f"weights {rank}") for rank in range(2)}
+    with pytest.raises(ValueError, match="the workers have different weights"):
+        face.set_xfer_handshake_metadata_pp_aware(facts)
 
 
 @pytest.mark.parametrize("exit_error", [SystemExit, KeyboardInterrupt])
