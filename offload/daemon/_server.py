@@ -366,7 +366,7 @@ class Daemon:
         paths = [f"{self.directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, LOCK_NAME)]
         if self.admin is not None:
             paths.append(self.admin.url.removeprefix("ipc://"))
-        return paths + ([f"{self.pool_path}/{LOCK}", f"{self.pool_path}/maru.sock"] if self.pool_path else [])
+        return paths + ([f"{self.pool_path}/{LOCK}", f"{self.pool_path}/channel.sock"] if self.pool_path else [])
 
     async def _look_for_silent(self) -> None:
         while True:
