@@ -30,7 +30,7 @@ from ._engine import DaemonEngine
 from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut
 from ._onward import OnwardCommits
 from ._quotas import REASON, Account, Quotas
-from ._sessions import Session
+from ._sessions import Session, Sessions
 from ._stores import Stores
 from ._tenants import stored_keys
 
@@ -53,6 +53,8 @@ class Announced:
     """Of its keys, those that count there until the end."""
     unlock: Callable[[], None] | None
     """Releases what a policy has locked for them."""
+    cost: int = 0
+    """What its keys count for in its session."""
 
 
 class Pages:
@@ -63,6 +65,7 @@ class Pages:
         quotas: of tenants.
         stores: makes room within them.
         onward: passes on what was committed.
+        sessions: what each has announced.
         is_on: whether engines may.
 
     Attributes:
@@ -70,7 +73,14 @@ class Pages:
     """
 
     def __init__(
-        self, engine: DaemonEngine, quotas: Quotas, stores: Stores, onward: OnwardCommits, *, is_on: bool = True
+        self,
+        engine: DaemonEngine,
+        quotas: Quotas,
+        stores: Stores,
+        onward: OnwardCommits,
+        sessions: Sessions,
+        *,
+        is_on: bool = True,
     ) -> None:
         self.counts: dict[str, int] = dict.fromkeys(
             (
@@ -87,6 +97,7 @@ class Pages:
         self._quotas = quotas
         self._stores = stores
         self._onward = onward
+        self._sessions = sessions
         self._is_on = is_on
         self._last = 0
 
@@ -190,7 +201,8 @@ class Pages:
             reasons.update((wanted[at], REASON) for at in refused)
             wanted = [key for key in wanted if key not in reasons]
         self._last += 1
-        session.announced[self._last] = Announced(tier, wanted, account, coming, unlock)
+        cost = session.costs.pop(request.seq, 0)
+        session.announced[self._last] = Announced(tier, wanted, account, coming, unlock, cost)
         self.counts["filtered_blocks"] += len(reasons)
         filtered = [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
         return Reserved(request.seq, epoch, self._last, filtered)
@@ -211,6 +223,7 @@ class Pages:
         if len(fates) != len(announced.keys):
             raise Refusal("invalid", f"{len(fates)} fates of {len(announced.keys)} blocks")
         del session.announced[request.reservation]
+        self._sessions.refund(session, announced.cost)
         for fate in Fate:
             self.counts[f"{fate.name.lower()}_blocks"] += fates.count(fate)
         self._end(session, announced, [key for key, fate in zip(announced.keys, fates, strict=True) if fate])

@@ -42,7 +42,7 @@ from ._messages import (
 )
 from ._quotas import Quotas
 from ._requests import loaded
-from ._sessions import Limits, Session
+from ._sessions import Session, Sessions
 from ._tenants import stored_keys
 
 _log = logging.getLogger("offload.daemon")
@@ -62,23 +62,23 @@ class Reads:
     Args:
         engine: the tiers and pipelines.
         quotas: of tenants.
-        limits: of what a session may hold.
+        sessions: what each holds, and the bounds of that.
         epoch: this start of the daemon.
         start: answers a request in a task.
     """
 
-    def __init__(self, engine: DaemonEngine, quotas: Quotas, limits: Limits, *, epoch: int, start: Start) -> None:
+    def __init__(self, engine: DaemonEngine, quotas: Quotas, sessions: Sessions, *, epoch: int, start: Start) -> None:
         self._engine = engine
         self._quotas = quotas
-        self._limits = limits
+        self._sessions = sessions
         self._epoch = epoch
         self._start = start
         self._last_hold = 0
 
     def lookup(self, session: Session, request: Lookup) -> Answer | None:
         """Find and hold a prefix: at once where the tiers allow it, else in a task."""
-        if len(session.holds) + len(session.requests) >= self._limits.holds:
-            raise Refusal("full", f"a session has at most {self._limits.holds} holds: release some")
+        if len(session.holds) + len(session.requests) >= self._sessions.limits.holds:
+            raise Refusal("full", f"a session has at most {self._sessions.limits.holds} holds: release some")
         keys = stored_keys(session.tenant, request.keys)
         found = self._engine.require().direct.find(keys, session.tenant)
         if found is None:
@@ -97,6 +97,8 @@ class Reads:
         self._last_hold += 1
         # Held also where nothing was found: released with the others, and there is one way for all.
         session.holds[self._last_hold] = hit
+        if hit.keys:
+            session.held_costs[self._last_hold] = session.costs.pop(request.seq, 0)
         self._quotas.found(session.tenant, hit.keys)
         return Found(request.seq, self._epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
 
@@ -150,6 +152,7 @@ class Reads:
     def release(self, session: Session, request: Release) -> Answer | None:
         """Let go of holds: at once where all of it is in memory, else in a task."""
         hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
+        self._sessions.refund(session, sum(session.held_costs.pop(hold, 0) for hold in request.holds))
         left = [hit for hit in hits if not self._engine.require().direct.release(hit)]
         if not left:
             return Done(request.seq, self._epoch, len(hits))

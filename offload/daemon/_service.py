@@ -86,6 +86,8 @@ _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, D
 """Requests that a daemon refuses while it drains."""
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
+_KEY_COSTS: Final = 64
+"""Bytes that a key of a request takes beside its own."""
 _REGISTERING: Final = 4
 """Threads that list and open caches: what takes long for some engines takes no thread from the copies of others."""
 
@@ -140,8 +142,8 @@ class Service:
         self._registering = trio.CapacityLimiter(_REGISTERING)
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
         self.onward: OnwardCommits = OnwardCommits(engine, nursery)
-        self.pages: Pages = Pages(engine, self.quotas, self.stores, self.onward, is_on=engine_pages)
-        self.reads: Reads = Reads(engine, self.quotas, limits, epoch=epoch, start=self._start)
+        self.pages: Pages = Pages(engine, self.quotas, self.stores, self.onward, self.sessions, is_on=engine_pages)
+        self.reads: Reads = Reads(engine, self.quotas, self.sessions, epoch=epoch, start=self._start)
         self._handlers: Mapping[type, Callable[[Session, Any], Answer | None]] = {
             request: getattr(self.reads if hasattr(Reads, name) else self, name)
             for request, name in NAME_OF.items()
@@ -178,15 +180,17 @@ class Service:
             if isinstance(request, Hello):
                 answer = self._hello(peer, session, request)
             else:
-                answer = self._serve(session, request)
+                answer = self._serve(session, request, len(frame))
         except Refusal as refusal:
             answer = self._refused(request, refusal)
         except (BadFrame, ValueError, TypeError) as exc:
             answer = self._refused(request, Refusal("invalid", str(exc)))
         if answer is not None:
+            if session is not None and request.seq in session.costs:
+                self.sessions.refund(session, session.costs.pop(request.seq))
             self._send(peer, answer)
 
-    def _serve(self, session: Session | None, request: Request) -> Answer | None:
+    def _serve(self, session: Session | None, request: Request, size: int) -> Answer | None:
         if session is None and isinstance(request, Status):
             return self._state(request)  # whether it lives may be asked without a credential
         if session is None:
@@ -201,6 +205,10 @@ class Service:
         most = self.sessions.limits.requests * (2 if type(request) in _ENDS_WORK else 1)
         if len(session.requests) >= most:
             raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
+        keys = getattr(request, "keys", None)
+        if keys is not None:
+            # Waiting stores, holds and announcements keep their keys: 1,024 requests of 8 MiB would be gigabytes of a session.
+            self.sessions.charge(session, request.seq, size + _KEY_COSTS * len(keys))
         return self._handlers[type(request)](session, request)
 
     def gone(self, peer: bytes) -> None:
@@ -502,6 +510,8 @@ class Service:
         session.requests.pop(under_way.seq, None)
         if under_way.unproven:
             session.unproven.add(under_way.seq)
+        if under_way.seq in session.costs:
+            self.sessions.refund(session, session.costs.pop(under_way.seq))
         if under_way.account is not None:
             under_way.account.settled(under_way.coming)
         under_way.over.set()

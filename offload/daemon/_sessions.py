@@ -47,6 +47,10 @@ class Limits:
     """Of a session."""
     memories: int = 1_024
     """Of a session: each is a mapping of the daemon."""
+    bytes: int = 256 << 20
+    """Of a session: keys of requests that are not answered, of holds and of announcements. 500,000 keys of common length."""
+    bytes_together: int = 1 << 30
+    """The same for all sessions."""
     lease: float = 30.0
     """Seconds that an engine may be silent."""
 
@@ -85,6 +89,12 @@ class Session:
     caches: set[int] = attrs.field(factory=set, repr=False)
     unproven: set[int] = attrs.field(factory=set, repr=False)
     """Its requests that have ended, and whose copies may still be going on."""
+    bytes: int = 0
+    """What its requests, holds and announcements count for together."""
+    costs: dict[int, int] = attrs.field(factory=dict, repr=False)
+    """Of each request that is not answered, by number."""
+    held_costs: dict[int, int] = attrs.field(factory=dict, repr=False)
+    """Of each hold, by number."""
     ended: str = ""
     """Why it has ended; empty while it goes on."""
     when_over: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
@@ -134,6 +144,8 @@ class Sessions:
         self._all: dict[int, Session] = {}
         self._unproven: dict[bytes, list[int]] = {}  # by the token of a session that is forgotten
         self._unknown: list[int] = []  # of other tokens
+        self.bytes: int = 0
+        """What the requests, holds and announcements of all sessions count for."""
         self._last = 0
 
     def __len__(self) -> int:
@@ -170,6 +182,28 @@ class Sessions:
         """The requests of a session that is over whose copies may still be going on; 0 among them: any."""
         return self._unproven.get(token, self._unknown)
 
+    def charge(self, session: Session, seq: int, cost: int) -> None:
+        """Count a request, asked before anything is made of it.
+
+        Raises:
+            Refusal: the session, or all of them, have as much as may be.
+        """
+        limits = self.limits
+        if session.bytes + cost > limits.bytes or self.bytes + cost > limits.bytes_together:
+            raise Refusal(
+                "full",
+                f"a request of {cost} bytes, where this session has {session.bytes} of at most {limits.bytes} in requests and "
+                f"holds, and all sessions {self.bytes} of at most {limits.bytes_together}: release some",
+            )
+        session.costs[seq] = cost
+        session.bytes += cost
+        self.bytes += cost
+
+    def refund(self, session: Session, cost: int) -> None:
+        """Count no more what was charged."""
+        session.bytes -= cost
+        self.bytes -= cost
+
     def expired(self, now: float) -> list[Session]:
         """Sessions whose engine has been silent for longer than the lease."""
         since = now - self.limits.lease
@@ -187,6 +221,7 @@ class Sessions:
         """Forget a session of which nothing is left, and tell those that wait for that."""
         assert session.ended and session.due is Stage.OVER
         if self._all.pop(session.number, None) is not None:
+            self.refund(session, session.bytes)
             self.given_back += 1
             if session.unproven:
                 numbers = sorted(session.unproven)

@@ -345,3 +345,38 @@ async def test_finely_cut_caches_of_one_session_are_bounded_together(path):
         assert len(cut) == 2 and shares.pieces.held == 2 << 16
         await connection.ask(lambda seq: messages.UnregisterKVCache(seq, cut[0].cache), messages.Done)
         await until(lambda: shares.pieces.held == 1 << 16)
+
+
+async def test_keys_that_wait_are_bounded_for_a_session(path):
+    """Stores that wait for a signal keep their keys, and so do holds: as many as may be would be gigabytes."""
+    async with daemon(path) as server:
+        sessions = server._service.sessions
+        sessions.limits = attrs.evolve(sessions.limits, bytes=1 << 20, bytes_together=3 << 19)
+        keys = [at.to_bytes(4, "big") * 100 for at in range(1_000)]
+        with Raw(server) as raw, trio.fail_after(30):
+            await raw.hello()
+            for seq in range(2, 12):  # a tier that is asked answers later than the next request comes
+                raw.send(messages.Exists(seq, keys))
+            kinds = [await raw.answer() for _ in range(10)]
+            refused = [one for one in kinds if isinstance(one, Refused)]
+            assert refused and all(one.kind == "full" for one in refused)
+            assert "of at most 1048576 in requests and holds" in refused[0].text
+            await serves(server)
+        await until(lambda: not len(sessions) and not sessions.bytes)
+
+
+async def test_a_hold_counts_until_it_is_released(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        sessions, cache = server._service.sessions, cache_of()
+        await connection.wait_session()
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache)
+        await until(lambda: not sessions.bytes)
+        held = await connection.ask(lambda seq: Lookup(seq, KEYS, 1.0), messages.Found)
+        assert held.blocks == len(KEYS) and sessions.bytes > 64 * len(KEYS)
+        nothing = await connection.ask(lambda seq: Lookup(seq, [b"not there"], 1.0), messages.Found)
+        before = sessions.bytes
+        await connection.ask(lambda seq: messages.Release(seq, [nothing.hold]), messages.Done)
+        assert sessions.bytes == before
+        await connection.ask(lambda seq: messages.Release(seq, [held.hold, held.hold]), messages.Done)
+        assert sessions.bytes == 0
