@@ -20,7 +20,7 @@ import click
 
 from .._config import HOW_TO_REACH, MaruConfig, client_config
 from .._ending import BadInput, EnvironmentFault
-from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused
+from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused, excerpt
 from .._wire import (
     HEADER_BYTES,
     Code,
@@ -192,7 +192,7 @@ def open_connection(options: ServerOptions) -> Iterator[ServerConnection]:
     try:
         server = ServerConnection(options)
     except (ConfigError, OSError, ValueError) as error:
-        raise BadInput(f"{options.address}: {error}") from error
+        raise BadInput(f"--server {excerpt(options.address)}: {excerpt(str(error), 240)}") from error
     try:
         yield server
     except NoAnswer as error:

@@ -75,7 +75,7 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             blocks = 0
         if blocks < 1:
             raise CapacityUnclear(
-                f"{part.strip()!r}: a capacity of at least one block, such as 5% (of the different blocks) or 4096 (blocks)"
+                f"--capacities {part.strip()!r}: at least a block, such as 5% (of all that differ) or 4096 (blocks)"
             )
         capacities.add(min(blocks, unique))  # a cache never holds more than that
     return sorted(capacities)

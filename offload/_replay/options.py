@@ -81,11 +81,11 @@ class ReplayOptions:
     def __attrs_post_init__(self) -> None:
         name, colon, threshold = self.policy.partition(":")
         if not (self.policy in ("pass-all", "presence") or (name == "frequency" and colon and threshold.isdecimal())):
-            raise ReplayError(f"policy {self.policy!r}: must be pass-all, presence, or frequency:N")
+            raise ReplayError(f"--policy {self.policy!r}: must be pass-all, presence, or frequency:N")
         try:
             self.further_policies()
         except ValueError as error:
-            raise ReplayError(f"policy {self.policy!r}: {error}") from error
+            raise ReplayError(f"--policy {self.policy!r}: {error}") from error
 
         if self.what_if and (made := [spec.name for spec in self.tiers if spec.made is not None]):
             raise ReplayError(f"--what-if: the eviction of {made[0]} is not known: use memory, maru or file:DIR")

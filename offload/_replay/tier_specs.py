@@ -26,7 +26,7 @@ def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec
     tiers = tiers or ("memory",)
     capacities = capacities or (UNLIMITED,) * len(tiers)
     if len(capacities) != len(tiers):
-        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities")
+        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities: say --capacity once for each --tier")
     return [_spec_of(tier, capacity) for tier, capacity in zip(tiers, capacities, strict=True)]
 
 
@@ -38,7 +38,7 @@ def _spec_of(tier: str, capacity: float) -> TierSpec:
         return TierSpec("file", where, capacity)
     if kind == "file" or not tier.strip():
         raise ReplayError(
-            f"tier {tier!r}: must be memory, maru or file:DIR, a name, module:attribute, or a table such as "
+            f"--tier {tier!r}: must be memory, maru or file:DIR, a name, module:attribute, or a table such as "
             '{ type = "NAME" }'
         )
     if tier.lstrip().startswith("{"):
@@ -50,7 +50,9 @@ def _spec_of(tier: str, capacity: float) -> TierSpec:
     if capacity != UNLIMITED:
         knob = "pool_size" if table["type"] == "maru" else "capacity_bytes"
         if knob in table:
-            raise ReplayError(f"tier {tier!r}: {knob} is given twice: leave out its --capacity, or make that unlimited")
+            raise ReplayError(
+                f"--tier {tier!r}: {knob} is given twice: leave out its --capacity, or make that unlimited"
+            )
         table[knob] = int(capacity)
     return TierSpec(table["type"], None, capacity, table)
 
@@ -64,7 +66,7 @@ def _table(text: str) -> dict[str, Any]:
         try:
             table = tomllib.loads(f"tier = {text}")["tier"]
         except tomllib.TOMLDecodeError as error:
-            raise ReplayError(f"tier {text!r}: neither JSON nor an inline table of TOML: {error}") from None
+            raise ReplayError(f"--tier {text!r}: neither JSON nor an inline table of TOML: {error}") from None
     if not isinstance(table.get("type"), str) or not table["type"]:
-        raise ReplayError(f"tier {text!r}: has no type: a name or module:attribute")
+        raise ReplayError(f"--tier {text!r}: has no type: a name or module:attribute")
     return dict(table)

@@ -29,7 +29,7 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
-                raise ReplayError(f"capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
+                raise ReplayError(f"--capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
             tier: ReadableTier
             if spec.made is not None:
@@ -65,9 +65,9 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Re
     try:
         return make_tier(made, block_bytes=block_bytes)
     except (BackendError, ValueError, OSError) as error:
-        raise ReplayError(f"tier {spec.name}: {error}") from error
+        raise ReplayError(f"--tier {spec.name}: {error}") from error
     except Exception as error:  # the class is the caller's and may raise anything
-        raise ReplayError(f"tier {spec.name}: {error!r}") from error
+        raise ReplayError(f"--tier {spec.name}: {error!r}") from error
 
 
 @asynccontextmanager

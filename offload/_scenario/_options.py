@@ -126,7 +126,9 @@ def usage_errors() -> Iterator[None]:
 
     try:
         yield
-    except (ScenarioError, NoSuchSystem) as error:
+    except NoSuchSystem as error:
+        raise BadInput(f"--system: {error}") from error
+    except ScenarioError as error:
         raise BadInput(str(error)) from error
 
 

@@ -149,6 +149,41 @@ def test_a_handler_names_the_nearest_knob() -> None:
         maru.MaruHandler(pool_size_gb=1)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tier bogus", ("--tier bogus", "no kind of tier")),
+        ("--tier file:", ("--tier 'file:'", "file:DIR")),
+        ("--tier {type=", ("--tier '{type='", "neither JSON")),
+        ("--tier maru:http://x", ("--tier", "http://x")),
+        ("--capacity 1B", ("--capacity", "less than one block")),
+        ("--capacity 1MiB --capacity 2MiB", ("--capacity", "1 tiers, but 2 capacities")),
+        ("--policy sometimes", ("--policy 'sometimes'", "pass-all")),
+        ("--compare-eviction --capacities x", ("--capacities 'x'", "5%")),
+    ],
+)
+def test_a_replay_names_the_option_that_is_wrong(here: Path, options: str, words: tuple[str, ...]) -> None:
+    (here / "t.jsonl").write_text('{"timestamp": 27, "input_length": 7322, "output_length": 4, "hash_ids": [0, 14]}\n')
+    code, said = invoke(f"offload replay t.jsonl {options}")
+    assert code == 2, said
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("offload scenario fuzz --seeds 0..1 --system x", ("--system", "module:factory")),
+        ("maru describe --server ipc://" + "x" * 300, ("--server",)),
+        ("maru describe --server http://x", ("--server", "http://x")),
+    ],
+)
+def test_a_command_names_the_option_that_is_wrong(line: str, words: tuple[str, ...]) -> None:
+    code, said = invoke(line)
+    assert code == 2, said
+    assert all(word in said for word in words), said
+    assert len(said) < 800
+
+
 def test_a_pool_without_a_page_is_refused() -> None:
     code, said = invoke("maru-server --print-config --capacity-bytes 1MiB")
     assert code == 2
