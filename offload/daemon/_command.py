@@ -34,7 +34,7 @@ from ._settings import (
     keep_unreloadable,
     keep_unreloadable_of_engine,
     maru_config,
-    page_stores_elsewhere,
+    notes_on_page_stores,
     read_settings,
     refused_changes,
 )
@@ -70,6 +70,8 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
         click.echo(as_toml(settings, os.environ))
     elif check:
         click.echo(f"{config_file or 'the defaults'}: valid; {len(settings.engine.tiers)} tiers")
+        for note in notes_on_page_stores(settings):
+            click.echo(note)
     else:
         ctx.exit(run(settings))
 
@@ -88,8 +90,8 @@ def run(settings: Settings) -> int:
     _configure_logging(settings.daemon.log_level)
     if settings.pinned_pool is not None:
         logging.getLogger("backends.pinned_pool").setLevel(settings.pinned_pool.log_level.upper())
-    for name, url in page_stores_elsewhere(settings):
-        _log.info("tier %s: no page store is embedded, as [engine] names tiers: `maru-server` serves %s", name, url)
+    for note in notes_on_page_stores(settings):
+        _log.info("%s", note)
     failures: list[BaseException] = []
     dropped: list[Dropped] = []
     try:

@@ -181,15 +181,16 @@ def maru_config(settings: Settings) -> Any:
     )
 
 
-def page_stores_elsewhere(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Tiers that are clients of a page store which this daemon does not run, each with where they look for it."""
+def notes_on_page_stores(settings: Settings) -> Iterator[str]:
+    """A sentence for each tier that is a client of a page store which this daemon does not run."""
     if settings.embeds_maru:
         return
     for name, tier in settings.engine.tiers.items():
         kind = tier.get("type") if isinstance(tier, Mapping) else tier
         if isinstance(kind, str) and kind.partition(":")[0] == "maru":
             url = tier.get("server_url") if isinstance(tier, Mapping) else kind.partition(":")[2]
-            yield name, str(url or "the page store of this user")
+            where = f"at {url}" if url else "where clients of this user look"
+            yield f"tier {name}: no page store is embedded, as [engine] names tiers: maru-server has to run {where}"
 
 
 def socket_url(daemon: DaemonConfig) -> str:

@@ -131,6 +131,23 @@ def test_an_object_that_is_no_policy_is_refused():
         make_tier({"type": "memory", "capacity_bytes": 1 << 20, "eviction": object()}, block_bytes=SIZE)
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (
+            HOST + '[engine.tiers.m]\ntype = "maru"\nserver_url = "ipc:///x/y.sock"\npool_size = "8 MiB"\n',
+            "at ipc:///x/y.sock",
+        ),
+        (HOST + '[engine.tiers.m]\ntype = "maru"\npool_size = "8 MiB"\n', "where clients of this user look"),
+    ],
+)
+def test_check_tells_that_no_page_store_is_embedded(text, where):
+    done = check(text)
+    assert done.exit_code == 0, done.output
+    assert f"tier m: no page store is embedded, as [engine] names tiers: maru-server has to run {where}" in done.stdout
+    assert "embedded" not in check().stdout
+
+
 def test_check_leaves_no_runtime_directory(here):
     assert check('[daemon]\nruntime_dir = "run"\nflight_recorder = "ring"\n' + HOST).exit_code == 0
     assert not (here / "run").exists()
