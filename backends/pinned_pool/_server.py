@@ -17,13 +17,14 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import attrs
 import trio
 
-from maru._errors import CannotMap, PoolUnusable
+from maru._errors import CannotMap, PoolInUse, PoolUnusable
+from maru._own_directory import LOOK
 from maru._pool.backing import RegionFile
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer
 from maru._pool.state_directory import open_private
@@ -48,6 +49,7 @@ _UNREAD_BYTES: Final = 16 << 20
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
 _STEP_BYTES: Final = 4 << 20
 """Bytes that are copied between two checkpoints: about a millisecond."""
+_LOCK_NAME: Final = "pinned-pool.lock"
 _KEEPALIVE: Final = 15.0
 """Seconds of silence after which TCP probes a client's host, four times."""
 
@@ -95,6 +97,7 @@ class PinnedPoolServer:
         self._sessions = Sessions(self.table, config.max_clients)
         self._channel: ChannelServer
         self._router: TrioSocket | None = None
+        self._handing: DescriptorServer | None = None
         self._nursery: trio.Nursery
 
     def __repr__(self) -> str:
@@ -168,10 +171,11 @@ class PinnedPoolServer:
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
             if self.config.shared_memory:
-                handing = DescriptorServer(self, self.permits, max_connections=self.config.max_clients)
+                handing = self._handing = DescriptorServer(self, self.permits, max_connections=self.config.max_clients)
                 path = f"{directory}/{self.port}-descriptors.sock"
                 self.descriptors_path = self._sessions.descriptors_path = await nursery.start(handing.run, path)
             nursery.start_soon(self._channel.run)
+            nursery.start_soon(self._keep_files, directory)
             nursery.start_soon(self._read, self._channel)
             if self._router is not None:
                 nursery.start_soon(self._read, self._router)
@@ -200,6 +204,37 @@ class PinnedPoolServer:
             raise PoolUnreachable(f"cannot listen at {self.host}:{self.port}: {exc}") from exc
         _log.warning("listening on %s without identifying clients (insecure)", self.host)
         self.port = int(self._router.endpoints[0].rpartition(":")[2])
+
+    async def _keep_files(self, directory: str) -> None:
+        """Make again the sockets that are removed under this server.
+
+        Raises:
+            PoolUnreachable: another server has one of them by now.
+        """
+        failed = False
+        while True:
+            await trio.sleep(LOOK)
+            try:
+                made = self._renew_sockets(directory)
+            except PoolInUse as exc:
+                raise PoolUnreachable(str(exc)) from exc
+            except (PoolUnusable, OSError) as exc:
+                if not failed:
+                    failed = True
+                    _log.error("sockets of this server were removed, and cannot be made again yet: %s", exc)
+                continue
+            failed = False
+            if made:
+                _log.warning(
+                    "%s: removed under this server, and made again. systemd's RemoveIPC and cleaners of temporary files do "
+                    "that: set RemoveIPC=no, or another runtime_dir",
+                    ", ".join(made),
+                )
+
+    def _renew_sockets(self, directory: str) -> list[str]:
+        paths = filter(None, (self._channel.path, self.descriptors_path))
+        with nullcontext() if all(map(os.path.exists, paths)) else _made_and_locked(directory):
+            return self._channel.renew() + ([] if self._handing is None else self._handing.renew())
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
@@ -365,13 +400,42 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
 
 
 @contextmanager
+def _made_and_locked(directory: str) -> Iterator[None]:
+    """Hold the lock of a directory, made if it was removed."""
+    os.close(open_private(directory)[0])
+    with _locked(directory):
+        yield
+
+
+@contextmanager
 def _locked(directory: str) -> Iterator[None]:
     """Hold a lock while a server checks which channels are taken, and makes its own: otherwise two could take the same."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = f"{directory}/{_LOCK_NAME}"
+    fd = _lock_file(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(fd)
+
+
+def _lock_file(path: str) -> int:
+    """Lock a file until the returned descriptor is closed.
+
+    A file, and not the directory itself: that one may be locked for as long as a daemon or a page store lives.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:  # the server that had it has removed it
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
 
 

@@ -367,6 +367,18 @@ class Journal:
         write_snapshot(self.path, header, body, server=True)
         remove(self.path, superseded(list_files(self.path), header.number))
 
+    def is_lost(self) -> bool:
+        """Return whether files of it were removed, so that a restart would not find what is acknowledged. Any thread."""
+        listing, file, number = list_files(self.path), self._file, self._number
+        if file is not None:
+            try:
+                if not os.path.samestat(os.fstat(file.fd), os.stat(path_of(self.path, "journal", number))):
+                    return number == self._number
+            except FileNotFoundError:
+                return number == self._number
+        began = number > 1 or bool(self._snapshot_bytes)
+        return began and not listing.snapshots and 1 not in listing.segments
+
     def survey(self) -> None:
         """Look at what lies in the directory: after a compaction."""
         listing = list_files(self.path)

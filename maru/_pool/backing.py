@@ -119,6 +119,10 @@ class Backing(Protocol):
         """Take in the regions (id and length) that the journal knows, and remove all else. Once, before any other call."""
         ...
 
+    def renew(self, regions: Iterable[RegionFile]) -> int:
+        """Follow a directory that was made again. Return how many of these regions have no file any more."""
+        ...
+
     def close(self) -> None:
         """Let go of it. Regions stay, but for memfd."""
         ...
@@ -144,6 +148,10 @@ class Ledger:
         except BaseException:
             self.give_back(length)
             raise
+
+    def renew(self, regions: Iterable[RegionFile]) -> int:
+        """See :class:`Backing`: without a directory, nothing is to be done."""
+        return 0
 
     def give_back(self, length: int) -> None:
         """Make the bytes available to other regions."""

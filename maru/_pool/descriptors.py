@@ -141,6 +141,7 @@ class DescriptorServer:
         self._idle = idle
         self._open_time = open_time
         self._connections = self._turned_away = self._granted = self._refused = self._bad = 0
+        self._listener: PacketListener | None = None
 
     async def run(self, path: str, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve at this path until cancelled. Started, it says the path. Afterwards the socket is gone.
@@ -148,13 +149,18 @@ class DescriptorServer:
         Raises:
             PoolUnusable: the directory is open to others, or no socket can be made there.
         """
-        listener, door = PacketListener(path), DESCRIPTORS.open(1, most=self._max_connections)
+        listener = self._listener = PacketListener(path)
+        door = DESCRIPTORS.open(1, most=self._max_connections)
         try:
             task_status.started(path)
             await serve_briefly(listener, door, self._serve, self._turn_away)
         finally:
             listener.close()
             door.close()
+
+    def renew(self) -> list[str]:
+        """Listen again if the socket was removed; see :meth:`PacketListener.renew`."""
+        return [] if self._listener is None else self._listener.renew()
 
     def _turn_away(self) -> None:
         self._turned_away += 1

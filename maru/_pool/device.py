@@ -185,6 +185,9 @@ class Device:
                     self._found.append((offset, stop - offset))
                     end = stop
 
+    def renew(self, regions: Iterable[RegionFile]) -> int:
+        return 0
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

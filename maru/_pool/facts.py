@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from .._errors import MaruError
 from .._memory.memory import can_populate
+from .._own_directory import locked_inodes
 from .device import device_facts
 from .doctor import DeviceFact, Facts, PathFact, PoolFact
-from .state_directory import LOCK, locked_inodes
+from .state_directory import LOCK
 
 
 def read_facts(

@@ -9,10 +9,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from .._errors import CannotMap, PoolUnusable
 from .._forks import watch_forks
 from .._memory.memory import Memory
+from .._own_directory import renew_directory
 from .backing import (
     ALIGN_BYTES,
     Adoption,
@@ -26,7 +28,7 @@ from .backing import (
     reserve_all,
 )
 from .index_files import leave_free
-from .state_directory import StateDirectory, lock, open_private
+from .state_directory import LOCK, StateDirectory, in_use, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
 _MAX_STRAY_ID = 10**17
@@ -123,6 +125,15 @@ class Files(Ledger):
         for name in found:
             self._unlink(name)
         return Adoption(tuple(adopted), tuple(missing), tuple(short), len(found))
+
+    def renew(self, regions: Iterable[RegionFile]) -> int:
+        if self.path == self._state_directory.path:
+            if not os.path.samestat(os.fstat(self._fd), os.fstat(self._state_directory.fd)):
+                os.dup2(self._state_directory.fd, self._fd, inheritable=False)
+        else:
+            renew_directory(self._fd, self._lock, self.path, LOCK, PoolUnusable, partial(in_use, self.path))
+        names = set(os.listdir(self._fd))
+        return sum(region_file_name(region.region_id) not in names for region in regions)
 
     def close(self) -> None:
         for fd in (self._lock, self._fd):

@@ -201,6 +201,26 @@ class Pool:
         pending = self._memory.statistics().pending + self._descriptors.statistics().pending
         return Totals(total, allocated, max(0, total - allocated), len(self._regions), pending)
 
+    async def renew(self) -> tuple[list[str], int]:
+        """Make again what was removed of it under this server. Return the paths, and the number of regions without memory.
+
+        Raises:
+            PoolInUse: another server has the directory by now.
+            PoolUnusable: it is not ours any more, or cannot be made.
+            HandlerClosed: the pool was closed.
+        """
+        self._check()
+        regions = list(self._regions.values())
+
+        def work() -> tuple[list[str], int]:
+            made = self._state_directory.renew()
+            return made, self._backing.renew(regions)
+
+        try:
+            return await self._memory.do(work)
+        except OSError as exc:
+            raise PoolUnusable(f"what was removed from {self.home!r} cannot be made again: {exc}") from exc
+
     async def aclose(self, grace: float = 0.5) -> None:
         """Let go of the pool: another server may have it then. Regions stay.
 

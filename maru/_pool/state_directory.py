@@ -13,20 +13,20 @@ Rule 4. A damaged state does not prevent a start: it costs the spans of a device
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
 
-from .._all_bytes import read_head, write_all_at
 from .._errors import PoolInUse, PoolUnusable
 from .._forks import watch_forks
+from .._own_directory import holder_of_lock, lock_directory, locked_inodes, renew_directory
 from .._private_directory import check_private_directory, open_private_directory
 
 LOCK = "maru.lock"
@@ -35,8 +35,6 @@ _STATE = "maru.state"
 _FORMAT = 1
 ID_BYTES = 16
 _SECRET_BYTES = 32
-_LAST_BREATH = 1.0
-"""Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
@@ -138,6 +136,22 @@ class StateDirectory:
         with self._mutex:
             self._change(place=place, spans=spans)
 
+    def renew(self) -> list[str]:
+        """Make again what was removed under this server: the directory, its lock, its identity. Return the paths.
+
+        Raises:
+            PoolInUse: another server has the directory by now.
+            PoolUnusable: it is not ours any more.
+            OSError: it cannot be made.
+        """
+        with self._mutex:
+            made = renew_directory(self.fd, self._lock, self.path, LOCK, PoolUnusable, partial(in_use, self.path))
+            for name, content in ((_POOL, self._identity), (_STATE, self._state)):
+                if not _exists(self.fd, name):
+                    self._write(name, content)
+                    made.append(f"{self.path}/{name}")
+        return made
+
     def close(self) -> None:
         """Let another server have it. Idempotent."""
         for fd in (self._lock, self.fd):
@@ -220,18 +234,7 @@ def holder_of(path: str | os.PathLike[str]) -> str:
         ):
             if inode in locked_inodes(locks.read()):
                 return file.read(32).strip() or "unknown"
-    return ""
-
-
-def locked_inodes(locks: str) -> dict[int, int]:
-    """Inode -> process of each flock in ``/proc/locks``. To ask by locking would be in the way of a server that starts."""
-    found = {}
-    for line in locks.splitlines():
-        words = line.split()
-        if len(words) >= 6 and words[1] == "FLOCK":
-            with contextlib.suppress(ValueError):
-                found[int(words[5].rpartition(":")[2])] = int(words[4])
-    return found
+    return holder_of_lock(os.fspath(path))  # whose lock file was removed
 
 
 def identity_of(path: str | os.PathLike[str]) -> bytes | None:
@@ -255,40 +258,7 @@ def lock(directory: int, path: str) -> int:
     Raises:
         PoolInUse: another process has it.
     """
-    fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
-    try:
-        deadline = time.monotonic() + _LAST_BREATH
-        while not _try_lock(fd):
-            holder = read_head(fd, 32).decode("ascii", "replace").strip() or "unknown"
-            # A server that was killed while it started a process: between fork and exec, that one has the lock still.
-            if _is_alive(holder) or time.monotonic() > deadline:
-                raise in_use(path, holder)
-            time.sleep(0.005)
-        os.ftruncate(fd, 0)
-        write_all_at(fd, b"%d\n" % os.getpid(), 0)
-        return fd
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_alive(process: str) -> bool:
-    """Whether there is such a process. What is no number may be one."""
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (ValueError, OverflowError, OSError):
-        return True
-    return True
+    return lock_directory(directory, LOCK, partial(in_use, path))
 
 
 def _checked(identity: _Identity, path: str) -> _Identity:

@@ -29,14 +29,16 @@ from time import perf_counter
 from typing import Final, TypeVar
 
 import attrs
+import msgspec
 import trio
 
 from .._budget import Door
 from .._config import CHANNEL_NAME, ServerConfig
 from .._directory import PoolMap
-from .._errors import HandlerClosed, PoolFull, PoolUnusable
+from .._errors import HandlerClosed, JournalFailed, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
+from .._own_directory import LOOK
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
@@ -304,6 +306,7 @@ class MaruServer:
                 nursery.start_soon(self._committer.run)
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
+            nursery.start_soon(self._keep_files, runtime)
             nursery.start_soon(self._work)
             # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
             nursery.start_soon(_find_version)
@@ -457,6 +460,60 @@ class MaruServer:
                 service.trim(now)
             self._storage.directory.note_uses()  # or else what is read for long while nothing is evicted overwrites itself
             self._step()
+
+    async def _keep_files(self, runtime: str) -> None:
+        """Make again what is removed under this server: logged once, and again when it can be made.
+
+        Raises:
+            PoolInUse: another server has the pool by now.
+        """
+        failed, lost = False, 0
+        while True:
+            await trio.sleep(LOOK)
+            try:
+                made, without = await self._pool.renew()
+                made += self._renew_sockets(runtime)
+                if await self._renew_journal():
+                    made.append(f"{self._pool.home}/journal")
+            except (PoolUnusable, JournalFailed, OSError) as exc:
+                if not failed:
+                    failed = True
+                    _log.error("files of this server were removed, and cannot be made again yet: %s", exc)
+                continue
+            except HandlerClosed:
+                return
+            failed = False
+            if made:
+                _log.warning(
+                    "%s: removed under this server, and made again. systemd's RemoveIPC and cleaners of temporary files do "
+                    "that: set RemoveIPC=no, or keep the pool elsewhere (pool_path, runtime_dir)",
+                    ", ".join(made),
+                )
+            if without > lost:
+                _log.warning(
+                    "the files of %d regions were removed: only processes that have them mapped can read them, and the next "
+                    "start drops their keys",
+                    without,
+                )
+            lost = without
+
+    def _renew_sockets(self, runtime: str) -> list[str]:
+        os.close(open_private(runtime)[0])  # made, if it was removed as well
+        listeners = (self._channel, self._descriptors, self._router)
+        return [path for listener in listeners if listener is not None for path in listener.renew()]
+
+    async def _renew_journal(self) -> bool:
+        """Write a snapshot from memory where files of the journal were removed; whether they were."""
+        journal, directory = self._storage.journal, self._storage.directory
+        if journal is None or not await run_in_thread(journal.is_lost):
+            return False
+        while not self._committer.writable:
+            await self._committer.wait_writable()
+        self._step()
+        if journal.behind or directory.records:
+            return False  # at the next look
+        await journal.snapshot(msgspec.msgpack.encode(directory.dump()))
+        return True
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,10 @@ class ChannelServer:
     ) -> None:
         self.close()
 
+    def renew(self) -> list[str]:
+        """Listen again if the socket was removed; see :meth:`PacketListener.renew`."""
+        return self._listener.renew()
+
     async def run(self) -> None:
         """Accept clients until cancelled."""
         async with trio.open_nursery() as nursery:

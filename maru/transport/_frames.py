@@ -34,6 +34,10 @@ class TooManyFrames(Exception):
     """A message was dropped: it had more frames than are taken."""
 
 
+_GONE: Final = (0, 0)
+"""In place of the device and number of a socket that was removed: it is to be bound again."""
+
+
 class Port:
     """A ZeroMQ socket in a context of its own, which nothing else shares.
 
@@ -97,6 +101,28 @@ class Port:
             os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
             self._files.append((path, _inode(path)))
         self.endpoints += (self.raw.get_string(zmq.LAST_ENDPOINT),)
+
+    def renew(self) -> list[str]:
+        """Bind the Unix sockets again that were removed. Return their paths. To be called again until there are none.
+
+        Two calls for each: ZeroMQ ends a binding in its own thread, and removes the file then, which would be the new one.
+        """
+        made = []
+        for at, (path, inode) in enumerate(self._files):
+            if inode == _GONE:
+                self.endpoints = tuple(one for one in self.endpoints if one != f"ipc://{path}")
+                del self._files[at]
+                try:
+                    self._bind(f"ipc://{path}")
+                except OSError:
+                    self._files.append((path, _GONE))
+                    raise
+                return [path]
+            if not os.path.lexists(path):
+                self.raw.unbind(f"ipc://{path}")
+                self._files[at] = (path, _GONE)
+                made.append(path)
+        return made
 
     def close(self) -> None:
         """Close the socket; never blocks."""

@@ -13,7 +13,9 @@ from typing import Final
 import trio
 
 from .._budget import Door
+from .._errors import PoolInUse
 from .._listeners import peer_uid
+from .._own_directory import is_socket_at
 from ._packets import listen
 
 _PAUSE: Final = 0.1
@@ -85,6 +87,7 @@ class PacketListener:
         self._inode = os.stat(path).st_ino
         self._spare = _open_spare()
         self._is_short = False
+        self._accepting: trio.socket.SocketType | None = None
 
     async def run(self, take: Callable[[socket.socket], bool], turn_away: Callable[[], object]) -> None:
         """Accept connections until cancelled.
@@ -94,12 +97,14 @@ class PacketListener:
                 An ``OSError`` of it means that it has not.
             turn_away: called for each connection that was closed at once: another user's, not taken, or without a descriptor.
         """
-        listening = trio.socket.from_stdlib_socket(self._listening)
         while True:
+            listening = self._accepting = trio.socket.from_stdlib_socket(self._listening)
             try:
                 peer, _ = await listening.accept()
-            except OSError as exc:
-                if exc.errno == errno.EBADF:  # it was closed
+            except (OSError, trio.ClosedResourceError) as exc:
+                if self._accepting is not listening or self._listening.fileno() != listening.fileno():
+                    continue  # it was made again
+                if not isinstance(exc, OSError) or exc.errno == errno.EBADF:  # it was closed
                     raise
                 self._note_shortage(exc)
                 if self._hang_up_on_one():
@@ -119,6 +124,26 @@ class PacketListener:
             if not taken:
                 turn_away()
                 accepted.close()
+
+    def renew(self) -> list[str]:
+        """Listen again if the socket was removed. Return its path then. To be called under the lock of its directory.
+
+        Raises:
+            PoolInUse: another server has put its socket there.
+            PoolUnusable: none can be made there.
+        """
+        is_there = is_socket_at(self.path, self._inode)
+        if is_there:
+            return []
+        if is_there is not None:
+            raise PoolInUse(f"{self.path!r} is another server's by now")
+        listening = listen(self.path)
+        self._inode = os.stat(self.path).st_ino
+        before, self._listening = self._listening, listening
+        if self._accepting is not None:
+            self._accepting.close()  # and its task goes on with the new one
+        before.close()
+        return [self.path]
 
     def _note_shortage(self, exc: OSError) -> None:
         """Log the first refusal of a row."""

@@ -138,6 +138,14 @@ class TrioSocket:
         """The addresses it is bound to, with the port that was chosen for ``tcp://host:*``."""
         return self._port.endpoints
 
+    def renew(self) -> list[str]:
+        """Bind the Unix sockets that were removed again; see :meth:`Port.renew`.
+
+        Raises:
+            OSError: one cannot be bound.
+        """
+        return [] if self._watch.closed else self._port.renew()
+
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:

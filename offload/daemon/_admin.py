@@ -190,6 +190,10 @@ class Admin:
         """Where it listens."""
         return f"ipc://{self._channel.path}"
 
+    def renew(self) -> list[str]:
+        """Listen again if the socket was removed; return its path then."""
+        return self._channel.renew()
+
     async def run(self) -> None:
         """Serve until cancelled."""
         async with trio.open_nursery() as nursery:

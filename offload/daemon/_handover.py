@@ -76,6 +76,10 @@ class Handover:
         self._listener.close()
         self._door.close()
 
+    def renew(self) -> list[str]:
+        """Listen again if the socket was removed; return its path then."""
+        return self._listener.renew()
+
     async def run(self) -> None:
         """Take descriptors until cancelled."""
         await serve_briefly(self._listener, self._door, self._serve, lambda: None)

@@ -15,7 +15,6 @@ Rule 2. The end first refuses what begins work, waits for what is under way for 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -34,7 +33,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
-from maru._all_bytes import read_head, write_all_at
+from maru._errors import PoolUnusable
+from maru._own_directory import LOOK, lock_directory, renew_directory
 from maru._pool.state_directory import LOCK
 from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
@@ -271,7 +271,8 @@ class Daemon:
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
         config = self.config
         tenants = read_tenants(config.tenants_file)
-        with _own_directory(config.runtime_dir) as self.directory:
+        with _own_directory(config.runtime_dir) as own:
+            self.directory = own.path
             channel = ChannelServer(
                 f"{self.directory}/{CHANNEL_NAME}",
                 most=2 * config.max_sessions,
@@ -321,6 +322,7 @@ class Daemon:
                     nursery.start_soon(handover.run)
                     nursery.start_soon(self._read)
                     nursery.start_soon(self._look_for_silent)
+                    nursery.start_soon(self._keep_files, own, channel, handover)
                     if config.kv_events:
                         from ._events import DaemonEvents  # it brings ZeroMQ
 
@@ -372,6 +374,37 @@ class Daemon:
         while True:
             await trio.sleep(self._service.sessions.limits.lease / _LOOKS_A_LEASE)
             self._service.end_silent()
+
+    async def _keep_files(self, own: _OwnDirectory, channel: ChannelServer, handover: Handover) -> None:
+        """Make again what is removed from the directory under this daemon.
+
+        Raises:
+            DaemonInUse: another daemon holds the directory by now.
+            PoolInUse: another process has one of the sockets.
+        """
+        failed = False
+        while True:
+            await trio.sleep(LOOK)
+            try:
+                made = own.renew()
+                for listener in (channel, handover, self.admin):
+                    made += [] if listener is None else listener.renew()
+            except DaemonInUse:
+                raise
+            except (ConfigError, PoolUnusable, OSError) as exc:
+                if not failed:
+                    failed = True
+                    _log.error("files of this daemon were removed, and cannot be made again yet: %s", exc)
+                continue
+            failed = False
+            with suppress(FileNotFoundError):  # those of an embedded page store are made again by that one
+                self.degradations.keep(*self._own_files())
+            if made:
+                _log.warning(
+                    "%s: removed under this daemon, and made again. systemd's RemoveIPC and cleaners of temporary files do "
+                    "that: set RemoveIPC=no, or another runtime_dir",
+                    ", ".join(made),
+                )
 
 
 def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[MaruServer | None]:
@@ -434,35 +467,53 @@ async def open_daemon(
             daemon._nursery.cancel_scope.cancel()
 
 
-@contextmanager
-def _own_directory(path: str) -> Iterator[str]:
-    """Hold the lock of a directory that is this user's alone; its real path.
+class _OwnDirectory:
+    """The directory of a daemon, locked from the start to :meth:`close`.
 
     Raises:
         offload.ConfigError: others may enter it, or it cannot be made.
         DaemonInUse: another daemon holds it.
     """
-    directory, real = open_private_directory(
-        path, lambda why: ConfigError("daemon.runtime_dir", path, why), purpose="the directory of a daemon"
-    )
-    try:
-        lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    finally:
-        os.close(directory)
-    try:
+
+    def __init__(self, path: str) -> None:
+        self._refuse = partial(ConfigError, "daemon.runtime_dir", path)
+        self._fd, self.path = open_private_directory(path, self._refuse, purpose="the directory of a daemon")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = read_head(lock, 32).decode(errors="replace").strip() or "unknown"
-            raise DaemonInUse(
-                f"{real!r} is in use by another daemon, process {holder}: end it, or set runtime_dir"
-            ) from None
-        os.truncate(lock, 0)
-        write_all_at(lock, str(os.getpid()).encode(), 0)
-        try:
-            yield real
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(f"{real}/{STATUS_NAME}")  # the web server leaves it
+            self._lock = lock_directory(self._fd, LOCK_NAME, self._in_use)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def renew(self) -> list[str]:
+        """Make again what was removed of it; return the paths.
+
+        Raises:
+            DaemonInUse: another daemon holds it by now.
+            offload.ConfigError: it is not this user's alone any more.
+        """
+        return renew_directory(self._fd, self._lock, self.path, LOCK_NAME, self._refuse, self._in_use)
+
+    def close(self) -> None:
+        """Let another daemon have it."""
+        os.close(self._lock)
+        os.close(self._fd)
+
+    def _in_use(self, holder: str) -> DaemonInUse:
+        return DaemonInUse(f"{self.path!r} is in use by another daemon, process {holder}: end it, or set runtime_dir")
+
+
+@contextmanager
+def _own_directory(path: str) -> Iterator[_OwnDirectory]:
+    """Hold the lock of a directory that is this user's alone.
+
+    Raises:
+        offload.ConfigError: others may enter it, or it cannot be made.
+        DaemonInUse: another daemon holds it.
+    """
+    own = _OwnDirectory(path)
+    try:
+        yield own
     finally:
-        os.close(lock)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{own.path}/{STATUS_NAME}")  # the web server leaves it
+        own.close()

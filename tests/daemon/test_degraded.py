@@ -85,7 +85,8 @@ async def test_a_full_disk_is_shown_by_all_faces_until_it_is_over(path, tmp_path
     assert [r.getMessage() for r in caplog.records].count("no longer degraded: full_disk disk") == 1
 
 
-async def test_files_that_are_removed_under_it_are_named(path):
+async def test_files_that_are_removed_under_it_are_named(path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._server.LOOK", 3600.0)  # seconds: nothing is made again
     async with daemon(path, block_bytes=SIZE) as server:
         os.rename(f"{path}/memory.sock", f"{path}/elsewhere")
         await until(lambda: server.degradations.texts())

@@ -1,0 +1,147 @@
+"""A directory that one server holds: its lock, and what becomes of it when its files are removed under a running server.
+
+systemd's ``RemoveIPC`` removes everything that a user has in /dev/shm when he logs out, and cleaners of temporary files remove
+what is old. A server without its sockets could be reached by nobody, and without its lock a second one could begin next to it.
+
+Rule 1. The directory itself is locked as well as a file in it: whoever removes the file does not let a second server in.
+Rule 2. What was removed is made again under the lock, in a directory that is this server's own; a server that finds another
+        one's lock there ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable
+
+from ._all_bytes import read_head, write_all_at
+from ._private_directory import open_private_directory
+
+LAST_BREATH = 1.0
+"""Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""
+LOOK = 1.0
+"""Seconds between two looks for what was removed."""
+
+
+def lock_directory(directory: int, name: str, in_use: Callable[[str], Exception], patience: float = LAST_BREATH) -> int:
+    """Lock a directory, and a file in it until the returned descriptor is closed; the directory until its own is.
+
+    Args:
+        directory: an open descriptor of it.
+        name: of the file, which gets the number of this process.
+        in_use: makes the error from the process that has the lock.
+        patience: seconds to wait for a process that has ended.
+
+    Raises:
+        Exception: what ``in_use`` has made: another process has it.
+    """
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    try:
+        deadline = time.monotonic() + patience
+        while not (_try_lock(directory) and _try_lock(fd)):
+            holder = read_head(fd, 32).decode("ascii", "replace").strip() or holder_of_lock(directory) or "unknown"
+            # A server that was killed while it started a process: between fork and exec, that one has the lock still.
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise in_use(holder)
+            time.sleep(0.005)
+        os.ftruncate(fd, 0)
+        write_all_at(fd, b"%d\n" % os.getpid(), 0)
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def renew_directory(
+    directory: int,
+    lock: int,
+    path: str,
+    name: str,
+    refuse: Callable[[str], Exception],
+    in_use: Callable[[str], Exception],
+) -> list[str]:
+    """Make a removed directory or lock again; both descriptors keep their numbers. Return the paths that were made.
+
+    Raises:
+        Exception: what ``in_use`` or ``refuse`` has made: another server has the directory, or it cannot be made.
+    """
+    made: list[str] = []
+    if not os.path.lexists(path):
+        made.append(path)
+    elif _is_at(directory, path) and _is_at(lock, f"{path}/{name}"):
+        return made
+    new, _ = open_private_directory(path, refuse, purpose="the directory of a server")
+    try:
+        if _is_at(directory, path):
+            os.dup2(directory, new, inheritable=False)  # it has the lock
+        made.append(f"{path}/{name}")
+        new_lock = lock_directory(new, name, in_use, 0.0)
+        try:
+            os.dup2(new, directory, inheritable=False)
+            os.dup2(new_lock, lock, inheritable=False)
+        finally:
+            os.close(new_lock)
+    finally:
+        os.close(new)
+    return made
+
+
+def holder_of_lock(directory: int | str) -> str:
+    """Return the process that has a directory locked, as far as the kernel tells; empty if there is none."""
+    with contextlib.suppress(OSError):
+        status = os.stat(directory)
+        with open("/proc/locks", encoding="ascii") as locks:
+            process = locked_inodes(locks.read()).get(status.st_ino)
+        return "" if process is None else str(process)
+    return ""
+
+
+def locked_inodes(locks: str) -> dict[int, int]:
+    """Inode -> process of each flock in ``/proc/locks``. To ask by locking would be in the way of a server that starts."""
+    found = {}
+    for line in locks.splitlines():
+        words = line.split()
+        if len(words) >= 6 and words[1] == "FLOCK":
+            with contextlib.suppress(ValueError):
+                found[int(words[5].rpartition(":")[2])] = int(words[4])
+    return found
+
+
+def is_socket_at(path: str, inode: int) -> bool | None:
+    """Return whether this socket has its path; None if nothing has it."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino == inode and stat.S_ISSOCK(status.st_mode)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that locks no directories: the file alone has to do
+        return stat.S_ISDIR(os.fstat(fd).st_mode)
+    return True
+
+
+def _is_alive(process: str) -> bool:
+    """Whether there is such a process. What is no number may be one."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, OSError):
+        return True
+    return True
