@@ -115,6 +115,13 @@ class ChannelClient:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 return sent
 
+    async def wait_room(self) -> None:
+        """Wait until frames have left that waited, or the channel is closed. For a caller that was told to wait just now.
+
+        Unlike with :meth:`send`, it can look again at what it decided before: this may be another connection.
+        """
+        await self._room.park()
+
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:

@@ -7,13 +7,17 @@ Rule 2. A request that has the daemon read or write this process's memory ends o
         daemon says that the end of a copy is not proven, it raises :class:`~backends.abc.Unproven`.
 Rule 3. A request whose task was cancelled is not forgotten: what its answer holds is released, what it has under way is
         cancelled.
-Rule 4. What a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`.
+Rule 4. What a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`. A request that
+        has waited to be sent looks again whether its session goes on.
+Rule 5. What gives something back is never dropped: if the channel is full, or the daemon refuses it for now, it is sent
+        later.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import inf
@@ -57,6 +61,7 @@ _HEARTBEATS: Final = 3
 _AGAIN: Final = 0.2
 """Seconds until a daemon that is draining, or has no place, is asked for a session again."""
 _SEQ: Final = (1 << 32) - 1
+_SESSION_OVER: Final = "the session that this belongs to is over"
 
 A = TypeVar("A", bound=Answer)
 
@@ -101,6 +106,8 @@ class _Call:
     answer: Answer | None = None
     session: Session | None = None
     """The one that was lost with it."""
+    make: Callable[[int], Request] | None = None
+    """Makes it again, where nothing waits for its answer."""
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
@@ -138,6 +145,8 @@ class DaemonConnection:
         self._calls: dict[int, _Call] = {}
         self._unproven: list[_Call] = []
         """Calls of lost sessions that may still have the daemon at this process's memory."""
+        self._due: deque[Callable[[int], Request]] = deque()
+        """Requests whose answers nothing waits for, and that have found no room. As many as the daemon lets a session hold."""
         self._previous = b""
         self._last = 0
         self._cause = "it has not answered yet"
@@ -226,10 +235,10 @@ class DaemonConnection:
         ended: Callable[[], object] | None = None,
     ) -> tuple[int, _Call]:
         """Send a request, and return its number, and what its answer is delivered to. Cancelled, nothing was sent."""
-        current = self.session
-        if current is None or (session is not None and session is not current):
+        current = self.session if session is None else session
+        if current is None or current is not self.session:
             await trio.lowlevel.checkpoint()
-            raise self._unavailable("the session that this belongs to is over" if session is not None else "")
+            raise self._unavailable("" if session is None else _SESSION_OVER)
         self._last = seq = self._last % _SEQ + 1
         request = make(seq)
         if SINCE[type(request)] > current.version:
@@ -238,35 +247,56 @@ class DaemonConnection:
                 f"speaks {current.version} with this client, which speaks {OLDEST} to {VERSION}"
             )
         frame = encode(request)
-        call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
-        try:
-            await self._send(frame)
-        except BaseException:
-            self._calls.pop(seq, None)
-            raise
-        return seq, call
+        while True:
+            call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
+            try:
+                self._channel.send_nowait([frame])
+                return seq, call
+            except trio.WouldBlock:
+                del self._calls[seq]
+            except BaseException:
+                self._calls.pop(seq, None)
+                raise
+            await self._channel.wait_room()
+            if self.session is not current:
+                raise self._unavailable(_SESSION_OVER)  # rule 4: its numbers would name what is another session's
 
-    async def _send(self, frame: bytes) -> None:
-        try:
-            self._channel.send_nowait([frame])
-        except trio.WouldBlock:
-            await self._channel.send([frame])
+    def tell(self, make: Callable[[int], Request]) -> None:
+        """Send a request whose answer nothing waits for: now, or once there is room. Never waits.
 
-    def tell(self, make: Callable[[int], Request]) -> bool:
-        """Send a request whose answer nothing waits for; whether it was sent. Never waits.
-
-        Where it was not, the end of the session does the same.
+        Where the session ends before, that does the same.
         """
         if self.session is None:
-            return False
-        self._last = seq = self._last % _SEQ + 1
-        self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory=False, abandoned=True)
-        try:
-            self._channel.send_nowait([encode(make(seq))])
-        except trio.WouldBlock:
-            del self._calls[seq]
-            return False
-        return True
+            return
+        self._due.append(make)
+        if len(self._due) == 1:
+            self._tell_due()
+            if self._due:
+                self._nursery.start_soon(self._keep_telling, self.session)
+
+    def _tell_due(self) -> None:
+        while self._due:
+            make = self._due.popleft()  # first: if the connection is found lost, nothing is due any more
+            self._last = seq = self._last % _SEQ + 1
+            self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory=False, abandoned=True, make=make)
+            try:
+                self._channel.send_nowait([encode(make(seq))])
+            except trio.WouldBlock:
+                del self._calls[seq]
+                self._due.appendleft(make)
+                return
+
+    async def _keep_telling(self, session: Session) -> None:
+        while self.session is session and self._due:
+            await self._channel.wait_room()
+            if self.session is session:
+                self._tell_due()
+
+    async def _tell_later(self, make: Callable[[int], Request]) -> None:
+        session = self.session
+        await trio.sleep(_AGAIN)
+        if self.session is session:
+            self.tell(make)
 
     def _checked(self, got: Answer, answer: type[A]) -> A:
         if isinstance(got, answer):
@@ -331,6 +361,9 @@ class DaemonConnection:
                 continue
             if call.abandoned:
                 self._let_go(answer)
+            is_put_off = isinstance(answer, Refused) and answer.kind == "full"
+            if is_put_off and call.make is not None and self.session is not None:
+                self._nursery.start_soon(self._tell_later, call.make)
             call.deliver(answer)
 
     def _let_go(self, answer: Answer) -> None:
@@ -342,6 +375,7 @@ class DaemonConnection:
 
     def _on_lost(self, unsent: object) -> None:
         session, self.session = self.session, None
+        self._due.clear()
         self._cause = "the connection is lost"
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
@@ -407,7 +441,7 @@ class DaemonConnection:
         self._last = seq = self._last % _SEQ + 1
         call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory=False)
         began = trio.current_time()
-        await self._send(encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous)))
+        await self._channel.send([encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous))])
         welcome = self._checked(await call.expected.wait(), Welcome)
         self._previous = b""
         # A session begins only when the one before is given back: rule 2. Another start of the daemon knows nothing of that
@@ -447,7 +481,7 @@ class DaemonConnection:
         self._channel.look()
 
     def tell_status(self) -> None:
-        """Tell the daemon what was read since the last heartbeat. Never waits."""
+        """Report what was read since the last heartbeat. Never waits."""
         if self.session is not None and self.read_blocks:
             self.tell(self._status)
 

@@ -50,7 +50,6 @@ from ..daemon._messages import (
     MAX_KEYS,
     Delete,
     Deleted,
-    Done,
     Existing,
     Exists,
     Found,
@@ -356,19 +355,13 @@ class DaemonTier(TierBase[DaemonLease]):
         await places.cache_of(places.staging, session)
 
     async def _release(self, hold: int, lease: DaemonLease) -> None:
-        """Release a hold. The frame is sent before this can be cancelled."""
+        """Release a hold. Cancelled, it is released all the same."""
         self._held.pop(lease, None)
         connection = self._connection
         if connection is None or connection.session is not lease.session:
             return  # it was given back with its session
-        # Nothing waits for the answer, but where so much is unread that the frame has to wait.
-        if connection.tell(lambda seq: Release(seq, [hold])):
-            await trio.lowlevel.checkpoint()
-            return
-        try:
-            await connection.ask(lambda seq: Release(seq, [hold]), Done, session=lease.session)
-        except DaemonUnavailable:
-            return
+        connection.tell(lambda seq: Release(seq, [hold]))
+        await trio.lowlevel.checkpoint()
 
     async def _load(
         self, lease: DaemonLease, destination: Destination, there: Pages | None

@@ -1,5 +1,6 @@
 """What a client does at the end of a request: a load that is cancelled, a release whose answer nothing waits for."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from backends.abc import LOADED, STORED, RoomRequest, Unproven
 from backends.forwarding import ForwardingTier
@@ -16,7 +18,7 @@ from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload.client import DaemonTier, DaemonUnavailable, open_client, open_connection
 from offload.client._connection import _Call
-from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Signal, packed
+from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
 
@@ -320,24 +322,95 @@ async def test_a_cache_whose_owner_is_collected_is_given_back(path, in_a_thread)
                 assert await tier.load(lease, cache.into(range(len(KEYS)))) == [LOADED] * len(KEYS)
 
 
-@pytest.mark.parametrize("sent", [True, False])
+@contextlib.contextmanager
+def full_channel(connection):
+    """Whatever is sent over this connection finds no room."""
+
+    def full(frames):
+        raise trio.WouldBlock
+
+    channel = connection._channel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "send_nowait", full)
+        yield
+    channel._flush()
+
+
+@pytest.mark.parametrize("is_full", [True, False])
 @pytest.mark.parametrize("cancelled", [True, False])
-async def test_a_release_reaches_the_daemon_and_is_not_waited_for(path, monkeypatch, sent, cancelled):
-    """Where its frame would have to wait, it does."""
+async def test_a_release_reaches_the_daemon_and_is_not_waited_for(path, is_full, cancelled):
+    """Where its frame finds no room, it is sent later."""
     async with daemon(path) as server:
         cache = cache_of()
         async with open_client(cache, server.url) as engine:
             await store(engine, cache)
             tier: DaemonTier = engine.tiers["daemon"]
-            lease = await tier.pin(KEYS)
-            assert server.statistics()["holds"] == 1
-            if not sent:
-                monkeypatch.setattr(tier.connection, "tell", lambda make: False)
-            with trio.CancelScope() as scope:
-                if cancelled:
-                    scope.cancel()
-                await lease.release()
+            leases = [await tier.pin(KEYS) for _ in range(3)]
+            assert server.statistics()["holds"] == 3
+            with trio.fail_after(1), full_channel(tier.connection) if is_full else contextlib.nullcontext():
+                for lease in leases:
+                    with trio.CancelScope() as scope:
+                        if cancelled:
+                            scope.cancel()
+                        await lease.release()
             await until(lambda: held(server) == {"caches": 1})
+
+
+async def test_a_cancel_reaches_the_daemon_over_a_full_channel(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        number, hold = await stored(connection, cache_of())
+        began, _ = slow_loads(server)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load, connection, number, hold, LONG)
+            await began.wait()
+            with full_channel(connection):
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await trio.testing.wait_all_tasks_blocked()
+        assert not loads(server)
+
+
+async def test_a_release_refused_for_now_is_sent_again(path, monkeypatch):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        _, hold = await stored(connection, cache_of())
+        release, refused = server._service.reads.release, []
+
+        def full(session, request):
+            if len(refused) < 2:
+                refused.append(request)
+                raise Refusal("full", "a test")
+            return release(session, request)
+
+        monkeypatch.setitem(server._service._handlers, Release, full)
+        connection.tell(lambda seq: Release(seq, [hold]))
+        with trio.fail_after(PATIENCE):
+            await until(lambda: held(server) == {"caches": 1})
+        assert len(refused) == 2
+
+
+async def test_nothing_waits_for_room_into_another_session(path):
+    """Its numbers would name what is another hold or cache there."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        number, hold = await stored(connection, cache_of())
+        errors, asked = [], []
+        server._service.reads._load = lambda *arguments: asked.append(arguments)
+
+        async def run():
+            with pytest.raises(DaemonUnavailable) as caught:
+                await load(connection, number, hold, LONG)
+            errors.append(caught.value)
+
+        async with trio.open_nursery() as nursery:
+            with full_channel(connection):
+                nursery.start_soon(run)
+                connection.tell(lambda seq: Release(seq, [hold]))
+                await trio.testing.wait_all_tasks_blocked()
+                [session] = server._service.sessions
+                server._service._hang_up(session.peer)
+                await until(lambda: connection.look() or connection.session is None)
+            await until(lambda: errors)
+        await connection.wait_session()
+        assert connection.sessions == 2 and not asked and not connection._due
 
 
 async def test_a_tier_without_a_size_of_blocks_has_that_of_its_daemon(path):
