@@ -1,7 +1,8 @@
 """What clients have reported of their operations (REPORT_STATS), as GET_STATS tells it. Pure.
 
-Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key. However often it is asked
-        for, the table is encoded once in ``INTERVAL``.
+Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key. The table is encoded when
+        it has changed, as long as what is encoded in ``INTERVAL`` is no more than the largest table: so a small one is always
+        that of now.
 Rule 2. Names come from outside, so the table is bounded: beyond ``MAX_CLIENTS`` whoever was silent for the longest goes,
         of a client's operations the first ``MAX_OPERATIONS`` are told apart, and names are cut at ``MAX_NAME_BYTES``. All of it
         takes ``MAX_BYTES`` at most.
@@ -29,12 +30,11 @@ MAX_NAME_BYTES: Final = 128
 MAX_BYTES: Final = 512 << 10
 """Of the table, encoded: 65 clients, 16 operations each, at some 400 bytes an operation with its name."""
 INTERVAL: Final = 0.25
-"""Seconds for which an answer stands."""
+"""Seconds in which ``MAX_BYTES`` are encoded at most; a larger table stands for so long."""
 _MOST_BYTES: Final = (1 << 63) - 1
 """Sums stop here: what is more cannot be said in an answer."""
 _LONGEST: Final = 1e15
 """Microseconds. Thirty years are no latency, and sums of what is shorter stay finite."""
-_NEVER: Final = -math.inf
 _encode: Final = msgspec.msgpack.Encoder().encode
 ALL: Final = "_all"
 """The name under which all clients together are told."""
@@ -106,7 +106,10 @@ class Reports:
         self._all: dict[str, _Operation] = {}
         self._clients: OrderedDict[str, dict[str, _Operation]] = OrderedDict()
         self._told = msgspec.Raw()
-        self._told_at = _NEVER
+        self._has_changed = True
+        self._credit: float = MAX_BYTES
+        """Bytes that may be encoded; the last table may have taken more."""
+        self._credited_at = 0.0
         self.encoded = 0
         """How often the table was encoded."""
 
@@ -130,19 +133,25 @@ class Reports:
                         continue
                     operation = table[name] = _Operation()
                 operation.add(entry)
+                self._has_changed = True
 
     def tell(self, now: float) -> msgspec.Raw:
-        """The figures of each client and of all together, encoded: those of now, or of up to ``INTERVAL`` ago.
+        """Return the figures of each client and of all together, encoded: those of now, or of up to ``INTERVAL`` ago.
 
         With those of now, every interval that clients are told of begins anew.
         """
-        if now >= self._told_at + INTERVAL:
-            self._told, self._told_at = msgspec.Raw(_encode(self._tell())), now
+        earned = (now - self._credited_at) * MAX_BYTES / INTERVAL
+        self._credit, self._credited_at = min(MAX_BYTES, self._credit + earned), now
+        if self._has_changed and self._credit > 0:
+            self._told = msgspec.Raw(_encode(self._tell()))
+            self._credit -= len(bytes(self._told))
             self.encoded += 1
         return self._told
 
     def _tell(self) -> StatsManagerStats:
         tables = {ALL: self._all, **self._clients}
+        # An interval that is reported now is over: the next answer has an empty one.
+        self._has_changed = any(one.interval.count for table in tables.values() for one in table.values())
         return StatsManagerStats(
             {
                 client: ClientStats({name: operation.tell() for name, operation in table.items()})

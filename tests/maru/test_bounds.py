@@ -186,12 +186,27 @@ def test_the_table_of_what_clients_report_has_a_largest_size():
     assert {len(one.operations) for one in clients.values()} == {16}
 
 
-def test_however_often_it_is_asked_for_the_table_is_encoded_once_in_an_interval():
+def test_small_table_of_reports_is_always_current():
     reports = Reports()
     for at in range(100):
         reports.add([report("c")])
-        reports.tell(INTERVAL * at / 10)
-    assert reports.encoded == 10
+        told = msgspec.msgpack.decode(bytes(reports.tell(at * 1e-6)), type=StatsManagerStats)
+        assert told.clients["c"].operations["get"].count == at + 1
+    assert reports.encoded == 100
+    reports.tell(1.0)
+    reports.tell(2.0)
+    assert reports.encoded == 101  # its interval is over; after that nothing changes
+
+
+def test_large_table_of_reports_is_encoded_rarely():
+    reports = Reports()
+    for client in range(100):
+        reports.add([report(f"{client:03}" + "c" * 250, f"{operation:03}" + "o" * 250) for operation in range(40)])
+    size = len(bytes(reports.tell(0.0)))
+    for at in range(1000):
+        reports.add([report("000" + "c" * 250)])
+        reports.tell(INTERVAL * at / 100)
+    assert 9 <= reports.encoded <= 2 + 10 * MAX_BYTES / size
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
