@@ -21,7 +21,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -42,6 +42,11 @@ overwrites: it takes 1.4 times as long for pieces of 64 KiB. (Its gather is a me
 
 _PORTION_BYTES = 16 << 20
 """Bytes of a batch that one call gathers: this bounds the index, which for tiny pieces is as large as the data."""
+
+
+_SHARED: Final = "blocks that share memory would be written over each other"
+_MOST_PAIRS: Final = 16
+"""Comparisons for each piece. Those of a cache need next to none: their places in a period are all different."""
 
 
 # --- layout: pure ---------------------------------------------------------------------------------------------------
@@ -105,6 +110,59 @@ def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, blo
     stride_bytes = strides[block_axis] * item_bytes
     planes = tuple(Plane(sum(offset) * item_bytes, stride_bytes, run * item_bytes) for offset in offsets)
     return Layout(shape[block_axis], planes, tuple(order))
+
+
+def check_disjoint(pieces: Sequence[tuple[int, Plane]], n: int) -> None:
+    """Raise if two pieces of ``n`` blocks share memory: one would be written over the other, and both count as loaded.
+
+    Args:
+        pieces: the pieces of a block, each with the position of its plane's tensor in memory.
+        n: the number of blocks.
+
+    Raises:
+        ValueError: two of them do; or it cannot be seen that they do not.
+    """
+    # Pieces whose extents are apart cannot meet, so only those of one region are compared.
+    region: list[tuple[int, int, int]] = []
+    end = 0
+    for start, run, stride in sorted(
+        (address + plane.offset, plane.run_bytes, plane.stride_bytes if n > 1 else plane.run_bytes)
+        for address, plane in pieces
+    ):
+        if region and start >= end:
+            _check_region(region, n)
+            region = []
+            end = 0
+        region.append((start, run, stride))
+        end = max(end, start + (n - 1) * stride + run)
+    _check_region(region, n)
+
+
+def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
+    """Raise if two pieces share memory: positions, lengths and distances of those whose extents meet."""
+    strides = {stride for _, _, stride in region}
+    if len(region) > 1 and (n == 1 or len(strides) > 1):
+        raise ValueError(f"pieces lie {'in each other' if n == 1 else 'at unequal distances'}: {_SHARED}")
+    [stride] = strides
+    longest = max(run for _, run, _ in region)
+    if longest > stride:
+        raise ValueError(f"pieces of {longest} bytes are {stride} bytes apart: {_SHARED}")
+    # Each piece has one place in a period of ``stride`` bytes. One that goes beyond its end is at the beginning, too.
+    places = sorted(
+        (place, start, run)
+        for start, run, _ in region
+        for place in (start % stride, start % stride - stride)
+        if place + run > 0
+    )
+    left = _MOST_PAIRS * len(places)
+    for at, (place, start, run) in enumerate(places):
+        for other_place, other, _ in itertools.islice(places, at + 1, None):
+            if other_place >= place + run:
+                break
+            left -= 1
+            blocks_between = abs((other - other_place) - (start - place)) // stride
+            if blocks_between < n or left < 0:
+                raise ValueError(f"pieces at {start:#x} and {other:#x} meet: {_SHARED}")
 
 
 # --- host memory ----------------------------------------------------------------------------------------------------
@@ -358,6 +416,14 @@ class DeviceTier(SlotTier):
             raise ValueError(
                 f"the tensors differ in their number of blocks: {sorted({layout.n for layout in layouts})}"
             )
+        check_disjoint(
+            [
+                (layer.data_ptr(), plane)
+                for layer, layout in zip(layers, layouts, strict=True)
+                for plane in layout.planes
+            ],
+            layouts[0].n,
+        )
         if len({layer.device for layer in layers}) > 1:
             raise ValueError(f"the tensors are on several devices: {sorted({str(layer.device) for layer in layers})}")
         self.n: int = layouts[0].n

@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from backends.device import Layout, layout_of
+from backends.device import Layout, check_disjoint, layout_of
 
 from ._messages import TensorLayout
 
@@ -45,7 +45,7 @@ def check_layout(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> Cache
     """The layout of a cache over memories of these sizes; ``memory`` of a tensor is a position in there.
 
     Raises:
-        BadLayout: a tensor is not within its memory, or its blocks are not those of the others.
+        BadLayout: a tensor is not within its memory, its blocks are not those of the others, or pieces share memory.
     """
     count_pieces(tensors, sizes)
     layouts = []
@@ -54,6 +54,17 @@ def check_layout(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> Cache
             layouts.append(layout_of(tensor.shape, tensor.strides, tensor.item_bytes, tensor.block_axis))
         except ValueError as exc:
             raise BadLayout(f"tensor {at}: {exc}") from None
+    for memory in {tensor.memory for tensor in tensors}:
+        pieces = [
+            (tensor.offset, plane)
+            for tensor, layout in zip(tensors, layouts, strict=True)
+            if tensor.memory == memory
+            for plane in layout.planes
+        ]
+        try:
+            check_disjoint(pieces, layouts[0].n)
+        except ValueError as exc:
+            raise BadLayout(f"memory {memory}: {exc}") from None
     return CacheLayout(tensors, layouts, layouts[0].n, sum(layout.block_bytes for layout in layouts))
 
 

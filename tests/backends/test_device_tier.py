@@ -1,8 +1,10 @@
 """A paged KV cache in torch tensors as a tier: any layout, and every byte where it belongs."""
 
 import contextlib
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 import trio
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from backends import device as device_module
 from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier
-from backends.device import DeviceTier, _CudaTensors, layout_of
+from backends.device import DeviceTier, Plane, _CudaTensors, check_disjoint, layout_of
 from backends.memory import MemoryTier
 from backends.pages import new_pages, pages_of
 from backends.slots import PagesDestination
@@ -372,3 +374,85 @@ def test_what_a_cuda_device_would_do_puts_the_same_bytes(layout, monkeypatch):
         assert [block_of(layers, axes, number) for number in to] == expected
     assert storage.pages([0]) is None
     assert storage.block_bytes == tier.block_bytes
+
+
+# --- blocks that share memory -------------------------------------------------------------------------------------
+
+
+def drawn_pieces(rng):
+    """Pieces of a few blocks in little memory, so that many share some and many do not."""
+    stride = rng.randint(1, 12)
+    return rng.randint(1, 4), [
+        (
+            rng.randint(0, 40),
+            Plane(rng.randint(0, 8), stride if rng.random() < 0.9 else rng.randint(1, 12), rng.randint(1, 6)),
+        )
+        for _ in range(rng.randint(1, 4))
+    ]
+
+
+def test_pieces_that_share_memory_are_found_as_by_painting():
+    found = set()
+    for seed in range(20_000):
+        n, pieces = drawn_pieces(random.Random(seed))
+        painted = [
+            byte
+            for address, plane in pieces
+            for block in range(n)
+            for byte in range(
+                address + plane.offset + block * plane.stride_bytes,
+                address + plane.offset + block * plane.stride_bytes + plane.run_bytes,
+            )
+        ]
+        shared, alike = len(painted) != len(set(painted)), len({plane.stride_bytes for _, plane in pieces}) == 1
+        try:
+            check_disjoint(pieces, n)
+            refused = False
+        except ValueError:
+            refused = True
+        assert refused == shared or (refused and not alike), (seed, n, pieces)
+        found.add((refused, alike))
+    assert len(found) == 4
+
+
+def test_a_cache_with_very_many_pieces_is_checked_in_time():
+    pieces = [
+        (layer << 30 | kv << 29, Plane(head * 256, 256 * 64, 256))
+        for layer in range(128)
+        for kv in (0, 1)
+        for head in range(64)
+    ]
+    began = time.process_time()
+    check_disjoint(pieces, 10_000)
+    with pytest.raises(ValueError):
+        check_disjoint([*pieces, pieces[-1]], 10_000)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda base: [base.as_strided((4, 2, 32), (16, 1024, 1))],
+        lambda base: [base[:256].view(4, 64), base[:256].view(4, 64)],
+        lambda base: [base[:256].view(4, 64), base[32:288].view(4, 64)],
+        lambda base: [base.as_strided((4, 64), (32, 1))],
+    ],
+)
+def test_a_cache_whose_blocks_share_memory_is_refused(tensors):
+    with pytest.raises(ValueError, match="share memory"):
+        DeviceTier(tensors(torch.zeros(4096, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda base: [base.view(2, 4, 512)[kv] for kv in (0, 1)],  # keys, then values
+        lambda base: [base.view(4, 2, 512)[:, kv] for kv in (0, 1)],  # of each block, keys and values
+        lambda base: [base.view(4, 8, 2, 64)[:, layer] for layer in range(8)],  # of each block, all layers
+        lambda base: [base.view(8, 2, 4, 64)[layer].transpose(0, 1) for layer in range(8)],
+        lambda base: [base.view(8, 512)[::2], base.view(8, 512)[1::2]],
+        lambda base: [base.view(4, 16, 64).transpose(0, 1)[at : at + 1].transpose(0, 1) for at in range(16)],
+    ],
+)
+def test_a_cache_whose_pieces_are_interleaved_is_taken(tensors):
+    DeviceTier(tensors(torch.zeros(4096, dtype=torch.uint8)))

@@ -137,6 +137,19 @@ def test_pieces_are_counted_as_they_are_listed(shape, strides):
     assert count_pieces([tensor], [1 << 20]) == sum(len(one.planes) for one in layout.layouts)
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [TensorLayout(0, 0, 1, [4, SIZE], [SIZE // 2, 1], 0)],
+        [TensorLayout(0, 0, 1, [4, 2, 8], [4, 2 * SIZE, 1], 0)],
+        [*run_of(4), *run_of(4)],
+    ],
+)
+def test_pieces_that_share_memory_are_refused(tensors):
+    with pytest.raises(BadLayout, match=r"memory 0: .* share memory"):
+        check_layout(tensors, [8 * SIZE])
+
+
 def test_tensors_of_one_cache_have_the_same_blocks():
     with pytest.raises(BadLayout, match="differ"):
         check_layout([*run_of(4), *run_of(3)], [8 * SIZE])
