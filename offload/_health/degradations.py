@@ -70,7 +70,7 @@ class ServiceFacts:
     descriptors: tuple[int, int] | None = None
     """Open file descriptors, and how many may be."""
     unlinked: tuple[str, ...] | None = None
-    """Files that the service has made, and that are gone or replaced."""
+    """Files that the service has made, and that are gone."""
 
 
 @attrs.define(eq=False)
@@ -125,7 +125,9 @@ class DegradationWatch:
                 text = f"{is_open:,} of {most:,} file descriptors are open: raise LimitNOFILE (ulimit -n)"
                 yield Degradation("few_descriptors", "", text)
         for path in facts.unlinked or ():
-            text = f"{path} was removed or replaced while it is in use: start the service again, and keep cleaners away"
+            text = (
+                f"{path} was removed while it is in use: keep cleaners away, and restart the service if it stays away"
+            )
             yield Degradation("unlinked_files", path, text)
 
     def _recent(self, name: Name, counts: Mapping[str, int], now: float) -> Iterator[tuple[str, int]]:

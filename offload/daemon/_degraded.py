@@ -45,16 +45,17 @@ class Degradations:
 
     engine: Callable[[], Engine | None]
     _watch: DegradationWatch = attrs.field(factory=DegradationWatch)
-    _files: dict[str, tuple[int, int]] = attrs.field(factory=dict)
-    """Device and inode of files that have to stay, by path."""
+    _files: tuple[str, ...] = ()
+    """Paths that have to stay."""
     _is_looking: bool = False
     """Whether a thread is still looking: a file system may hang, and one thread is enough to find out."""
 
     def keep(self, *paths: str) -> None:
-        """Note files that the daemon has made and needs."""
-        for path in paths:
-            status = os.stat(path)
-            self._files[path] = status.st_dev, status.st_ino
+        """Note files that the daemon has made and needs.
+
+        That one is there is enough: a server whose lock another one has ends, and one whose socket was removed makes it again.
+        """
+        self._files = paths
 
     @property
     def now(self) -> list[Degradation]:
@@ -116,7 +117,7 @@ class Degradations:
         with trio.move_on_after(_PATIENCE):
             try:
                 self._is_looking = True
-                room, descriptors, unlinked = await run_in_thread(self._look_around, rooms, dict(self._files))
+                room, descriptors, unlinked = await run_in_thread(self._look_around, rooms)
             except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
                 self._is_looking = False
                 return attrs.evolve(facts, descriptors=_descriptors())
@@ -124,7 +125,7 @@ class Degradations:
         return facts
 
     def _look_around(
-        self, rooms: Mapping[str, tuple[str, int]], files: Mapping[str, tuple[int, int]]
+        self, rooms: Mapping[str, tuple[str, int]]
     ) -> tuple[dict[str, RoomFact], tuple[int, int], tuple[str, ...]]:
         """Ask the file systems; in a thread, since one may hang."""
         try:
@@ -132,18 +133,10 @@ class Degradations:
             for name, (path, needed) in rooms.items():
                 system = os.statvfs(path)
                 found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
-            unlinked = tuple(path for path, inode in files.items() if _inode(path) != inode)
+            unlinked = tuple([path for path in self._files if not os.path.lexists(path)])
             return found, _descriptors(), unlinked
         finally:
             self._is_looking = False
-
-
-def _inode(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _descriptors() -> tuple[int, int]:

@@ -397,8 +397,6 @@ class Daemon:
                     _log.error("files of this daemon were removed, and cannot be made again yet: %s", exc)
                 continue
             failed = False
-            with suppress(FileNotFoundError):  # those of an embedded page store are made again by that one
-                self.degradations.keep(*self._own_files())
             if made:
                 _log.warning(
                     "%s: removed under this daemon, and made again. systemd's RemoveIPC and cleaners of temporary files do "

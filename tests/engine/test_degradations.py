@@ -21,7 +21,7 @@ WELL = ServiceFacts(rooms={}, descriptors=(10, 100), unlinked=())
         (ServiceFacts(failed_blocks={"disk": 1_200}), "failing_route disk", ("1,200 blocks", "offload explain")),
         (ServiceFacts(late_policies={"host": 3}), "late_policies host", ("3 stores into host", "policy_timeout")),
         (ServiceFacts(descriptors=(950, 1_000)), "few_descriptors", ("950 of 1,000", "LimitNOFILE")),
-        (ServiceFacts(unlinked=("/run/d.sock",)), "unlinked_files /run/d.sock", ("removed or replaced", "start")),
+        (ServiceFacts(unlinked=("/run/d.sock",)), "unlinked_files /run/d.sock", ("was removed", "start")),
     ],
 )
 def test_each_has_a_name_and_a_sentence(facts: ServiceFacts, key: str, words: tuple[str, ...]) -> None:
