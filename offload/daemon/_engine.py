@@ -125,7 +125,7 @@ class DaemonEngine:
                 await self._open(task_status if configured else trio.TASK_STATUS_IGNORED)
             except Exception as exc:
                 if configured or self.engine is not None:
-                    raise CannotOpen(str(exc)) from exc
+                    raise CannotOpen("; ".join([str(exc), *getattr(exc, "__notes__", ())])) from exc
                 _log.exception("the tiers cannot be opened for blocks of %d bytes", self.block_bytes)
                 self._refuse(exc)
             finally:

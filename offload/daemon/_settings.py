@@ -183,7 +183,7 @@ def maru_config(settings: Settings) -> Any:
 
 def notes_on_page_stores(settings: Settings) -> Iterator[str]:
     """A sentence for each tier that is a client of a page store which this daemon does not run."""
-    if settings.embeds_maru:
+    if not settings.document.parse().get("engine", {}).get("tiers"):
         return
     for name, tier in settings.engine.tiers.items():
         kind = tier.get("type") if isinstance(tier, Mapping) else tier

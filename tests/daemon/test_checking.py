@@ -146,6 +146,16 @@ def test_check_tells_that_no_page_store_is_embedded(text, where):
     assert done.exit_code == 0, done.output
     assert f"tier m: no page store is embedded, as [engine] names tiers: maru-server has to run {where}" in done.stdout
     assert "embedded" not in check().stdout
+    assert "embedded" not in check('[daemon]\nmaru_server_url = "ipc:///x/y.sock"\n').stdout
+
+
+def test_a_start_names_the_tier_that_cannot_be(path):
+    done = CliRunner().invoke(
+        offload.cli.main,
+        ["serve", "--runtime-dir", path, "--block-bytes", "16GiB", "--host-bytes", "1MiB", "--maru-pool-size-gb", "0"],
+    )
+    assert done.exit_code == 3, done.output
+    assert "capacity_bytes is 1048576" in done.stderr and "while making tiers.host" in done.stderr
 
 
 def test_check_leaves_no_runtime_directory(here):
