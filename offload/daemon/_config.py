@@ -44,7 +44,7 @@ TOKEN_NAME: Final = "admin.token"
 STATUS_NAME: Final = "status.sock"
 """Where the status page is served, with ``status = "ipc"``."""
 ADMISSION: Final = 10.0
-"""Seconds until an engine must have begun a session, and an operator shown the token. Good ones need milliseconds."""
+"""Seconds of silence until which an engine must have begun a session, and an operator shown the token."""
 MARU_NAME: Final = "maru"
 """The directory of the embedded Maru server's sockets."""
 

@@ -247,9 +247,12 @@ class Service:
         return None
 
     def _welcome(self, peer: bytes, request: Hello, version: int, tenant: str, *, resumed: bool) -> Answer:
-        session = self.sessions.begin(peer, request.name, tenant, trio.current_time(), version)
+        session = self.sessions.begin(
+            peer, request.name, tenant, trio.current_time(), version, self.tenants.credentials.keys()
+        )
         if session is None:
-            raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows")
+            left = " beside a place for each tenant without one" if self.tenants.credentials else ""
+            raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows{left}")
         self._admit(peer)
         _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
         limits, block_bytes = self.sessions.limits, self._engine.block_bytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import attrs
@@ -154,15 +154,22 @@ class Sessions:
     def __iter__(self) -> Any:
         return iter(list(self._all.values()))
 
-    def begin(self, peer: bytes, name: str, tenant: str, now: float, version: int = 1) -> Session | None:
+    def begin(
+        self, peer: bytes, name: str, tenant: str, now: float, version: int = 1, tenants: Collection[str] = ()
+    ) -> Session | None:
         """Begin a session for this connection; ``None`` if there are as many as may be.
+
+        A place is left for each of ``tenants`` that has no session, in up to half of all: no tenant keeps another one out.
 
         Raises:
             ValueError: the connection has one.
         """
         if peer in self._by_peer:
             raise ValueError("this connection has a session")
-        if len(self._all) >= self.limits.sessions:
+        most, there = self.limits.sessions, {session.tenant for session in self._all.values()}
+        if tenant in there:
+            most -= min(len(set(tenants) - there), most // 2)
+        if len(self._all) >= most:
             self.turned_away += 1
             return None
         self._last += 1

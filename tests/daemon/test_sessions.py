@@ -81,6 +81,19 @@ def test_there_are_at_most_so_many_sessions_those_that_are_given_back_included()
     assert every.begin(b"3", "", "", 0.0) is not None
 
 
+def test_a_place_is_left_for_each_tenant_without_a_session():
+    sessions, tenants = Sessions(Limits(sessions=4)), ("a", "b")
+    assert all(sessions.begin(bytes([at]), "", "a", 0.0, 1, tenants) for at in range(3))
+    assert sessions.begin(b"3", "", "a", 0.0, 1, tenants) is None and sessions.turned_away == 1
+    assert sessions.begin(b"4", "", "b", 0.0, 1, tenants) is not None
+
+
+def test_places_that_are_left_are_at_most_half():
+    sessions, tenants = Sessions(Limits(sessions=4)), [str(at) for at in range(100)]
+    taken = [sessions.begin(bytes([at]), "", "0", 0.0, 1, tenants) for at in range(3)]
+    assert [one is not None for one in taken] == [True, True, False]
+
+
 def test_a_connection_has_one_session():
     every = sessions()
     every.begin(b"peer", "", "", 0.0)
