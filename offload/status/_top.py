@@ -15,6 +15,7 @@ from maru._cli._output import duration, share, size
 from maru._commands import FiniteRange
 from maru._console import console, keys_pressed, show
 from maru._ending import BadInput, EnvironmentFault
+from maru._printable import printable
 
 from .._errors import ConfigError
 from .._stage_times import STAGES
@@ -132,7 +133,7 @@ def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:
     most = max(1, height - taken) if height else _MOST_LISTED
     return [
         f"{view.name}, up for {duration(view.up_for)}, {time.strftime('%H:%M:%S')}{', q ends' if height else ''}",
-        *[Text(f"degraded: {one}", "bold") for one in view.degraded],
+        *[Text(f"degraded: {printable(one)}", "bold") for one in view.degraded],
         "",
         _figures(view),
         "",

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
+import attrs
 import pytest
 import trio
 from selenium import webdriver
@@ -21,7 +22,7 @@ from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from offload import NO_WAIT, Engine, open_engine
 from offload.instruments import StageTimes
-from offload.status import EngineStatus, serve_status
+from offload.status import EngineStatus, StatusView, serve_status
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
@@ -105,6 +106,27 @@ async def test_the_page_shows_what_the_engine_is_and_follows_it(browser: webdriv
         await in_browser(look)
         ready.set()
         await in_browser(lambda: wait_for(browser, lambda page: text_of(page, "#nothing") == "Nothing is under way."))
+
+
+async def test_degradations_stand_at_the_top_while_they_last(browser: webdriver.Chrome, tmp_path: object) -> None:
+    async with engine_with_a_page(tmp_path) as (_, engine, _), trio.open_nursery() as nursery:
+        texts = [f"/kv has 4 KiB left: free some {MARKUP}"]
+
+        class Degraded(EngineStatus):
+            def view(self) -> StatusView:
+                return attrs.evolve(super().view(), degraded=list(texts))
+
+        (address,) = await nursery.start(functools.partial(serve_status, Degraded(engine, StageTimes())))
+
+        def look() -> None:
+            browser.get(address)
+            wait_for(browser, lambda page: text_of(page, "#degraded li") == texts[0])
+            assert browser.find_element(By.CSS_SELECTOR, "#degraded-section").is_displayed()
+            texts.clear()
+            wait_for(browser, lambda page: not page.find_element(By.CSS_SELECTOR, "#degraded-section").is_displayed())
+
+        await in_browser(look)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_name_that_looks_like_markup_is_text(browser: webdriver.Chrome, tmp_path: object) -> None:

@@ -56,6 +56,12 @@ async def test_a_view_fits_into_80_columns_and_says_what_is_found_and_what_is_st
         assert told in text
 
 
+async def test_degradations_stand_at_the_top() -> None:
+    view = attrs.evolve(await view_of_an_engine(), degraded=["/kv has 4 KiB left: free some", "\x1b[2Jgone"])
+    lines = printed(view, 120, height=40).splitlines()
+    assert lines[1:3] == ["degraded: /kv has 4 KiB left: free some", "degraded: \\x1b[2Jgone"]
+
+
 async def test_a_tier_that_is_left_alone_says_why() -> None:
     view = await view_of_an_engine()
     broken = attrs.evolve(view.tiers[0], state="open", cause="timeout", damaged=3)
