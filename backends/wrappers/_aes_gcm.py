@@ -7,13 +7,16 @@ Rule 1. A nonce is 96 new random bits from the operating system for each block. 
 Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, the tenant and the secret. A block that was
         moved to another key, cut, or given to another tenant has a bad tag.
 Rule 3. A secret is in no text that is made here: not in a repr, not in an error. The bytes before the ciphertext show which
-        blocks have the same tenant and the same secret, and nothing more.
+        blocks have the same tenant and the same secret, and nothing more: the owner is a hash of the tenant's name under its
+        secret, so that a name cannot be confirmed without one. (Blocks of before have a hash of the name alone. They are
+        read as well, and go as all blocks do.)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -58,6 +61,7 @@ class AesGcm:
             raise MissingExtra("AesGcm", "cryptography", "aes") from exc
         self._invalid_tag = InvalidTag
         self._cipher: Callable[[bytes], AESGCM] = lru_cache(_CIPHERS_KEPT)(AESGCM)
+        self._mapping: Mapping[str, Secrets] | None = secrets if isinstance(secrets, Mapping) else None
         self._ask: Callable[[str], Secrets | None] = secrets.get if isinstance(secrets, Mapping) else secrets
         if isinstance(secrets, Mapping):
             for tenant in secrets:
@@ -101,7 +105,7 @@ class AesGcm:
             ValueError: its secret is not of 16, 24 or 32 bytes.
         """
         tenant, secrets = self._secrets_for(context)
-        before = _owner_of(tenant) + _id_of(secrets[0]) + os.urandom(_NONCE)
+        before = _owner_of(tenant, secrets[0]) + _id_of(secrets[0]) + os.urandom(_NONCE)
         made = _BEFORE + src.nbytes + _TAG
         dst[:_BEFORE] = before
         associated = _associated(context, before, src.nbytes)
@@ -119,20 +123,38 @@ class AesGcm:
             raise Damaged
         before = bytes(src[:_BEFORE])
         tenant = context.tenant
-        if tenant is None or before[:_OWNER] != _owner_of(tenant):
+        if tenant is None:
             raise Damaged("foreign", keep=True)
-        wanted = before[_OWNER : _OWNER + _SECRET]
+        owner, wanted = before[:_OWNER], before[_OWNER : _OWNER + _SECRET]
         try:
             secret = next((secret for secret in self._secrets_of(tenant) if _id_of(secret) == wanted), None)
         except UnknownTenant:
             secret = None
         if secret is None:
+            if owner != _old_owner_of(tenant) and self._may_be_anothers(tenant, owner, wanted):
+                raise Damaged("foreign", keep=True)
             raise Damaged("secret")
+        if owner != _owner_of(tenant, secret) and owner != _old_owner_of(tenant):
+            raise Damaged("foreign", keep=True)
         try:
             associated = _associated(context, before, dst.nbytes)
             self._cipher(secret).decrypt_into(before[-_NONCE:], src[_BEFORE:], associated, dst)
         except self._invalid_tag:
             raise Damaged("tag") from None
+
+    def _may_be_anothers(self, tenant: str, owner: bytes, wanted: bytes) -> bool:
+        """Whether the block may be another tenant's than this one: it stays then."""
+        # A secret that this tenant had once cannot be told from one of a tenant that a function has not been asked for. A
+        # tenant that forgets another's blocks is worse than one that has its own stand in the way for a while.
+        if self._mapping is None:
+            return True
+        for other in list(self._mapping):
+            with suppress(UnknownTenant, ValueError):  # its secrets are no business of this one
+                if other != tenant and (
+                    owner == _old_owner_of(other) or any(_id_of(secret) == wanted for secret in self._secrets_of(other))
+                ):
+                    return True
+        return False
 
     def _secrets_for(self, context: Context) -> tuple[str, Sequence[bytes]]:
         tenant = context.tenant
@@ -151,10 +173,15 @@ class AesGcm:
         return [bytes(secret) for secret in several]
 
 
-def _owner_of(tenant: str) -> bytes:
+def _owner_of(tenant: str, secret: bytes) -> bytes:
+    return blake2b(tenant.encode(), digest_size=_OWNER, key=secret, person=b"offload.tenant").digest()
+
+
+def _old_owner_of(tenant: str) -> bytes:
     return blake2b(tenant.encode(), digest_size=_OWNER, person=b"offload.tenant").digest()
 
 
+@lru_cache(_CIPHERS_KEPT)
 def _id_of(secret: bytes) -> bytes:
     return blake2b(secret, digest_size=_SECRET, person=b"offload.secret").digest()
 

@@ -3,9 +3,11 @@
 import contextlib
 import math
 import os
+from hashlib import blake2b
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +115,37 @@ def test_nothing_of_the_block_can_be_read_and_no_two_look_alike():
     first, second = encoded(AesGcm(SECRETS), data, ANN), encoded(AesGcm(SECRETS), data, ANN)
     assert b"secret" not in first
     assert first[28:] != second[28:]
+
+
+def test_a_tenants_name_cannot_be_confirmed_without_a_secret():
+    body = encoded(AesGcm(SECRETS), b"bytes", ANN)
+    assert body[:8] == encoded(AesGcm(SECRETS), b"other", ANN)[:8]
+    assert body[:8] != encoded(AesGcm({"ann": b"x" * 32}), b"bytes", ANN)[:8]
+    assert body[:8] != blake2b(b"ann", digest_size=8, person=b"offload.tenant").digest()
+
+
+def test_blocks_that_name_their_tenant_are_read():
+    # As version 1 wrote them: sealed with a hash of the tenant's name alone.
+    secret, nonce = SECRETS["ann"], bytes(12)
+    before = b"".join(
+        blake2b(text, digest_size=8, person=b"offload." + field).digest()
+        for text, field in ((b"ann", b"tenant"), (secret, b"secret"))
+    )
+    sealed = AESGCM(secret).encrypt(nonce, b"bytes", b"chain" + (5).to_bytes(8, "little") + before + b"key")
+    body, back = bytearray(before + nonce + sealed), bytearray(5)
+    AesGcm(SECRETS).decode(ANN, memoryview(body), memoryview(back))
+    assert back == b"bytes"
+    bob = Context(b"key", "bob", b"chain")
+    assert damaged(AesGcm(SECRETS), body, 5, bob) == damaged(AesGcm(SECRETS.get), body, 5, bob) == "foreign"
+    assert damaged(AesGcm({"ann": b"n" * 32}), body, 5, ANN) == damaged(AesGcm({}), body, 5, ANN) == "secret"
+
+
+def test_a_block_of_an_unknown_tenant_stays_where_a_function_knows_the_secrets():
+    body = encoded(AesGcm(SECRETS), b"bytes", ANN)
+    bob = Context(b"key", "bob", b"chain")
+    with pytest.raises(Damaged) as caught:
+        AesGcm({"bob": b"b" * 32}.get).decode(bob, memoryview(bytearray(body)), memoryview(bytearray(5)))
+    assert (caught.value.reason, caught.value.keep) == ("foreign", True)
 
 
 def test_nonces_are_all_different():
