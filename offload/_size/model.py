@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "float32": 4,
@@ -23,6 +29,32 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 MIB: Final = 1 << 20
 _WITH_KV: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers that have KV for each token."""
+
+
+_BEARS_ON_KV: Final = re.compile(
+    r"kv|key_value|value_head|query_group|attn|attention|mamba|ssm|conv|linear_|recurrent|retention|rwkv|state|compress|"
+    r"index_|heads?(_|$)|_heads|layers_|_layers|layer_(types|period|indices|offset|pattern)|_pattern|block_configs|"
+    r"is_encoder_decoder"
+)
+"""Names of keys that may say how much KV a token has. One that is neither read nor known to be harmless is refused: a size that
+is silently wrong fills a pool with a fraction of what was meant for it."""
+_READ: Final = _words("""
+    num_hidden_layers n_layer n_layers num_layers layer_types num_kv_shared_layers block_configs
+    kv_lora_rank qk_rope_head_dim num_attention_heads n_head n_heads num_heads head_dim kv_channels v_head_dim
+    num_key_value_heads num_kv_heads n_head_kv multi_query multi_query_attention multi_query_group_num
+""")
+_HARMLESS: Final = _words("""
+    attention_bias attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attention_types attention_layers
+    attention_multiplier attention_out_bias attention_in_bias attention_chunk_size attention_factor attention_value_scale
+    attention_logit_softcapping attention_qkv_bias attn_implementation _attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal attn_pdrop attn_dropout attn_logit_softcapping attn_output_gate attn_scale
+    attn_temperature_tuning attn_output_bias apply_query_key_layer_scaling use_attn_gate scale_attn_weights
+    scale_attn_by_inverse_layer_idx reorder_and_upcast_attn add_qkv_bias qkv_bias clip_qkv use_qkv_bias
+    add_swa_attention_sink_bias no_rope_layers no_rope_layer_interval nope_layer_interval num_nope_layers max_window_layers
+    sliding_window_pattern mlp_only_layers moe_layers moe_layers_enum moe_layer_pattern num_nextn_predict_layers
+    num_mtp_layers mtp_num_layers layers_per_stage qk_nope_head_dim qk_head_dim use_flash_attn use_flash_attention
+""")
+"""Scores, masks, positions and weights: a token has the same keys and values with or without them."""
 
 
 class UnknownModel(ValueError):
@@ -51,16 +83,34 @@ class ModelShape:
         """
         config = {**config, **(config.get("text_config") or {})}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-        layers = _number(config, "num_hidden_layers", "n_layer", "num_layers")
+        if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
+            dtype = ""  # the cache's is not that of the weights
+        layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         kinds = config.get("layer_types") or []
         others = sorted(set(kinds) - _WITH_KV)
         if others:
             raise UnknownModel(f"layers of the kinds {', '.join(others)} have no KV for each token")
+        unknown = sorted(
+            key for key, value in config.items() if value and _BEARS_ON_KV.search(key) and key not in _READ | _HARMLESS
+        )
+        if unknown:
+            raise UnknownModel(
+                f"the configuration has {', '.join(unknown)}, which may change the KV of a token in an unknown way: "
+                "ask the engine, which logs the size of its KV cache in tokens at its start"
+            )
+        if config.get("num_kv_shared_layers"):
+            layers -= _number(config, "num_kv_shared_layers")
         if config.get("kv_lora_rank"):
             return cls(layers, 0, _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"), dtype)
-        heads = _number(config, "num_attention_heads", "n_head")
-        kv_heads = _number(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
-        width = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
+        heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+        width = config.get("head_dim") or config.get("kv_channels") or _number(config, "hidden_size", "n_embd") // heads
+        if config.get("v_head_dim", width) != width:
+            raise UnknownModel(
+                f"v_head_dim is {config['v_head_dim']} and keys have {width}: engines lay that out differently"
+            )
+        kv_heads = _kv_heads(config, heads)
+        if config.get("block_configs"):
+            layers, kv_heads = _of_blocks(config["block_configs"], heads)
         return cls(layers, kv_heads, 2 * int(width), dtype)
 
     def bytes_per_token(self, item_bytes: int, tensor_parallel: int = 1) -> int:
@@ -124,6 +174,32 @@ class PoolSize:
         chunk_bytes, chunks = per_token * chunk_tokens, -(-tokens // chunk_tokens)
         pool = -(-chunk_bytes * chunks // MIB) * MIB
         return cls(per_token, chunk_tokens, chunk_bytes, chunks, pool, tensor_parallel, pool * tensor_parallel)
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("new_decoder_architecture"):  # Falcon has multi_query as well then, and does not read it
+        return _number(config, "num_kv_heads", "n_head_kv")
+    if "new_decoder_architecture" in config:
+        return 1 if config.get("multi_query") else heads
+    if config.get("multi_query_attention"):
+        return _number(config, "multi_query_group_num")
+    if config.get("multi_query"):
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    return _number(config, *names) if any(config.get(name) for name in names) else heads
+
+
+def _of_blocks(blocks: Any, heads: int) -> tuple[int, int]:
+    """The number of layers with KV, and of their heads of keys, from the configuration of each block."""
+    try:
+        groups = [block["attention"].get("n_heads_in_group") for block in blocks if not block["attention"].get("no_op")]
+    except (TypeError, KeyError, AttributeError):
+        raise UnknownModel("block_configs is not a list of blocks that have an attention each") from None
+    if len(set(groups)) != 1 or not groups[0] or heads % groups[0]:
+        raise UnknownModel(
+            "the layers of block_configs differ in their heads of keys: a token has no one size in each layer"
+        )
+    return len(groups), heads // groups[0]
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

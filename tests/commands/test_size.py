@@ -20,6 +20,15 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
 }
 DEEPSEEK_V3 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
+FALCON_40B = {
+    "hidden_size": 8192,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+    "multi_query": True,
+}
+GROUPS = {"attention": {"n_heads_in_group": 8, "no_op": False}}
+NO_OP = {"attention": {"n_heads_in_group": None, "no_op": True}}
 
 
 def size(path: Path, config: dict[str, Any], *options: str) -> Result:
@@ -37,6 +46,23 @@ def size(path: Path, config: dict[str, Any], *options: str) -> Result:
         ({"text_config": LLAMA_8B, "vision_config": {}}, 1, 32 * 8 * 128 * 2 * 2),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float16"}, 1, 12 * 12 * 64 * 2 * 2),
         (DEEPSEEK_V3, 8, 61 * 576 * 2),  # each rank has all of it
+        # Falcon, old and new, StarCoder, GLM-4, Nemotron, Gemma 3n: heads of keys by other names, layers without any.
+        ({"hidden_size": 4544, "n_head": 71, "n_layer": 32, "multi_query": True}, 1, 32 * 64 * 2 * 2),
+        ({**FALCON_40B, "new_decoder_architecture": True}, 1, 60 * 8 * 64 * 2 * 2),
+        ({**FALCON_40B, "new_decoder_architecture": False}, 1, 60 * 64 * 2 * 2),
+        ({**FALCON_40B, "new_decoder_architecture": False, "multi_query": False}, 1, 60 * 128 * 64 * 2 * 2),
+        (
+            {**LLAMA_8B, "multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 64},
+            1,
+            32 * 2 * 64 * 2 * 2,
+        ),
+        ({**LLAMA_8B, "num_key_value_heads": None, "block_configs": [GROUPS] * 3 + [NO_OP]}, 1, 3 * 4 * 128 * 2 * 2),
+        ({"text_config": {**LLAMA_8B, "num_kv_shared_layers": 12}}, 1, 20 * 8 * 128 * 2 * 2),
+        (
+            {**LLAMA_8B, "attention_bias": True, "max_window_layers": 28, "sliding_window": 4096},
+            1,
+            32 * 8 * 128 * 2 * 2,
+        ),
     ],
 )
 def test_bytes_for_each_token_are_those_of_the_model(config: dict[str, Any], ranks: int, per_token: int):
@@ -69,6 +95,26 @@ def test_people_read_what_to_set(tmp_path: Path):
         ({}, [], "has no num_hidden_layers"),
         ({**LLAMA_8B, "torch_dtype": None}, [], "say that of the cache with --dtype"),
         ({**LLAMA_8B, "layer_types": ["full_attention", "linear_attention"]}, [], "linear_attention"),
+        ({**LLAMA_8B, "full_attention_interval": 4}, [], "has full_attention_interval, which may change the KV"),
+        ({**LLAMA_8B, "attn_layer_period": 8, "mamba_d_state": 16}, [], "has attn_layer_period, mamba_d_state, which"),
+        ({**LLAMA_8B, "hybrid_override_pattern": "M-M*"}, [], "hybrid_override_pattern"),
+        ({**LLAMA_8B, "attn_type_list": [0, 1]}, [], "attn_type_list"),
+        ({**LLAMA_8B, "linear_attn_config": {"kda_layers": [1]}}, [], "linear_attn_config"),
+        (
+            {**LLAMA_8B, "global_head_dim": 512, "num_global_key_value_heads": 2},
+            [],
+            "global_head_dim, num_global_key_value_heads",
+        ),
+        ({**DEEPSEEK_V3, "index_head_dim": 128, "index_topk": 2048}, [], "index_head_dim, index_topk"),
+        ({**LLAMA_8B, "is_encoder_decoder": True}, [], "is_encoder_decoder"),
+        ({**LLAMA_8B, "v_head_dim": 64}, [], "v_head_dim is 64 and keys have 128"),
+        ({**LLAMA_8B, "block_configs": [GROUPS, {"attention": {"n_heads_in_group": 4}}]}, [], "differ in their heads"),
+        ({**LLAMA_8B, "block_configs": [{}]}, [], "block_configs is not a list of blocks"),
+        (
+            {**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+            [],
+            "that of the cache with --dtype",
+        ),
         (LLAMA_8B, ["--tensor-parallel", "3"], "cannot be shared out among 3 ranks"),
         (LLAMA_8B, ["--tokens", "many"], "must be a positive number"),
     ],
