@@ -110,7 +110,7 @@ class DegradationWatch:
             yield Degradation("broken_tier", tier, f"tier {tier} is left alone, and tried again now and then: {cause}")
         for tier, room in (facts.rooms or {}).items():
             if room.free_bytes < room.needed_bytes:
-                text = f"{room.path} has {_rounded(room.free_bytes)} left, and tier {tier} cannot store more there: free some"
+                text = f"{room.path} is full, with {_rounded(room.free_bytes)} left, so tier {tier} stores no more: free some"
                 yield Degradation("full_disk", tier, text)
         for route, n in self._recent("failing_route", facts.failed_blocks, now):
             yield Degradation(

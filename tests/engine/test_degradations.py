@@ -16,7 +16,7 @@ WELL = ServiceFacts(rooms={}, descriptors=(10, 100), unlinked=())
         (
             ServiceFacts(rooms={"disk": RoomFact("/kv", 5_000, 16_384)}),
             "full_disk disk",
-            ("/kv has 4 KiB left", "tier disk", "free some"),
+            ("/kv is full, with 4 KiB left", "tier disk", "free some"),
         ),
         (ServiceFacts(failed_blocks={"disk": 1_200}), "failing_route disk", ("1,200 blocks", "offload explain")),
         (ServiceFacts(late_policies={"host": 3}), "late_policies host", ("3 stores into host", "policy_timeout")),
