@@ -431,5 +431,10 @@ class PinnedPoolClient:
         with contextlib.suppress(IndexError):
             while True:
                 ids.append(self._late.popleft())
-        if ids:
+        if not ids:
+            return
+        try:
             self.free_from_pool(ids)
+        except BaseException:
+            self._late += ids  # the next call tries again: ids that are gone are skipped
+            raise

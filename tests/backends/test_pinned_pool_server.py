@@ -491,6 +491,16 @@ def test_stopped_server_is_a_timeout_and_the_session_goes_on() -> None:
         assert client.allocate_from_pool(MIB - 2 * CHUNK) is not None
 
 
+def test_a_late_allocation_is_freed_after_another_timeout() -> None:
+    with ServerProcess() as process, client_of(process, shared_memory=True) as client:
+        with process.stopped(), impatient(client), pytest.raises(PoolTimeout):
+            within(PATIENCE, lambda: client.allocate_from_pool(CHUNK))
+        assert client.get_usage_info().active_allocations == 1  # with this answer came the late one
+        with client._lock, impatient(client), pytest.raises(PoolTimeout):  # of another thread, which waits for long
+            within(PATIENCE, client.get_usage_info)  # it frees first, and is not even sent
+        assert client.get_usage_info().active_allocations == 0
+
+
 def test_server_that_stops_in_the_middle_of_bytes_costs_the_session() -> None:
     with ServerProcess() as process, client_of(process, 64, shared_memory=False) as client:
         client.allocate_from_pool(64 * MIB)
