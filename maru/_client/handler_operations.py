@@ -55,12 +55,12 @@ def batch_store(s: ClientState, keys: Iterable[str], handles: Iterable[AllocHand
     if not keys:
         return []
     s.check_open()
-    for handle in handles:
-        handle._check(s)
     sizes = [handle.size for handle in handles]
     checksums: list[int] | None = None
     if s.config.checksums:
         checksums = yield Work(partial(_sums, handles), sum(sizes))
+    for handle in handles:  # not before: while they were summed, another thread may have stored or freed one
+        handle._check(s)
     pages = [handle._use() for handle in handles]
     return (yield from store(s, keys, pages, _one_for_all(sizes), checksums))
 

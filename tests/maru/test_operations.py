@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from xxhash import xxh3_64_intdigest
 
-from maru import HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerLost, ServerRefused
+from maru import CannotMap, HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerLost, ServerRefused
+from maru._client import handler_operations
 from maru._client.answers import Deleted, Loaded, Stored
 from maru._client.correlation import Correlation
 from maru._client.operations import (
@@ -25,6 +26,7 @@ from maru._client.operations import (
     exist,
     exists,
     hold,
+    hold_first,
     pin,
     release,
     restore,
@@ -111,6 +113,26 @@ def test_a_store_is_one_round_trip_and_a_load_two_of_which_none_is_waited_for():
     assert reader.get(keys) == values_of(keys)
     assert reader.calls == [Code.FIND, Code.UNPIN]
     at_rest(writer, reader)
+
+
+def test_a_handle_freed_while_a_batch_is_summed_refuses_the_batch():
+    """Another thread may do that. No other page of the batch is lost by it."""
+    _, client = joined("a")
+    s = client.s
+    handles = client.run(handler_operations.batch_alloc(s, 3, PAGE))
+    perform = client.perform
+
+    def disturbed(effect):
+        if isinstance(effect, Work):
+            handler_operations.free(s, handles[1:2])
+        return perform(effect)
+
+    client.perform = disturbed
+    with pytest.raises(HandlerClosed):
+        client.run(handler_operations.batch_store(s, keys_of(3), handles))
+    client.perform = perform
+    assert client.run(handler_operations.batch_store(s, ["x", "y"], handles[::2])) == [Stored.NEW] * 2
+    at_rest(client)
 
 
 def test_allocating_asks_nobody_while_pages_are_free():
@@ -816,6 +838,51 @@ def test_keys_of_a_region_lost_by_a_restart_are_missed():
     client.run(restore(client.s))
     assert client.get(["k", "deleted"]) == [Loaded.MISSING] * 2
     assert client.put(["k"], [value_of("k")]) == [Stored.NEW]
+
+
+@pytest.mark.parametrize("how", ["hold", "hold_first", "load"])
+def test_a_region_forgotten_while_another_is_mapped_is_mapped_again(how):
+    _, one, other, reader = joined("a", "b", "c")
+    one.put(["k0"], [value_of("k0")])
+    other.put(["k1"], [value_of("k1")])
+    keys, mapping, forgotten = ["k0", "k1"], reader.map, []
+
+    def forgetting(effect):
+        span = mapping(effect)
+        if reader.s.spans and not forgotten:
+            forgotten.append(reader.s.spans.popitem())
+        return span
+
+    reader.map = forgetting
+    if how == "load":
+        assert reader.get(keys) == values_of(keys)
+    else:
+        held = reader.run(hold(reader.s, keys)) if how == "hold" else reader.run(hold_first(reader.s, keys))[0]
+        assert {pin.region_id for pin in held} <= reader.s.spans.keys()
+        assert len(held) == 2
+        reader.run(release(reader.s, held))
+    assert forgotten
+    at_rest(one, other, reader)
+
+
+def test_a_prefix_ends_before_a_region_that_cannot_be_mapped():
+    _, one, other, reader = joined("a", "b", "c")
+    one.put(["k0"], [value_of("k0")])
+    other.put(["k1"], [value_of("k1")])
+    mapping = reader.map
+
+    def refusing(effect):
+        if reader.s.spans:
+            reader.s.spans.clear()
+            raise CannotMap("a test")
+        return mapping(effect)
+
+    reader.map = refusing
+    held, behind, why = reader.run(hold_first(reader.s, ["k0", "k1"]))
+    assert [len(held), len(behind), type(why)] == [1, 1, CannotMap]
+    assert held[0].region_id in reader.s.spans
+    reader.run(release(reader.s, [*held, *behind]))
+    at_rest(one, other, reader)
 
 
 def test_foreign_regions_that_are_gone_are_let_go_of():

@@ -10,7 +10,7 @@ A published server pins and finds in two requests: pinning first, so that what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -113,9 +113,7 @@ def hold(s: ClientState, keys: list[str], *, prefix: bool = False) -> Operation[
     """
     pins = yield from _hold(s, s.names(keys), prefix=prefix)
     try:
-        for one in pins:
-            if one is not None and one.region_id not in s.spans:
-                yield from steadily(s, partial(span_of, s, one.region_id))
+        yield from _map_regions(s, {one.region_id for one in pins if one is not None})
     except BaseException:
         s.pinned.release(pins, s.era)
         raise
@@ -129,17 +127,28 @@ def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], li
         The pins of the prefix; those behind it, which are the caller's to give back; and why there are any.
     """
     pins = [one for one in (yield from _hold(s, s.names(keys), prefix=True)) if one is not None]
+    at, end, why = 0, len(pins), None
     try:
-        for at, one in enumerate(pins):
-            if one.region_id not in s.spans:
-                try:
-                    yield from steadily(s, partial(span_of, s, one.region_id))
-                except (CannotMap, NotOwner, ServerRefused) as exc:
-                    return pins[:at], pins[at:], exc
+        while at < end:
+            if pins[at].region_id in s.spans:
+                at += 1
+                continue
+            try:
+                yield from steadily(s, partial(span_of, s, pins[at].region_id))
+            except (CannotMap, NotOwner, ServerRefused) as exc:
+                end, why = at, exc
+            at = 0  # meanwhile one before it may have been forgotten
     except BaseException:
         s.pinned.release(pins, s.era)
         raise
-    return pins, [], None
+    return pins[:end], pins[end:], why
+
+
+def _map_regions(s: ClientState, region_ids: Collection[int]) -> Operation[None]:
+    """Have all of these mapped at the same time. While one is mapped, another may be forgotten."""
+    while missing := [region_id for region_id in region_ids if region_id not in s.spans]:
+        for region_id in missing:
+            yield from steadily(s, partial(span_of, s, region_id))
 
 
 def release(s: ClientState, pins: Sequence[Pin]) -> Operation[None]:
@@ -299,14 +308,12 @@ def _load(
         for at, length in zip(positions, lengths, strict=True):
             if length > sizes[at]:
                 raise ValueError(f"{length} bytes are stored under a key, and its destination has {sizes[at]}")
-        spans = s.spans
-        for place in places:
-            if place[1] not in spans:
-                yield from steadily(s, partial(span_of, s, place[1]))
+        spans, regions = s.spans, {place[1] for place in places}
+        yield from _map_regions(s, regions)
         s.check_era(era)
         at_addresses = [spans[place[1]].address + place[2] for place in places]
         checked = s.config.checksums and any([place[5] is not None for place in places])
-        keep = [spans[region_id] for region_id in {place[1] for place in places}]
+        keep = [spans[region_id] for region_id in regions]
         sums = yield Work(partial(copy, positions, at_addresses, lengths, checked), sum(lengths), keep)
         s.check_era(era)
     finally:
