@@ -21,8 +21,10 @@ from .records import (
     SessionEnded,
     SessionOpened,
 )
+from .regions import Region
 from .sessions import Session
-from .state import State
+from .slices import FORGOTTEN_AT_ONCE, Slices
+from .state import State, depths_of
 
 
 class Changes:
@@ -42,18 +44,70 @@ class Changes:
 
     def end_session(self, number: int) -> None:
         """This session is over; its regions are orphans, or dropped."""
+        session = self.state.sessions[number]
+        keys = [list(region.keys_at.values()) for region in session.regions.values()]
         self.state.end_session(number)
         self.records.append(SessionEnded(number))
+        # Freed slice by slice, and not with the session: the order of use of many keys is as many pieces of memory.
+        if sum(map(len, keys)) + len(session.outbox) > FORGOTTEN_AT_ONCE:
+            self._forget_order(session, [key for some in keys for key in some])
 
     def add_region(self, region_id: int, length: int, session: Session) -> None:
         """A new region of this session, or an orphan that is owned again."""
-        self.state.add_region(region_id, length, session.number, session.instance_id)
+        orphan = self.state.regions.get(region_id)
+        later = orphan is not None and len(orphan.keys_at) > FORGOTTEN_AT_ONCE
+        region = self.state.add_region(region_id, length, session.number, session.instance_id, use=not later)
         self.records.append(RegionAdded(region_id, length, session.number, session.instance_id))
+        if later:
+            self.state.chores.append(self._use(region, session))
+
+    def _use(self, region: Region, session: Session) -> Slices[None]:
+        """Count a use of the keys of a region that is owned again: until then they are not evicted."""
+        keys = list(region.keys_at.items())
+        for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
+            yield
+            self.settle()
+            if region.session is not session:
+                return
+            there = region.keys_at
+            some = [key for offset, key in keys[start : start + FORGOTTEN_AT_ONCE] if there.get(offset) == key]
+            session.policy.use(some, depths_of([self.state.located[key] for key in some]))
 
     def return_region(self, region_id: int) -> None:
         """This region was handed back."""
-        self.state.return_region(region_id)
+        region = self.state.regions[region_id]
+        session = region.session
+        later = session is not None and len(region.keys_at) > FORGOTTEN_AT_ONCE
+        keys = list(region.keys_at.values()) if later else []
+        self.state.return_region(region_id, discard=not later)
         self.records.append(RegionReturned(region_id))
+        if session is not None and later:
+            self._forget_order(session, keys)
+
+    def _forget_order(self, session: Session, keys: list[str]) -> None:
+        session.forgetting += len(keys)  # from now on
+        self.state.chores.append(self._forget_in_slices(session, keys))
+
+    def _forget_in_slices(self, session: Session, keys: list[str]) -> Slices[None]:
+        """Have the order of use of this session forget keys that lie in no region of it any more."""
+        located, pages = self.state.located, session.outbox.pages
+        for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
+            yield
+            self.settle()
+            some = keys[start : start + FORGOTTEN_AT_ONCE]
+            session.forgetting -= len(some)
+            places = map(located.get, some)
+            session.policy.discard(
+                [
+                    key
+                    for key, place in zip(some, places, strict=True)
+                    if place is None or place.region_id not in session.regions
+                ]
+            )
+        while pages and self.state.sessions.get(session.number) is not session:
+            yield
+            for _ in range(min(len(pages), FORGOTTEN_AT_ONCE)):
+                pages.popleft()
 
     def drop_region(self, region_id: int) -> int:
         """This region is gone, with every key in it; how many."""

@@ -101,6 +101,11 @@ class Directory:
         dropped, self._state.dropped = self._state.dropped, []
         return dropped
 
+    def take_chores(self) -> list[Slices[None]]:
+        """What is left to be done of what has happened, in slices. Nothing that is answered depends on when it is done."""
+        chores = self._state.chores
+        return [chores.popleft() for _ in range(len(chores))] if chores else []
+
     # --- sessions of ours -----------------------------------------------------------------------------------------
 
     def open_session(self, token: bytes, instance_id: str, tenant: str, lease: float, now: float) -> int:

@@ -17,6 +17,7 @@ from .locations import Location
 from .pins import Held, Pins, ReadGrace
 from .regions import Region
 from .sessions import Leases
+from .slices import Slices
 from .state import State
 
 _LOOK_AGAIN: Final = 1.0
@@ -62,6 +63,7 @@ class EvictionGuard:
     def __init__(self, state: State, limits: Limits) -> None:
         self._state = state
         self._pins = Pins()
+        self._is_letting_go = False
         self.pinned = self._pins.counts
         """The pinned keys, with their pins."""
         self.boards: Holds | None = None
@@ -109,6 +111,7 @@ class EvictionGuard:
             return 0
         dropped, gone = self._pins.drop_earlier(session_id)
         self._note_unpinned(gone)
+        self._let_go_later()
         return dropped
 
     def keep_pins_until(self, holder: int, until: float) -> None:
@@ -125,6 +128,19 @@ class EvictionGuard:
                 self._note_unpinned(self._pins.drop_all(holder))
                 if self.boards is not None:
                     self.boards.close(holder)
+            self._let_go_later()
+
+    def _let_go_later(self) -> None:
+        """Let go slice by slice of the pins that nobody has any more, of which there are many."""
+        if self._pins.is_leaving and not self._is_letting_go:
+            self._is_letting_go = True
+            self._state.chores.append(self._let_go())
+
+    def _let_go(self) -> Slices[None]:
+        while self._pins.is_leaving:
+            yield
+            self._note_unpinned(self._pins.let_go_some())
+        self._is_letting_go = False
 
     def next_expiry(self) -> float:
         """When :meth:`expire_pins` may have something to do, or earlier; ``math.inf`` if there is nothing."""

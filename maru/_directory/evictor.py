@@ -42,7 +42,7 @@ class Evictor:
         went = looked = 0
         if not self._may(session, now):
             return 0
-        known = sum([len(region.keys_at) for region in session.regions.values()])
+        known = session.forgetting + sum([len(region.keys_at) for region in session.regions.values()])
         while True:
             gone, passed = self._evict(session, min(AT_ONCE, n - went), now)
             went, looked = went + gone, looked + gone + passed
@@ -131,6 +131,11 @@ class Evictor:
 
     def _search(self, session: Session, n: int, held: Held, now: float) -> list[str]:
         victims, _ = session.policy.make_room((), n, held)
+        if session.forgetting:  # of a region that it has handed back: that stays, or goes as a whole
+            located, regions = self._state.located, session.regions
+            own = [key for key in victims if (at := located.get(key)) is not None and at.region_id in regions]
+            held.passed += len(victims) - len(own)
+            victims = own
         if len(victims) < n and held.passed > _LONG_SEARCH:
             session.barren_until = now + held.passed * _REST
         return victims

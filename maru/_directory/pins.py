@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Sequence
+
+from .slices import FORGOTTEN_AT_ONCE
 
 
 class Pins:
@@ -23,6 +26,7 @@ class Pins:
         self._of: dict[int, dict[str, int]] = {}
         self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier epochs, and not confirmed since
         self._epochs: dict[int, int] = {}  # the latest, where it is not 0
+        self._leaving: deque[dict[str, int]] = deque()  # of nobody any more, and still counted
 
     def has(self, holder: int) -> bool:
         """Whether this holder has a pin."""
@@ -84,12 +88,14 @@ class Pins:
     def drop_all(self, holder: int) -> list[str]:
         """This holder has no pins any more, and is gone; which keys have none any more."""
         self._epochs.pop(holder, None)
-        return self._let_go(self._earlier.pop(holder, {})) + self._let_go(self._of.pop(holder, {}))
+        return self._leave(self._earlier.pop(holder, {})) + self._leave(self._of.pop(holder, {}))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove the pins of these keys, which do not exist any more, for all holders."""
         for key in keys:
             if self.counts.pop(key, 0):
+                for leaving in self._leaving:
+                    leaving.pop(key, None)
                 for of in (self._of, self._earlier):
                     for holder in [holder for holder, own in of.items() if key in own]:
                         own = of[holder]
@@ -134,7 +140,27 @@ class Pins:
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
         """Drop what it took in earlier epochs and did not name: how many pins, and which keys have none any more."""
         earlier = self._earlier.pop(holder, {})
-        return sum(earlier.values()), self._let_go(earlier)
+        return sum(earlier.values()), self._leave(earlier)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether :meth:`let_go_some` has something to do: many pins at once count until it has."""
+        return bool(self._leaving)
+
+    def let_go_some(self) -> list[str]:
+        """Let go of some of the pins that nobody has any more; which keys have none any more."""
+        leaving = self._leaving[0]
+        some = dict([leaving.popitem() for _ in range(min(len(leaving), FORGOTTEN_AT_ONCE))])
+        if not leaving:
+            self._leaving.popleft()
+        return self._let_go(some)
+
+    def _leave(self, own: dict[str, int]) -> list[str]:
+        """These pins are nobody's any more: few are let go of at once. Which keys have none any more."""
+        if len(own) <= FORGOTTEN_AT_ONCE:
+            return self._let_go(own)
+        self._leaving.append(own)
+        return []
 
     def _let_go(self, own: dict[str, int]) -> list[str]:
         """So many pins less of each; which keys have none any more."""

@@ -213,6 +213,8 @@ class Session:
     """Keys that it has registered since this server started."""
     under_way: set[tuple[str, int]] = attrs.field(factory=set)
     """What was asked for under which request id, and is not answered yet."""
+    forgetting: int = 0
+    """Keys that its order of use still has to forget: they lay in a region that it does not own any more."""
     is_reclaiming: bool = False
     """Whether a RECLAIM of it is under way: a second one evicts nothing."""
     barren_until: float = -math.inf

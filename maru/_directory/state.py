@@ -12,6 +12,7 @@ Rule 4. What costs something for each key runs in C where it is the common case:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 
@@ -21,6 +22,7 @@ from .limits import Limits
 from .locations import Columns, Location, LocationWatcher
 from .regions import Account, Region, RegionState, Usage
 from .sessions import Fences, Session
+from .slices import Slices
 
 
 class State:
@@ -50,6 +52,8 @@ class State:
         """Are told which keys come and go."""
         self.location_watcher: LocationWatcher | None = None
         """Is told where they lie."""
+        self.chores: deque[Slices[None]] = deque()
+        """What is left to be done of what has happened, in slices; each yields before it does anything."""
         self.dropped: list[int] = []
         """Regions that were removed, until the pool takes them from here."""
 
@@ -108,15 +112,24 @@ class State:
 
     # --- regions --------------------------------------------------------------------------------------------------
 
-    def add_region(self, region_id: int, length: int, number: int, instance_id: str) -> Region:
-        """Add a region to this session; or give back an orphan whose owner turns out to live on in this session."""
+    def add_region(self, region_id: int, length: int, number: int, instance_id: str, *, use: bool = True) -> Region:
+        """Add a region to this session; or give back an orphan whose owner turns out to live on in this session.
+
+        Args:
+            region_id: which one.
+            length: in bytes.
+            number: of the session.
+            instance_id: of the session.
+            use: count a use of the keys in it; or else the caller does.
+        """
         session = self.sessions[number]
         region = self.regions.get(region_id)
         if region is None:
             region = self.new_region(region_id, length, instance_id, session.published)
         self.own(region, session)
-        keys = list(region.keys_at.values())
-        session.policy.use(keys, depths_of([self.located[key] for key in keys]))
+        if use:
+            keys = list(region.keys_at.values())
+            session.policy.use(keys, depths_of([self.located[key] for key in keys]))
         return region
 
     def new_region(self, region_id: int, length: int, instance_id: str, published: bool) -> Region:
@@ -138,14 +151,20 @@ class State:
         session.regions[region.region_id] = region
         session.charge(region.length, region.used_bytes)
 
-    def return_region(self, region_id: int) -> None:
-        """Handed back: hidden from now on; dropped if no key lives in it."""
+    def return_region(self, region_id: int, *, discard: bool = True) -> None:
+        """Hand this region back: hidden from now on; dropped if no key lives in it.
+
+        Args:
+            region_id: which one.
+            discard: have the order of use of its owner forget the keys; or else the caller does.
+        """
         region = self.regions[region_id]
         session = region.session
         if session is None:
             region.state = RegionState.RETURNED
         else:
-            session.policy.discard(region.keys_at.values())
+            if discard:
+                session.policy.discard(region.keys_at.values())
             self._abandon(session, region, RegionState.RETURNED)
 
     def drop_region(self, region_id: int) -> list[str]:

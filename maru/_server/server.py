@@ -430,6 +430,7 @@ class MaruServer:
             _log.log(level, "%s", text)
         if service.stopping:
             self._stopping.set()
+        service.begin_chores()
         if service.is_busy:
             self._under_way.unpark_all()
         # Half of the work of registering, on which no answer depends.

@@ -302,6 +302,11 @@ class Service:
         self._under_way_bytes -= length
         return answer
 
+    def begin_chores(self) -> None:
+        """Have what the directory has left for later done in further steps."""
+        for chore in self.directory.take_chores():
+            self._begin(chore)
+
     def _begin(self, slices: Slices[None]) -> None:
         """Work this off, with nobody to answer."""
         self._advance(_UnderWay(b"", Header(0, 0, 0, 0), slices), None)

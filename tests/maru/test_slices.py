@@ -9,7 +9,7 @@ import time
 import pytest
 
 from maru._directory import Directory, Limits
-from maru._directory.slices import AT_ONCE, LOOKS_AT_ONCE, Slices
+from maru._directory.slices import AT_ONCE, FORGOTTEN_AT_ONCE, LOOKS_AT_ONCE, Slices
 from maru._wire import (
     AllocRequest,
     BeatRequest,
@@ -230,6 +230,94 @@ def test_an_acknowledgement_is_taken_in_bounded_parts():
     for left in (76, 52, 28, 4, 0):
         world.acknowledge(a, 1 << 40)
         assert len(outbox) == left
+
+
+# --- what is left for later -----------------------------------------------------------------------------------------
+
+LARGE = 2 * FORGOTTEN_AT_ONCE + 5
+LARGE_NAMES = [f"k{at}" for at in range(LARGE)]
+
+
+def crowded() -> tuple[World, int]:
+    world = World()
+    a = world.session(region=1, pages=LARGE)
+    world.store(a, LARGE_NAMES)
+    return world, a
+
+
+def do_chores(world: World) -> int:
+    """How many slices they took."""
+    done = 0
+    for chore in world.take_chores():
+        done += sum(1 for _ in chore)
+    return done
+
+
+def test_keys_of_a_region_handed_back_leave_the_order_in_slices():
+    world, a = crowded()
+    world.directory.add_region(a, 2, 8 * PAGE)
+    policy = world.directory._state.sessions[a].policy
+    assert world.give_back_region(a, 1).name == "DEFERRED" and len(policy) == LARGE
+    world.store(a, "xyz", region=2)
+    world.delete(a, LARGE_NAMES[:1])
+    world.store(a, LARGE_NAMES[:1], region=2, first=3)  # a key of both regions: it is not forgotten
+    assert world.reclaim(a, 2) == 2  # and none of what was handed back
+    assert world.there(LARGE_NAMES) == "".join(LARGE_NAMES)
+    assert do_chores(world) == 3
+    assert len(policy) == 2 and world.reclaim(a, 5) == 2
+    assert world.there(LARGE_NAMES[:1]) == "" and len(world.directory) == LARGE - 1
+
+
+def test_the_order_of_a_session_that_ended_is_freed_in_slices():
+    world, a = crowded()
+    world.directory.add_region(a, 2, LARGE * PAGE)
+    world.store(a, [f"l{at}" for at in range(LARGE)], region=2)
+    world.delete(a, [f"l{at}" for at in range(LARGE)])
+    session = world.directory._state.sessions[a]
+    world.end_session(a, world.now)
+    assert do_chores(world) >= 6
+    assert not len(session.policy) and not session.outbox.pages
+    assert world.make_room(LARGE * PAGE, world.now) == [1]
+
+
+def test_keys_of_a_region_owned_again_are_used_in_slices():
+    world = World()
+    theirs = world.connection("p", region=1, pages=LARGE)
+    world.store(theirs, LARGE_NAMES)
+    world.directory.disconnect(theirs, world.now)
+    world.now += 100.0
+    world.directory.expire(world.now)
+    do_chores(world)
+    again = world.connection()
+    world.store(again, ["new"], offsets=[0])
+    [session] = world.directory._state.sessions.values()
+    assert do_chores(world) == 3 and len(session.policy) == LARGE
+
+
+@pytest.mark.parametrize("how", ["end", "epoch"])
+def test_many_pins_are_let_go_of_in_slices(how):
+    world, a = crowded()
+    b, c = world.session(), world.session()
+    world.pin(b, LARGE_NAMES)
+    world.pin(c, LARGE_NAMES[:1])
+    if how == "end":
+        world.end_session(b, world.now)
+        world.now += 100.0
+        world.renew(a, world.now)
+        world.renew(c, world.now)
+        world.expire(world.now)
+    else:
+        world.enter_pin_epoch(b, 1)
+        assert world.settle_pins(b, LARGE_NAMES[1:2], [1], last=True) == LARGE - 1
+    assert world.statistics().pinned == LARGE  # they hold a moment longer
+    world.forget(LARGE_NAMES[2:3])  # whatever protects it, and it comes back under other pins
+    world.acknowledge(a, 1)
+    world.store(a, LARGE_NAMES[2:3], first=2)
+    world.pin(c, LARGE_NAMES[2:3])
+    assert do_chores(world) == 3
+    kept = [0, 2] if how == "end" else [0, 1, 2]
+    assert [at for at in range(LARGE) if world.inspect(LARGE_NAMES[at]).pins] == kept
+    assert world.directory._state.regions[1].pinned == len(kept)
 
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------

@@ -142,6 +142,8 @@ class Stage:
     region: int = 0
     more: int = 0
     """Another region of that session, empty."""
+    other: bytes = b""
+    """A session with as many keys."""
     theirs: int = 0
     """A region of a published connection: this one."""
     sequences: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
@@ -227,7 +229,7 @@ def largest(s: Stage) -> dict[int, list[Any]]:
         Code.SHUTDOWN: [None],
         Code.HEARTBEAT: [None],
         Code.RETURN_ALLOC: [ReturnRequest("a", s.region, session=t)],
-        Code.CLOSE: [CloseRequest(t, 0)],
+        Code.CLOSE: [CloseRequest(t, 0), CloseRequest(s.other, 0)],
         # Behind the others: now regions are abandoned, and go for it.
         Code.REQUEST_ALLOC: [AllocRequest(NAME, 5 * REGION), AllocRequest(NAME, 1 << 40)],
     }  # fmt: skip
@@ -244,11 +246,10 @@ def play(steps: Steps, path: str, url: str, keys: int, sessions: int) -> dict[st
         try:
             for at in range(sessions - 3):
                 s.session(f"s{at}")
-            abandoned, _ = s.session("o", keys - keys // 2)
+            s.other, _ = s.session("o", keys - keys // 2)
             s.token, s.region = s.session("k", s.many)
             s.more = s.ask(Code.REQUEST_ALLOC, AllocRequest("k", REGION, session=s.token)).handle.region_id
             s.theirs = theirs.ask(Code.REQUEST_ALLOC, AllocRequest("p", REGION)).handle.region_id
-            s.ask(Code.CLOSE, CloseRequest(abandoned, 0))
             table = largest(s)
             assert table.keys() == MESSAGES.keys(), f"without a largest form: {set(MESSAGES) ^ set(table)}"
             by_published = {
@@ -279,12 +280,15 @@ async def _serve(steps: Steps, pool: str, keys: int, sessions: int) -> dict[str,
         max_sessions=max(64, 2 * sessions), lease_grace=0.0, v1_read_grace=0.0,
     )  # fmt: skip
     async with open_server(config) as server:
+        gc.collect()
+        gc.freeze()  # as the command does
         gc.callbacks.append(steps.on_collection)
         try:
             path = server.endpoints[-1].removeprefix("ipc://").rpartition("/")[0]
             return await trio.to_thread.run_sync(play, steps, path, server.endpoints[-1], keys, sessions)
         finally:
             gc.callbacks.remove(steps.on_collection)
+            gc.unfreeze()
 
 
 def measure(keys: int, sessions: int) -> tuple[Steps, dict[str, list[str]]]:
