@@ -363,16 +363,21 @@ class Directory:
             return Registration([StoreStatus.BUSY.value] * n, [0] * n, 0, list(range(n)))
         self._guard.expire_pins(now)
         parts = columns.by_region()
-        regions = {
-            region_id: region
-            for region_id in parts
-            if (region := self._state.regions.get(region_id)) is not None and self._may_write(by, session, region)
-        }
+        regions = self._writable(by, session, parts)
         if columns.keys and len(regions) == len(parts):
             answer = self._registrar.register_plain(regions, parts, columns, source, later)
             if answer is not None:
                 return answer
         return self._registrar.register(regions, columns, now, source, whole)
+
+    def judge(self, by: int, columns: Columns, now: float) -> list[int]:
+        """Judge each entry of a registration, but for quotas: a ``StoreStatus`` each. Nothing is registered."""
+        self.settle()
+        session = self._session(by)
+        if session is None:
+            self._published.join_owners(by, columns.regions)
+        self._guard.expire_pins(now)
+        return self._registrar.judge(self._writable(by, session, columns.by_region()), columns, now)
 
     def settle(self) -> None:
         """Do what :meth:`register` was told to do later. Whatever could tell that it is not done yet does it first."""
@@ -598,6 +603,14 @@ class Directory:
         if by < 0:
             self._published.connections[by]
         return None
+
+    def _writable(self, by: int, session: Session | None, region_ids: Iterable[int]) -> dict[int, Region]:
+        """Those of these regions in which it may register."""
+        return {
+            region_id: region
+            for region_id in region_ids
+            if (region := self._state.regions.get(region_id)) is not None and self._may_write(by, session, region)
+        }
 
     def _may_write(self, by: int, session: Session | None, region: Region) -> bool:
         """Whether this is the owner of the region: this session, or a published one that this connection belongs to."""

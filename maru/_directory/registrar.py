@@ -56,6 +56,10 @@ class Registrar:
         _count(parts, regions)
         return Registration([NEW] * n, list(range(first, first + n)), first, [])
 
+    def judge(self, regions: Mapping[int, Region], columns: Columns, now: float) -> list[int]:
+        """What would become of each entry, but for quotas; nothing is registered, and nothing claimed."""
+        return self._validate(regions, columns, now, self._guard.pinned_or(())).statuses
+
     def register(
         self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
     ) -> Registration:

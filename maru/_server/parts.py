@@ -30,8 +30,8 @@ def in_parts(
     """
     starts = range(0, max(n, 1), KEYS_AT_ONCE)
     results: list[T] = []
-    for i, start in enumerate(reversed(starts) if last_first else starts):
-        if i:
+    for start in reversed(starts) if last_first else starts:
+        if n > KEYS_AT_ONCE:  # also before the first part: decoding a large request is enough for one step
             now = yield
         some = handle(slice(start, start + KEYS_AT_ONCE), now)
         results = some + results if last_first else results + some

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from .._directory.locations import GivenBack
+from .._directory.locations import Columns, GivenBack
 from .._directory.slices import Slices
 from .._journal.registrations import columns_of
 from .._wire import (
+    HEADER_BYTES,
     KEYS_AT_ONCE,
     MAX_REGIONS,
     MISS,
@@ -51,6 +52,7 @@ from .._wire import (
     batch_lookup_reply,
     lookup_reply,
     reply,
+    request,
 )
 from .._wire.messages_own import DropAnswer, StoreStatus
 from .parts import in_parts
@@ -184,23 +186,58 @@ def unpin(service: Service, peer: Peer, header: Header, message: KeyRequest, pay
 
 def batch_register(
     service: Service, peer: Peer, header: Header, message: BatchRegisterRequest, payload: bytes, now: float
-) -> bytes:
+) -> bytes | Slices[bytes]:
     """Keys, in their order. One that is refused refuses all, since a bool for each has no room for a reason."""
     entries = message.entries
     columns = columns_of(message)
     service.check_keys(columns.keys)
+    if len(entries) > KEYS_AT_ONCE:
+        return _register_in_parts(service, peer, header, entries, columns, now)
     source = (header.code, payload)
     answer = service.directory.register(service.speaker(peer), columns, now, source=source, whole=True, later=True)
     assert answer is not None, "published requests have no attempt"
     statuses = answer.statuses
     for at in answer.skipped:  # mostly none
         if statuses[at] > _DUPLICATE:
-            nothing = BatchRegisterReply(
-                False, [False] * len(entries), _why(entries[at].key, statuses[at]), service.epoch
-            )
-            return reply(header.code, header.sequence, nothing, header.flags)
+            return _nothing_registered(service, header, len(entries), entries[at].key, statuses[at])
     results = [status == _NEW for status in statuses] if answer.skipped else [True] * len(entries)
     return reply(header.code, header.sequence, BatchRegisterReply(True, results, "", service.epoch), header.flags)
+
+
+def _register_in_parts(
+    service: Service, peer: Peer, header: Header, entries: list[RegisterRequest], columns: Columns, now: float
+) -> Slices[bytes]:
+    """Look at all entries, part by part, and register them, part by part, if none is refused.
+
+    One that is refused only then, by a quota or since something has happened meanwhile, is answered as not new, as a duplicate
+    is: its page stays its owner's, and nobody finds the key there.
+    """
+    directory = service.directory
+    for start in range(0, len(entries), KEYS_AT_ONCE):
+        now = yield
+        service.check_peer(peer)
+        part = columns.at(range(start, min(start + KEYS_AT_ONCE, len(entries))))
+        for at, status in enumerate(directory.judge(service.speaker(peer), part, now), start):
+            if status > _DUPLICATE:
+                return _nothing_registered(service, header, len(entries), entries[at].key, status)
+
+    def handle(at: slice, now: float) -> list[bool]:
+        service.check_peer(peer)
+        part = BatchRegisterRequest(entries[at])
+        source = header.code, request(header.code, 0, part)[HEADER_BYTES:]
+        answer = directory.register(service.speaker(peer), columns_of(part), now, source=source, later=True)
+        assert answer is not None, "published requests have no attempt"
+        return [status == _NEW for status in answer.statuses]
+
+    def answer(results: list[bool]) -> bytes:
+        return reply(header.code, header.sequence, BatchRegisterReply(True, results, "", service.epoch), header.flags)
+
+    return (yield from in_parts(len(entries), handle, answer, now, last_first=True))
+
+
+def _nothing_registered(service: Service, header: Header, n: int, key: str, status: int) -> bytes:
+    answer = BatchRegisterReply(False, [False] * n, _why(key, status), service.epoch)
+    return reply(header.code, header.sequence, answer, header.flags)
 
 
 def batch_lookup(

@@ -18,6 +18,7 @@ from maru._server.peers import MAX_ANSWER_BYTES, Word
 from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
 from maru._server.service import Service
 from maru._wire import (
+    KEYS_AT_ONCE,
     MAX_KEYS,
     OWN_CODES,
     AllocRequest,
@@ -433,6 +434,34 @@ def test_one_bad_entry_refuses_the_whole_batch(world):
     assert "'b'" in answer.error
     assert world.send(b"a", Code.BATCH_EXISTS_KV, KeysRequest(["a", "b", "c"])).results == [False] * 3
     assert not world.records
+
+
+def test_a_batch_of_many_parts_is_registered_or_refused_as_a_whole(world):
+    region = world.alloc(b"v1")
+    n = 2 * KEYS_AT_ONCE + 5
+    entries = [RegisterRequest(f"k{at}", region, at, 1) for at in range(n)]
+    bad = [*entries[:-1], RegisterRequest("bad", region, REGION, 1)]
+    answer = world.send(b"v1", Code.BATCH_REGISTER_KV, BatchRegisterRequest(bad))
+    assert not answer.success and answer.results == [False] * n and "'bad' is refused" in answer.error
+    assert not len(world.service.directory) and not [one for one in world.kept() if isinstance(one, Registered)]
+    world.register(b"v1", "k7", region, offset=REGION - 1, length=1)
+    answer = world.send(b"v1", Code.BATCH_REGISTER_KV, BatchRegisterRequest(entries))
+    assert answer.success and answer.results == [at != 7 for at in range(n)]
+    world.restart()
+    assert world.send(b"v1", Code.BATCH_EXISTS_KV, KeysRequest([one.key for one in entries])).results == [True] * n
+
+
+def test_a_large_batch_of_somebody_who_goes_ends_there(world):
+    region = world.alloc(b"v1")
+    entries = [RegisterRequest(f"k{at}", region, at, 1) for at in range(2 * KEYS_AT_ONCE)]
+    assert (
+        world.service.handle(b"v1", request(Code.BATCH_REGISTER_KV, 1, BatchRegisterRequest(entries)), world.now)
+        is None
+    )
+    world.service.disconnected(b"v1", world.now)
+    while world.service.is_busy:
+        world.service.go_on(world.now)
+    assert not len(world.service.directory) and not world.service.statistics().peers
 
 
 def test_a_key_named_twice_in_a_batch_is_new_once(world):

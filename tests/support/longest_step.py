@@ -65,8 +65,6 @@ from tests.support.maru_processes import PATIENCE, temporary_pool
 GOAL: Final = 20e-3
 """Seconds of the processor for the longest step, where a checkpoint takes ``CHECKPOINT``; elsewhere in proportion."""
 CHECKPOINT: Final = 2.5e-6
-WHOLE: Final = frozenset({Code.BATCH_REGISTER_KV})
-"""Published batches of which one bad entry refuses all: nothing of one may be registered before all of it was looked at."""
 REGION: Final = 4 << 20
 
 
