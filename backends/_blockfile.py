@@ -273,6 +273,11 @@ class Directory:
             if header.payload_sum != xxhash.xxh3_64_intdigest(page):
                 raise Refused("damaged")
 
+    def touch(self, name: str, mtime_ns: int) -> None:
+        """Set the time of a file. Errors are ignored: it may be gone, or be removed now."""
+        with contextlib.suppress(OSError):
+            os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=self.root, follow_symlinks=False)
+
     def remove(self, name: str) -> None:
         """Remove one file. Errors are ignored: a file that is left is found at the next start."""
         with contextlib.suppress(OSError):

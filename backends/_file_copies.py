@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -23,6 +23,8 @@ class Writing:
     checksums: bool
     fsync: bool
     litter: list[str]
+    uses: Mapping[int, Key]
+    """The blocks used since the times of their files were written; the last used is the last one."""
     depths: Sequence[int | None]
     """The depth of each block in its prefix, if known."""
     abandoned: bool = False
@@ -34,6 +36,7 @@ class Writing:
 
     def _run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
         remove(self.directory, self.litter)
+        note_uses(self.directory, self.uses)
         now = time.time_ns()
         used_bytes = copy.source.used_bytes if isinstance(copy.source, PaddedSource) else None
         for positions, pages in copy.portions():
@@ -65,6 +68,8 @@ class Reading:
     blocks: list[tuple[Key, int]]
     bad: dict[int, Missed | Failed]
     """Blocks that are known to be bad, by position; grows."""
+    uses: Mapping[int, Key] = attrs.Factory(dict)
+    """As for :class:`Writing`, if there are many."""
 
     def run_until(self, deadline: float, pages: Pages) -> bool:
         """Read all blocks to their places, up to the first that is bad. Whether that was all, and before this time."""
@@ -81,6 +86,7 @@ class Reading:
         """Read all other blocks to their places."""
         with self.directory.in_use():
             self._run(destination, views)
+            note_uses(self.directory, self.uses)
 
     def _run(self, destination: Destination, views: Pages | None) -> None:
         n = len(self.blocks)
@@ -107,6 +113,13 @@ class Reading:
             self.bad[at] = Missed(exc.reason)
         except OSError as exc:
             self.bad[at] = Failed(exc)
+
+
+def note_uses(directory: Directory, uses: Mapping[int, Key]) -> None:
+    """Write the times of these files, so that their order of use is found after a restart."""
+    first = time.time_ns() - len(uses)
+    for at, (number, key) in enumerate(uses.items()):
+        directory.touch(name_of(key, number), first + at)
 
 
 def remove(directory: Directory, names: Sequence[str]) -> None:

@@ -30,6 +30,8 @@ class FileRegistry(Registry):
         self.stranger_bytes: int = 0
         self.litter: list[str] = []
         """Files to be removed."""
+        self.uses: dict[int, Key] = {}
+        """The slots used since their files' times were written, and their keys; the last used is the last one."""
         self.next_number: int = 1
         self._unregistered: set[int] = set()
 
@@ -71,6 +73,15 @@ class FileRegistry(Registry):
             return slots
         ascending = iter(slots)
         return [EVICTED if key in refused else next(ascending) for key in keys]
+
+    def use(self, keys: Sequence[Key]) -> None:
+        """Note a use of each key, the first one as the last."""
+        super().use(keys)
+        uses = self.uses
+        for key in reversed(keys):
+            slot = self._slot_of[key]
+            uses.pop(slot, None)
+            uses[slot] = key
 
     def find(self, key: Key, number: int, size: int, depth: int | None) -> None:
         """Register a file that was found at the start. The last one found is the most recently used."""
@@ -130,6 +141,7 @@ class FileRegistry(Registry):
         for slot in slots:
             self.used_bytes -= self.sizes.pop(slot)
             self.slot_depths.pop(slot, None)
+            self.uses.pop(slot, None)
             key = self.keys.pop(slot, None)
             if key is not None:
                 self.litter.append(name_of(key, slot))

@@ -6,7 +6,8 @@ Rule 2. Of the files found at the start, temporaries and torn files are removed;
         or version, and those without a checksum where they are verified, are *strangers*: they stay, count as used room,
         and are the first to go when room is needed. Files that are not ours are left alone and not counted.
 Rule 3. A file's time is the time of its last use: after a restart the oldest goes first, and of a batch the deepest block. The
-        header has the block's depth, if known.
+        header has the block's depth, if known. Uses are written by the next store's thread, by that of a load where many have
+        gathered, and by `close`; a process that is killed forgets those after it.
 Rule 4. The trio thread reads and writes no file. Files that are no longer needed are *litter*, removed by the next copy's
         thread, a delete, or `close`.
 """
@@ -25,7 +26,7 @@ from maru.eviction import AdaptiveLRFU, EvictionPolicy
 from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, check_summed, layout_digest, name_of, unpack_header
 from ._copying import StoreCopy
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed
-from ._file_copies import Reading, Writing, remove
+from ._file_copies import Reading, Writing, note_uses, remove
 from ._file_registry import FileRegistry
 from .abc import (
     EVICTED,
@@ -42,6 +43,9 @@ from .direct import DirectTier
 from .pages import Pages
 from .pooled import Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
+
+_MANY_USES = 1024
+"""Uses of blocks that a load's thread writes: some 3 ms of calls, once for as many loads."""
 
 _OTHER_SIZE = Missed("size")
 """The block is as it was stored, but its size is not that of the destination. It stays."""
@@ -134,6 +138,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         if directory is not None:
             if not directory.is_inherited:  # in a forked child the files, and the unneeded ones, belong to the parent
                 remove(directory, self._litter())
+                note_uses(directory, self._uses())
             directory.close()
 
     # --- Source ---------------------------------------------------------------------------------------------------
@@ -185,7 +190,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         names = list(map(name_of, keys, slots))
         copy = StoreCopy(source, keys, refs, summed=self.checksums)
         depths = [self.pool.slot_depths.pop(slot, None) for slot in slots]
-        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), depths)
+        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), self._uses(), depths)
         try:
             await run_in_thread(job.run, copy, keys, names)
             return copy.settle()
@@ -222,6 +227,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         blocks = list(zip(lease.keys, lease.refs, strict=True))
         work = Reading(self._open_directory(), self._layout, self.checksums, blocks, {})
         sizes, size = self.pool.sizes, destination.block_bytes
+        if len(self.pool.uses) >= _MANY_USES:
+            work.uses = self._uses()
         work.bad = {at: _OTHER_SIZE for at, (_, slot) in enumerate(blocks) if sizes[slot] != size}
         await run_in_thread_or_leave(work.run, destination, there)
         return work.bad
@@ -266,6 +273,10 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     def _litter(self) -> list[str]:
         litter, self.pool.litter = self.pool.litter, []
         return litter
+
+    def _uses(self) -> dict[int, Key]:
+        uses, self.pool.uses = self.pool.uses, {}
+        return uses
 
     def _see(self, block_bytes: int) -> None:
         if self._seen_bytes is None:

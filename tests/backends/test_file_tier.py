@@ -16,12 +16,14 @@ import trio.testing
 
 from backends import BlockSizeError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
 from backends import _blockfile as blockfile
+from backends import file as file_module
 from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier, payload_of
 from backends.threads import keep_threads
+from maru.eviction import LRU
 
 SIZE = 64
 KEYS = [b"key %d" % number for number in range(4)]
@@ -174,6 +176,49 @@ async def test_blocks_are_there_after_a_restart_and_the_head_of_a_prefix_goes_la
     tier = open_tier(directory, 6 * SIZE)
     await store(tier, [b"y", b"z", b"w"], when_full="evict")
     assert tier.contains_nowait([*KEYS, b"x", b"y", b"z", b"w"]) == {*KEYS[:2], b"x", b"y", b"z", b"w"}
+
+
+async def use(tier, keys):
+    async with await tier.pin(keys) as lease:
+        assert list(lease.keys) == list(keys)
+
+
+@pytest.mark.parametrize("store_last", [False, True])
+async def test_uses_are_kept_over_a_restart(directory, store_last):
+    tier = open_tier(directory, 4 * SIZE, eviction=LRU())
+    for key in KEYS[:3]:
+        await store(tier, [key])
+    await use(tier, KEYS[1:2])
+    await use(tier, KEYS[:1])
+    if store_last:  # its thread writes the uses, also if no close does
+        await store(tier, KEYS[3:])
+        tier._open.close()
+    else:
+        tier.close()
+    tier = open_tier(directory, 4 * SIZE, eviction=LRU())
+    left = [KEYS[2], KEYS[1], KEYS[0]] + KEYS[3:] * store_last
+    for at in range(3):
+        await store(tier, [b"new %d" % at], when_full="evict")
+        gone = at + 1 if store_last else at
+        assert tier.contains_nowait(KEYS) == set(left[gone:])
+
+
+async def test_loads_write_uses_when_many_have_gathered(directory, monkeypatch):
+    tier = open_tier(directory)
+    await store(tier, KEYS)
+    touched, touch = [], blockfile.Directory.touch
+    monkeypatch.setattr(
+        blockfile.Directory, "touch", lambda self, name, at: touched.append(name) or touch(self, name, at)
+    )
+    monkeypatch.setattr(file_module, "_MANY_USES", 3)
+    await load(tier, KEYS[:2])
+    assert not touched
+    await load(tier, KEYS[2:])
+    assert touched == [blockfile.name_of(KEYS[at], tier.pool.slots([KEYS[at]])[0]) for at in (1, 0, 3, 2)]
+    tier.pool.delete(KEYS)
+    assert not tier.pool.uses
+    tier.close()
+    assert len(touched) == 4
 
 
 async def test_a_smaller_capacity_keeps_the_most_recent(directory):
