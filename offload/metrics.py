@@ -143,6 +143,7 @@ _DAEMON_GAUGES: Final = (
     ("degraded.failing_route", "Routes in which blocks could not be stored in the last minute"),
     ("degraded.late_policies", "Routes whose policies took too long in the last minute"),
     ("degraded.few_descriptors", "Whether nine tenths of the file descriptors are open"),
+    ("degraded.stuck_journal", "Whether the embedded page store waits for its journal"),
     ("degraded.unlinked_files", "Files of the daemon that were removed while it runs"),
     ("pages.announced", "Announcements of pages that engines write themselves, and have not told the end of"),
     ("connections", "Connections"),

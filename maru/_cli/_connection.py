@@ -239,6 +239,6 @@ def probe_address(address: str) -> ProbeResult:
         return ProbeResult(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
     return ProbeResult(
         False,
-        "something listens there. Is it a page store, is it stopped (its process shows state T), and does it want CURVE "
-        "keys (MARU_CLIENT__CURVE_KEY_FILE)?",
+        "something listens there. Is it a page store, is it stopped (its process shows state T), is its disk full "
+        "(see its log), and does it want CURVE keys (MARU_CLIENT__CURVE_KEY_FILE)?",
     )

@@ -65,6 +65,11 @@ class Committer:
         self._changed = trio.lowlevel.ParkingLot()
 
     @property
+    def trouble(self) -> str:
+        """Reason why answers are kept back; empty if they are not."""
+        return "" if self._broken is None else str(self._broken)
+
+    @property
     def writable(self) -> bool:
         """Whether all that was to be written is. If not, nothing new should be taken on."""
         return not self._unwritten

@@ -210,6 +210,11 @@ class MaruServer:
         """Wait until a client that is allowed to has asked this server to end."""
         await self._stopping.wait()
 
+    @property
+    def journal_trouble(self) -> str:
+        """Reason why answers are kept back until the journal can be written; empty if they are not."""
+        return self._committer.trouble
+
     def statistics(self) -> ServerStatistics:
         """An immutable snapshot."""
         journal = self._storage.journal

@@ -16,11 +16,11 @@ import attrs
 from maru.configuration import as_size
 
 Name: TypeAlias = Literal[
-    "broken_tier", "full_disk", "failing_route", "late_policies", "few_descriptors", "unlinked_files"
+    "broken_tier", "full_disk", "failing_route", "late_policies", "few_descriptors", "unlinked_files", "stuck_journal"
 ]
 NAMES: Final[tuple[Name, ...]] = get_args(Name)
 
-GRAVE: Final[frozenset[Name]] = frozenset({"broken_tier", "full_disk", "unlinked_files"})
+GRAVE: Final[frozenset[Name]] = frozenset({"broken_tier", "full_disk", "unlinked_files", "stuck_journal"})
 """Those that last until somebody acts."""
 
 RECENT: Final = 60.0
@@ -65,6 +65,8 @@ class ServiceFacts:
     """Blocks that were not stored because of an error, by route, counted from the start."""
     late_policies: Mapping[str, int] = attrs.field(factory=dict)
     """Stores whose policies took too long, by route, counted from the start."""
+    journal: str = ""
+    """Reason why the embedded page store keeps its answers back; empty if it does not."""
     rooms: Mapping[str, RoomFact] | None = None
     """Room by tier."""
     descriptors: tuple[int, int] | None = None
@@ -108,6 +110,9 @@ class DegradationWatch:
     def _found(self, facts: ServiceFacts, now: float) -> Iterator[Degradation]:
         for tier, cause in facts.broken.items():
             yield Degradation("broken_tier", tier, f"tier {tier} is left alone, and tried again now and then: {cause}")
+        if facts.journal:
+            text = f"the page store answers nobody until its journal can be written ({facts.journal}): free space on its disk"
+            yield Degradation("stuck_journal", "", text)
         for tier, room in (facts.rooms or {}).items():
             if room.free_bytes < room.needed_bytes:
                 text = f"{room.path} is full, with {_rounded(room.free_bytes)} left, so tier {tier} stores no more: free some"

@@ -41,9 +41,11 @@ class Degradations:
 
     Args:
         engine: returns its engine, or ``None`` while its tiers are not open.
+        journal: returns why its page store keeps answers back; empty if it does not.
     """
 
     engine: Callable[[], Engine | None]
+    journal: Callable[[], str] = str
     _watch: DegradationWatch = attrs.field(factory=DegradationWatch)
     _files: tuple[str, ...] = ()
     """Paths that have to stay."""
@@ -88,10 +90,11 @@ class Degradations:
     async def _facts(self) -> ServiceFacts:
         engine = self.engine()
         rooms: dict[str, tuple[str, int]] = {}
-        facts = ServiceFacts()
+        facts = ServiceFacts(journal=self.journal())
         if engine is not None:
             statistics = engine.statistics()
-            facts = ServiceFacts(
+            facts = attrs.evolve(
+                facts,
                 broken={
                     name: health.cause
                     for name, health in statistics.health.items()

@@ -107,7 +107,7 @@ class Daemon:
         self._tell_drained: list[Callable[[Dropped], None]] = []
         self._nursery: trio.Nursery
         self.config: DaemonConfig = config
-        self.degradations: Degradations = Degradations(lambda: self.engine)
+        self.degradations: Degradations = Degradations(lambda: self.engine, self._journal_trouble)
         """What it does less than it was set up for."""
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
@@ -362,6 +362,10 @@ class Daemon:
         while True:
             for peer, frame in await channel.receive_batch():
                 handle(peer, frame)
+
+    def _journal_trouble(self) -> str:
+        page_store = self._engine.page_store
+        return "" if page_store is None else page_store.journal_trouble
 
     def _own_files(self) -> list[str]:
         """Paths that have to stay as they are, for engines and operators to find it."""

@@ -9,6 +9,8 @@ import threading
 import pytest
 import trio
 
+import maru
+from offload.daemon import DaemonConfig, open_daemon
 from offload.status import fetch_view
 from tests.daemon.test_daemon import until
 from tests.daemon.test_operator_commands import done, run
@@ -124,4 +126,18 @@ async def test_a_file_system_that_hangs_costs_one_thread(path, tmp_path, monkeyp
         assert len(asked) == 1
         goes_on.set()
         await until(lambda: len(asked) > 1)
+        assert server.degradations.texts() == {}
+
+
+async def test_a_page_store_that_waits_for_its_journal_is_named(path, monkeypatch):
+    engine = engine_config(tiers={"host": {"type": "memory", "capacity_bytes": 1 << 20}})
+    config = maru.ServerConfig(rm_address="", pool_path=f"{path}/maru", capacity_bytes=64 << 20)
+    async with open_daemon(DaemonConfig(runtime_dir=path, block_bytes=SIZE), engine, maru=config) as server:
+        await server.degradations.look()
+        assert server.degradations.texts() == {}
+        monkeypatch.setattr(type(server._engine.page_store), "journal_trouble", "No space left on device")
+        await until(lambda: server.degradations.texts())
+        assert "(No space left on device)" in server.degradations.texts()["stuck_journal"]
+        monkeypatch.undo()
+        await server.degradations.look()
         assert server.degradations.texts() == {}

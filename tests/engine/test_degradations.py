@@ -20,6 +20,7 @@ WELL = ServiceFacts(rooms={}, descriptors=(10, 100), unlinked=())
         ),
         (ServiceFacts(failed_blocks={"disk": 1_200}), "failing_route disk", ("1,200 blocks", "offload explain")),
         (ServiceFacts(late_policies={"host": 3}), "late_policies host", ("3 stores into host", "policy_timeout")),
+        (ServiceFacts(journal="No space left"), "stuck_journal", ("(No space left)", "free space")),
         (ServiceFacts(descriptors=(950, 1_000)), "few_descriptors", ("950 of 1,000", "LimitNOFILE")),
         (ServiceFacts(unlinked=("/run/d.sock",)), "unlinked_files /run/d.sock", ("was removed", "start")),
     ],
@@ -39,7 +40,13 @@ def test_each_has_a_name_and_a_sentence(facts: ServiceFacts, key: str, words: tu
 
 def test_nothing_is_wrong_where_all_is_well() -> None:
     watch = DegradationWatch()
-    facts = ServiceFacts({}, {"host": 0}, {"host": 0}, {"disk": RoomFact("/kv", 16_384, 16_384)}, (90, 100), ())
+    facts = ServiceFacts(
+        failed_blocks={"host": 0},
+        late_policies={"host": 0},
+        rooms={"disk": RoomFact("/kv", 16_384, 16_384)},
+        descriptors=(90, 100),
+        unlinked=(),
+    )
     assert watch.look(facts, 0.0) == ([], [])
     assert set(watch.counts().values()) == {0}
 

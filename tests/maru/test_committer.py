@@ -86,10 +86,12 @@ async def test_what_cannot_be_written_keeps_all_answers_back_in_order(autojump_c
         assert not committer.commit([], answer("b"))
         assert not committer.commit([b"r2"], answer("c"))
         assert not committer.writable and not committer.idle
+        assert committer.trouble == "no space left"
         await trio.sleep(10)
         assert door.frames == [] and journal.written == []
         journal.full = False
         await committer.wait_writable()
+        assert committer.trouble == ""
         assert journal.written == [b"r1", b"r2"]
         assert door.frames == ["a", "b", "c"]
         await committer.wait_idle()
