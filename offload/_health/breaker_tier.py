@@ -97,6 +97,10 @@ class BreakerTier(ForwardingTier):
         self.name: str = name
         self._config = breaker
         self._runner = BreakerRunner(name, breaker)
+        # Else a tier that is back waits for the end of a wait that has doubled while it was gone.
+        tell_when_back = getattr(tier, "tell_when_back", None)
+        if tell_when_back is not None:
+            tell_when_back(self._runner.hasten)
         self._direct: tuple[object, DirectTier | None] = (self, None)  # of which `inner`, and what it is: see `direct`
         if isinstance(tier, Tier):
             self.contains_nowait = self._contains_nowait

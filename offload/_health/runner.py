@@ -209,6 +209,10 @@ class BreakerRunner:
             del self._waiting[scope]
         self.raise_unavailable()
 
+    def hasten(self) -> None:
+        """Let the next call be a probe: see :meth:`Breaker.hasten`."""
+        self.breaker.hasten(self._now())
+
     # --- availability -----------------------------------------------------------------------------------------------
 
     def note_entered(self) -> None:

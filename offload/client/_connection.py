@@ -137,6 +137,8 @@ class DaemonConnection:
         self.url: str = url
         self.session: Session | None = None
         self.sessions: int = 0
+        self.on_session: Callable[[], object] = bool
+        """Called when a session has begun."""
         self._name, self._credential = name, credential
         self.read_blocks: int = 0
         """Blocks that were read in the page store, and of which the daemon was not told yet."""
@@ -435,6 +437,7 @@ class DaemonConnection:
                 continue
             self._refusal = None
             self._notify()
+            self.on_session()
             await self._beat()
 
     async def _greet(self) -> None:

@@ -13,7 +13,7 @@ Rule 2. A daemon that is gone is unavailable, as a lookup then names it, never a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final, cast
@@ -157,6 +157,7 @@ class DaemonTier(TierBase[DaemonLease]):
         self._open = (url, name, credential, connect_timeout)
         self._exit = AsyncExitStack()
         self._connection: DaemonConnection | None = None
+        self._when_back: Callable[[], object] = bool
         self._places: Places | None = None
         self._in_place = CopiesInPlace()
         self._loaded = 0
@@ -187,7 +188,12 @@ class DaemonTier(TierBase[DaemonLease]):
             await self._exit.aclose()
             raise
         self._connection = connection
+        connection.on_session = self._when_back
         return self
+
+    def tell_when_back(self, call: Callable[[], object]) -> None:
+        """Call this whenever a session has begun after one that was lost."""
+        self._when_back = call
 
     async def __aexit__(self, *exc: object) -> None:
         self._connection = self._places = None

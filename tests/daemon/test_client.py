@@ -16,6 +16,7 @@ from backends.forwarding import ForwardingTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
+from offload import BreakerConfig, HealthState
 from offload.client import DaemonTier, DaemonUnavailable, open_client, open_connection
 from offload.client._connection import _Call
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
@@ -416,3 +417,33 @@ async def test_nothing_waits_for_room_into_another_session(path):
 async def test_a_tier_without_a_size_of_blocks_has_that_of_its_daemon(path):
     async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as tier:
         assert tier.block_bytes == SIZE  # else its first load makes a staging area of single bytes
+
+
+async def test_an_engine_is_back_with_its_session_after_a_restart(path):
+    """A breaker that has doubled its wait while the daemon was gone would stay away for as long again."""
+    cache, breaker = cache_of(), BreakerConfig(max_faults=1, first_wait=30.0, longest_wait=60.0)
+
+    async def serve_until(ends, *, task_status=trio.TASK_STATUS_IGNORED):
+        async with daemon(path, block_bytes=SIZE) as server:
+            task_status.started(server)
+            await ends.wait()
+
+    async with trio.open_nursery() as nursery:
+        first, second = trio.Event(), trio.Event()
+        server = await nursery.start(serve_until, first)
+        async with open_client(cache, server.url, breaker=breaker) as engine:
+            assert (await store(engine, cache)).status.value == "complete"
+            first.set()
+            with trio.fail_after(PATIENCE):
+                gone = False
+                while not gone:
+                    async with await engine.lookup(KEYS) as hit:
+                        gone = bool(hit.unavailable)
+                assert engine.statistics().health["daemon"].state is HealthState.OPEN
+                sessions = engine.tiers["daemon"].connection.sessions
+                await nursery.start(serve_until, second)
+                await until(lambda: engine.tiers["daemon"].connection.sessions > sessions)
+                async with await engine.lookup(KEYS) as hit:
+                    assert not hit.unavailable
+            assert engine.statistics().health["daemon"].state is HealthState.CLOSED
+            second.set()

@@ -207,6 +207,23 @@ def test_one_probe_at_a_time() -> None:
     assert (breaker.health.state, breaker.health.since) == (CLOSED, 6.0)
 
 
+def test_news_that_a_tier_is_back_lets_a_probe_go() -> None:
+    breaker = broken(BreakerConfig(first_wait=30.0))
+    assert breaker.acquire(1.0) is None
+    breaker.hasten(1.0)
+    assert not breaker.refuses(1.0)
+    ends(breaker, FAULT, 1.0)
+    assert breaker.acquire(1.0) is None and breaker.health.next_probe == 31.0  # news once, and no faster than that
+    breaker.hasten(2.0)
+    probe = breaker.acquire(2.0)
+    assert probe is not None
+    breaker.hasten(2.5)
+    assert breaker.state is HALF_OPEN and breaker.acquire(3.0) is None
+    breaker.release(probe, ASK, ANSWERED, 3.0)
+    breaker.hasten(4.0)
+    assert breaker.state is CLOSED
+
+
 def test_a_cancelled_probe_gives_its_turn_back() -> None:
     breaker = broken()
     ends(breaker, SILENT, 1.0)
