@@ -28,7 +28,7 @@ from .options import ReplayError, ReplayOptions
 from .report import ReplayReport
 from .session import replay
 from .tier_specs import specs_of
-from .trace import read_trace
+from .trace import TimeUnit, looks_like_seconds, read_trace, requests_per_second
 from .units import capacity_of, factors_of, size_of, size_text, speed_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _OF_BYTES = (
         "capacities",
         "block_bytes",
         "policy",
+        "time_unit",
         "speed",
         "laps",
         "rename",
@@ -82,6 +83,13 @@ _OF_BYTES = (
     help="Which blocks are stored: all that missed, those not present, or those that missed more than N times.",
 )
 @click.option("--limit", type=click.IntRange(1, 1 << 40), help="Play only the first N requests.")
+@click.option(
+    "--time-unit",
+    type=click.Choice(["ms", "s"]),
+    default="ms",
+    show_default=True,
+    help="The unit of the trace's timestamps: milliseconds, as Mooncake publishes them, or seconds.",
+)
 @click.option(
     "--speed",
     type=speed_of,
@@ -158,6 +166,7 @@ def command(
     block_bytes: float,
     policy: str,
     limit: int | None,
+    time_unit: TimeUnit,
     speed: float,
     laps: int,
     rename: float,
@@ -199,7 +208,7 @@ def command(
             checksums=checksums,
             what_if=what_if or (),
         )
-        report = _replay(trace, limit, options, record)
+        report = _replay(trace, limit, time_unit, options, record)
     if as_json:
         print_json(report.as_json())
     else:
@@ -232,11 +241,19 @@ def _refusals() -> Iterator[None]:
         raise (EnvironmentFault if isinstance(error, OSError) else BadInput)(str(error)) from error
 
 
-def _replay(trace: str, limit: int | None, options: ReplayOptions, record: str | None) -> ReplayReport:
+def _replay(
+    trace: str, limit: int | None, time_unit: TimeUnit, options: ReplayOptions, record: str | None
+) -> ReplayReport:
     """Play the trace with a progress bar, and write the scenario if ``record`` names a file."""
-    requests = read_trace(trace, limit)
+    requests = read_trace(trace, limit, time_unit)
     if not requests:
         raise ReplayError(f"{trace}: no request")
+    if time_unit == "ms" and looks_like_seconds(requests):
+        click.echo(
+            f"offload replay: {trace}: read in milliseconds, its timestamps mean {requests_per_second(requests):,.0f} requests "
+            "a second; if they are in seconds, use --time-unit s",
+            err=True,
+        )
     clock = SkippingClock() if options.skip_idle else None
     with progressing(options.laps * len(requests)) as progress:
         return trio.run(

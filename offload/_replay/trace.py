@@ -12,10 +12,10 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -23,6 +23,10 @@ from .._errors import OffloadError
 
 _GZIP = b"\x1f\x8b"
 
+TimeUnit: TypeAlias = Literal["ms", "s"]
+_ENOUGH = 10
+_MOST_PER_SECOND = 300.0
+"""Published traces have 2 to 30 requests a second; read as milliseconds, one in seconds has a thousand times as many."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # some 30,000 years
 
@@ -51,15 +55,31 @@ class TraceError(OffloadError, ValueError):
         """The field's name, with a position where it has one; empty where the line as a whole is wrong."""
 
 
-def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[Request]:
+def read_trace(path: str | os.PathLike[str], limit: int | None = None, time_unit: TimeUnit = "ms") -> list[Request]:
     """Read the requests of a file, or the first ``limit`` of them; blank lines are skipped.
+
+    ``time_unit`` is that of the file's timestamps.
 
     Raises:
         TraceError: a line is no request, or the file is no whole gzip file.
         OSError: the file cannot be read.
     """
     with _open(Path(path)) as lines:
-        return list(islice(parse_trace(lines, os.fspath(path)), limit))
+        requests = islice(parse_trace(lines, os.fspath(path)), limit)
+        if time_unit == "ms":
+            return list(requests)
+        return [msgspec.structs.replace(request, timestamp=1e3 * request.timestamp) for request in requests]
+
+
+def requests_per_second(requests: Sequence[Request]) -> float:
+    """Return the rate of a trace, as its timestamps are read; 0 if all requests come at once."""
+    span = max(request.timestamp for request in requests) - min(request.timestamp for request in requests)
+    return 1e3 * len(requests) / span if span else 0.0
+
+
+def looks_like_seconds(requests: Sequence[Request]) -> bool:
+    """Whether these timestamps, read as milliseconds, are rather in seconds: no service has requests so often."""
+    return len(requests) >= _ENOUGH and requests_per_second(requests) > _MOST_PER_SECOND
 
 
 def parse_trace(lines: Iterable[bytes], file: str) -> Iterator[Request]:

@@ -26,6 +26,7 @@ from maru.testing import open_test_server
 from offload._replay.replayer import Buffer, Replayer, open_replayer
 from offload._replay.simulation import simulate
 from offload._replay.tier_specs import specs_of
+from offload.cli import main
 from offload.policies import FrequencyFilter
 from offload.replay import (
     Baseline,
@@ -146,6 +147,32 @@ def test_the_limit_stops_reading(trace_file: Path) -> None:
     trace_file.write_text(trace_file.read_text() + "nonsense\n")
     assert len(read_trace(trace_file, 3)) == 3
     assert len(read_trace(trace_file, len(TRACE))) == len(TRACE)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "says"),
+    [
+        (
+            2,
+            [],
+            "read in milliseconds, its timestamps mean 526 requests a second; if they are in seconds, use --time-unit s",
+        ),
+        (2, ["--time-unit", "s"], ""),
+        (27, [], ""),
+        (0, [], ""),
+    ],
+)
+def test_timestamps_in_seconds_are_noticed(tmp_path: Path, step: int, options: list[str], says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{line_of([at], step * at)}\n" for at in range(20)))
+    result = CliRunner().invoke(main, ["replay", str(path), "--capacity", "1MiB", *options])
+    assert result.exit_code == 0
+    assert says in result.stderr if says else "milliseconds" not in result.stderr
+
+
+def test_a_trace_in_seconds_is_read(trace_file: Path) -> None:
+    stamps = [request.timestamp for request in read_trace(trace_file)]
+    assert [request.timestamp for request in read_trace(trace_file, time_unit="s")] == [1000 * at for at in stamps]
 
 
 def test_equal_hash_ids_are_equal_keys() -> None:
