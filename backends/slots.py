@@ -20,9 +20,10 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 import trio
 
 from maru.eviction import EvictionPolicy
+from maru.exception_groups import holds
 
 from ._copying import StoreCopy, deliver, load_pages, unequal
-from ._errors import BlockSizeError, CapacityError
+from ._errors import BlockSizeError, CapacityError, Unproven
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
 from ._in_place import CopiesInPlace
@@ -167,8 +168,9 @@ class SlotTier(PooledTier[BlockPool]):
                     self._storage.copy_in(slots, pages)
             if self.checksums:
                 self.note_checksums(slots, checksums(pages))
-        except BaseException:
-            self.pool.give_back(slots)
+        except BaseException as error:
+            if not holds(error, Unproven):  # or else the copy may still write to it: it is used for nothing else
+                self.pool.give_back(slots)
             raise
         self.pool.register((key,), slots)
         return True

@@ -45,6 +45,7 @@ from backends.abc import (
 from backends.pages import Pages
 from backends.threads import run_in_thread_to_the_end
 from backends.tier_base import TierBase, TierLease, TierReservation
+from maru.exception_groups import holds
 
 from ..daemon._messages import (
     MAX_KEYS,
@@ -263,9 +264,10 @@ class DaemonTier(TierBase[DaemonLease]):
         copy = StoreCopy(source, keys, refs, summed=False)
         try:
             failed = await copy.into(staging.pages(slots), self._in_place)
-        except Exception:
-            staging.give_back(slots)
-            raise  # (cancelled, a thread may still write to these slots)
+        except BaseException as error:
+            if isinstance(error, Exception) and not holds(error, Unproven):
+                staging.give_back(slots)
+            raise  # cancelled, or left, a thread may still write to these slots
         good = [at for at in range(len(keys)) if at not in failed]
         answers = await self._ask_store(
             session,
@@ -390,8 +392,8 @@ class DaemonTier(TierBase[DaemonLease]):
             slots = await staging.take(n, least=n)
             bad = await self._ask_load(lease, cache, slots)
             await run_in_thread_to_the_end(deliver, staging.pages(slots), destination, 0, there, False)
-        except Unproven:
-            is_proven = False  # the daemon may still write to these slots
+        except BaseException as error:
+            is_proven = not holds(error, Unproven)  # or else the daemon may still write to these slots
             raise
         finally:
             if is_proven:

@@ -125,9 +125,9 @@ class Reads:
         try:
             result = await self._engine.require().load(hit, destination)
         except BaseException as exc:
-            if holds(exc, Unproven):  # also in a group with a cancel
+            if holds(exc, Unproven):  # also in a group with a cancel, which asked for this answer
                 session.requests[request.seq].unproven = True
-                if not isinstance(exc, Exception):
+                if holds(exc, (KeyboardInterrupt, SystemExit)):
                     raise
                 return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
             await self._clear(session, destination, range(len(destination)))

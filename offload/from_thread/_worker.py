@@ -459,8 +459,10 @@ class EngineWorker(ThreadBoundary):
         """Load. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
         try:
             return await self.engine.load(pinned, destination, promote=promote)
-        except Exception as error:
-            if holds(error, Unproven):
+        except (
+            BaseException
+        ) as error:  # also in a group with the cancel, of which the scope around would leave nothing else
+            if holds(error, Unproven) and not holds(error, (KeyboardInterrupt, SystemExit)):
                 raise DrainUnproven(_UNPROVEN) from error
             raise
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import device as device_module
-from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier
+from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier, Unproven
 from backends.device import DeviceTier, Plane, _CudaTensors, check_disjoint, layout_of
 from backends.memory import MemoryTier
 from backends.pages import new_pages, pages_of
@@ -284,6 +284,21 @@ def test_an_engine_puts_and_gets_single_blocks(device):
         assert tier.put(key, payload_of(key, tier.block_bytes))
     assert [tier.get(key) for key in (b"a", b"b")] == [None, payload_of(b"b", tier.block_bytes)]
     assert tier.free == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(OSError("no"), False), (Unproven("left"), True)], ids=["failed", "unproven"]
+)
+def test_a_put_whose_copy_was_left_keeps_its_slot(monkeypatch, error, is_kept):
+    tier, _, _ = tier_of("keys and values apart", pool=range(1, 3))
+
+    def fail(slots, pages):
+        raise error
+
+    monkeypatch.setattr(tier._storage, "copy_in", fail)
+    with pytest.raises(type(error)):
+        tier.put(b"a", payload_of(b"a", tier.block_bytes))
+    assert tier.free == 2 - is_kept
 
 
 def test_the_fingerprint_says_what_the_bytes_mean():

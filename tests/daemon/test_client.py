@@ -227,6 +227,52 @@ async def test_a_cancelled_load_that_was_left_is_unproven(path):
             nursery.cancel_scope.cancel()
 
 
+async def test_a_load_left_by_its_cancel_is_unproven(path, monkeypatch):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        number, hold = await stored(connection, cache_of())
+        began = trio.Event()
+
+        async def leave(hit, destination):
+            began.set()
+            try:
+                await trio.sleep_forever()
+            except trio.Cancelled as cancelled:  # as a nursery has it, in which one of several copies is left
+                raise BaseExceptionGroup("copies", [cancelled, Unproven("left")]) from None
+
+        monkeypatch.setattr(server._service.reads._engine.require(), "load", leave)
+        async with trio.open_nursery() as nursery:
+
+            async def run():
+                with pytest.raises(Unproven):
+                    await load(connection, number, hold, LONG)
+
+            nursery.start_soon(run)
+            await began.wait()
+            nursery.cancel_scope.cancel()
+        [session] = server._service.sessions
+        assert len(session.unproven) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [(OSError("a disk"), False), (Unproven("left"), True), (ExceptionGroup("", [Unproven("left"), OSError()]), True)],
+    ids=["failed", "unproven", "group"],
+)
+async def test_slots_stay_taken_behind_a_copy_that_was_left(path, monkeypatch, error, is_kept):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+
+        async def fail(self, *arguments):
+            raise error
+
+        monkeypatch.setattr("offload.client._tier.StoreCopy.into", fail)
+        staging = client._its_places().staging
+        before = len(staging._free)
+        reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+        with contextlib.suppress(Exception):
+            await reservation.transfer(MemoryTier(16 * SIZE, SIZE), range(2))
+        assert len(staging._free) == before - 2 * is_kept
+
+
 async def test_another_start_of_a_daemon_proves_nothing(path):
     """Only the end of its process says that a daemon of before has left this process's memory alone."""
     async with daemon(path) as server, open_connection(server.url) as connection:

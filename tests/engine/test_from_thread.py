@@ -24,7 +24,7 @@ import pytest
 import trio
 
 import offload
-from backends.abc import Deletion, Key
+from backends.abc import Deletion, Key, Unproven
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, Status, block_key, from_thread
@@ -548,6 +548,21 @@ def test_a_load_without_an_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(offload.DrainUnproven):
                 engine.load(hit, places(8)[1], timeout=0.01)
             engine.call(gate.set)
+
+
+def test_a_load_left_by_its_cancel_is_unproven() -> None:
+    class Left(FakeTier):
+        async def load(self, lease: Any, destination: Any) -> Any:
+            try:
+                await trio.sleep_forever()
+            except trio.Cancelled as cancelled:  # as a nursery has it, in which one of several copies is left
+                raise BaseExceptionGroup("copies", [cancelled, Unproven("left")]) from None
+
+    host, _, keys = tiers(8)
+    with from_thread.open_engine(host, [Left(8)]) as engine:
+        engine.store(host.weak(keys), precondition=NO_WAIT).result()
+        with engine.lookup(keys) as hit, pytest.raises(offload.DrainUnproven):
+            engine.load(hit, places(8)[1], timeout=0.01)
 
 
 def test_a_keyboard_interrupt_ends_a_wait() -> None:
