@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import trio
@@ -74,6 +74,12 @@ def name_of(error: BaseException) -> str:
     return type(error).__name__
 
 
+THERE: Final = frozenset({"present", "pending"})
+"""Reasons to keep a block back that mean it is in the tier, or is being stored by another store."""
+_FAULTY: Final = frozenset({"timeout", "error"})
+"""The same of a policy that did not answer."""
+
+
 class FaultLog:
     """Counters of one part of an adapter: what was done, what went wrong, and the text of the last fault of each name.
 
@@ -109,6 +115,22 @@ class FaultLog:
     def note(self, operation: str, error: BaseException, n: int = 1) -> None:
         """The same, for an error."""
         self.count(operation, name_of(error), f"{error}", n)
+
+    def kept_back(self, what: str, reasons: Iterable[str], pages: int = 1) -> None:
+        """Count what a store did not offer to a tier, by the reason; not what is there, or is being stored by another one.
+
+        Args:
+            what: is counted.
+            reasons: of each page.
+            pages: that one of them has.
+        """
+        for reason, n in Counter(reasons).items():
+            if reason in _FAULTY:
+                self.trouble(
+                    f"{what} not stored", f"the tier was not asked in time, or could not be: {reason}", -(-n // pages)
+                )
+            elif reason not in THERE:
+                self.add(f"{what} kept back by a policy: {reason}", -(-n // pages))
 
     def snapshot(self) -> Mapping[str, int]:
         """All counters, of both kinds."""

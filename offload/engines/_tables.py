@@ -19,7 +19,8 @@ _CACHE: Final[Mapping[str, Any]] = {
     # A server that is away must not keep an inference engine from starting, nor later from finding it again.
     "on_enter_failure": "miss",
     # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
-    "pipeline": {"on_destination_full": "evict"},
+    # Nobody waits for a store here, but a busy host may for a tier's answer: what it is not asked in time is not stored.
+    "pipeline": {"on_destination_full": "evict", "policy_timeout": 5.0},
 }
 
 

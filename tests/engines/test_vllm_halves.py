@@ -23,6 +23,7 @@ import trio
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, PacedTier
 from offload import NO_WAIT, BatchConfig, EngineConfig, LoadOrRecompute, PipelineConfig, from_thread
+from offload.abc import AsyncPolicy
 from offload.engines.vllm import _worker
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks
 from offload.engines.vllm._naming import ChunkNaming
@@ -565,6 +566,19 @@ def test_store_larger_than_budget_is_split(budget: int, stored: int):
         assert counts["chunks offered"] == 4
         assert counts["chunks dropped, since too many are on their way"] == 4 - stored
         vllm.step(overwritten=range(16))
+
+
+def test_chunks_that_a_policy_keeps_back_are_counted():
+    class Late(AsyncPolicy):
+        async def evaluate(self, keys: Sequence[bytes]) -> Any:
+            await trio.sleep(30)
+
+    with instance(memory(), policies=[Late()]) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.worker.engine.drain(SOON)
+        assert vllm.worker.counts.snapshot()["chunks not stored"] == 4
 
 
 def test_chunk_larger_than_budget_is_dropped():

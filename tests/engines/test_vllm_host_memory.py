@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from backends.testing import FakeTier
+from offload.abc import AsyncPolicy
 from offload.engines.vllm._arena import Arena, link_of
 from offload.engines.vllm._manager import HostMemory, open_host_memory
 from offload.engines.vllm._naming import ChunkNaming
@@ -110,6 +111,33 @@ def test_what_one_instance_has_written_another_one_loads(tmp_path: Path):
         assert load(second, "b", KEYS[:4]) == list(map(bytes_of, KEYS[:4]))
         second.end("b")
         assert nothing_is_held(second)
+
+
+class SlowPolicy(AsyncPolicy):
+    """A policy on a busy host: it asks a server, and takes longer than most policies may."""
+
+    async def evaluate(self, keys: Sequence[bytes]) -> dict[bytes, str]:
+        await trio.sleep(0.3)
+        return {}
+
+
+slow = SlowPolicy()
+
+
+def slow_policy(path: Path, **pipeline: Any) -> dict[str, Any]:
+    return {**disk(path), "routes": [{"to": "disk", "policies": [f"{__name__}:slow"]}], "pipeline": pipeline}
+
+
+def test_store_waits_for_a_policy_that_is_slow(tmp_path: Path):
+    with opened(slow_policy(tmp_path)) as memory:
+        assert write(memory, KEYS[:4]) == 4
+
+
+def test_what_a_policy_did_not_pass_in_time_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with opened(slow_policy(tmp_path, policy_timeout=0.1)) as memory:
+        assert write(memory, KEYS[:4]) == 0
+        assert memory.counts.snapshot()["chunks not stored"] == 4
+    assert any("not asked in time" in record.getMessage() for record in caplog.records)
 
 
 def test_more_rows_than_budget_are_stored_in_parts(tmp_path: Path):

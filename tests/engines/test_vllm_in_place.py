@@ -34,7 +34,9 @@ def opened(
     server: Server, rows: int = 8, in_place: bool = True, behind: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[HostMemory]:
     tiers = {"maru": {"type": "maru", "server_url": server.ipc, "pool_size": "1M", **more}, **(behind or {})}
-    table = {"cpu_bytes_to_use": rows * ROW, "offload": {"engine": {"tiers": tiers}}}
+    # Patient, since what is tested here is not what a busy host makes of a second.
+    said = {"engine": {"tiers": tiers}, "lookup_timeout": 30.0}
+    table = {"cpu_bytes_to_use": rows * ROW, "offload": said}
     settings = SpecSettings.read(table, ROW)
     memory = open_host_memory(f"test-{os.getpid()}-{next(NAMES)}", ROW, NAMING, settings, in_place=lambda: in_place)
     try:

@@ -21,6 +21,7 @@ from ..._errors import DrainUnproven
 from ..._pipeline.result import TransferResult
 from ...from_thread import Hit, LoadFuture, LookupFuture, StoreFuture
 from ...preconditions import NO_WAIT
+from .._faults import THERE
 from .._guard import insist
 from ._memory import MemoryObjects, ObjectPlaces, Span
 from ._names import ObjectKey, rows
@@ -28,10 +29,6 @@ from ._opening import OpenEngine
 
 if TYPE_CHECKING:
     from ._cache import ObjectCache
-
-_THERE: Final = frozenset({"present", "pending"})
-"""Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
-
 
 Waited: TypeAlias = LookupFuture | LoadFuture
 """A future that a step waits for."""
@@ -213,7 +210,7 @@ class Storing(Operation):
             for at in positions[name]:
                 self._there[at] = self._written[at] = True
         for name, reason in result.filtered.items():
-            if reason in _THERE:
+            if reason in THERE:
                 for at in positions[name]:
                     self._there[at] = True
             else:

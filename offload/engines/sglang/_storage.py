@@ -8,21 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from backends.abc import LOADED, Failed, Key, Missed
 
 from ... import from_thread
 from ..._pipeline.result import TransferResult
 from ...preconditions import NO_WAIT
-from .._faults import FaultLog, name_of
+from .._faults import THERE, FaultLog, name_of
 from ._pages import HostPages, LentPages
 from ._settings import Settings
 
 _log = logging.getLogger("offload.engines.sglang")
-
-_THERE: Final = frozenset({"present", "pending"})
-"""Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
 
 
 class PageStorage:
@@ -146,7 +143,7 @@ class PageStorage:
         there = set(result.completed)
         self._faults.add("pages stored", len(there))
         for key, reason in result.filtered.items():
-            if reason in _THERE:
+            if reason in THERE:
                 there.add(key)
             else:
                 self._faults.count("store", reason)

@@ -333,6 +333,8 @@ class HostMemory:
             self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", lost)
         elif result.status is Status.FAILED:
             self.counts.trouble("chunks not stored", result.error or next(iter(result.failed.values()), "?"), lost)
+        else:
+            self.counts.kept_back("chunks", result.filtered.values())
 
     # --- the end --------------------------------------------------------------------------------------------------
 

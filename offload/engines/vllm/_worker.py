@@ -349,6 +349,8 @@ class WorkerHalf:
         elif result.status is Status.FAILED:
             why = result.error or next(iter(result.failed.values()), None)
             self._not_stored(why, (len(chunks) - len(result.completed)) // pages)
+        else:
+            self.counts.kept_back("chunks", result.filtered.values(), pages)
         there = [key for key, reason in result.filtered.items() if reason == "present"]
         behind = self._source.behind(chunks, frozenset([*result.completed, *there]))
         if behind is not None:
