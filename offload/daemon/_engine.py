@@ -94,7 +94,11 @@ class DaemonEngine:
             Refusal: no cache was registered yet, so its tiers are not made.
         """
         if self.engine is None:
-            raise Refusal("unavailable", "the tiers are not open yet: the first cache that is registered opens them")
+            raise Refusal(
+                "unavailable",
+                "the tiers are not open yet: the first cache that is registered says the size of a block; or set block_bytes "
+                "in [daemon], or block_bytes of the tier that is this daemon",
+            )
         return self.engine
 
     @property

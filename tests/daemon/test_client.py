@@ -16,7 +16,7 @@ from backends.forwarding import ForwardingTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
-from offload import BreakerConfig, HealthState
+from offload import BreakerConfig, HealthState, open_engine
 from offload.client import DaemonTier, DaemonUnavailable, open_client, open_connection
 from offload.client._connection import _Call
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
@@ -493,3 +493,20 @@ async def test_an_engine_is_back_with_its_session_after_a_restart(path):
                     assert not hit.unavailable
             assert engine.statistics().health["daemon"].state is HealthState.CLOSED
             second.set()
+
+
+async def test_a_daemon_whose_tiers_are_not_open_is_not_broken(path):
+    """Its tiers may have kept blocks, so a lookup is no miss; and nothing is wrong with the daemon, so it is asked again."""
+    async with (
+        daemon(path) as server,
+        open_engine(MemoryTier(8 * SIZE, SIZE), {"daemon": DaemonTier(server.url)}) as engine,
+    ):
+        for _ in range(5):
+            async with await engine.lookup(KEYS) as hit:
+                assert not hit.keys and "set block_bytes in [daemon]" in str(hit.unavailable["daemon"])
+        assert engine.statistics().health["daemon"].state is HealthState.CLOSED
+        cache = cache_of()
+        async with open_client(cache, server.url) as other:
+            await store(other, cache)
+        async with await engine.lookup(KEYS) as hit:
+            assert len(hit.keys) == len(KEYS)
