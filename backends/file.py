@@ -15,6 +15,7 @@ Rule 4. The trio thread reads and writes no file. Files that are no longer neede
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -44,11 +45,13 @@ from .pages import Pages
 from .pooled import Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
+_log = logging.getLogger("backends.file")
+
 _MANY_USES = 1024
 """Uses of blocks that a load's thread writes: some 3 ms of calls, once for as many loads."""
 
 _OTHER_SIZE = Missed("size")
-"""The block is as it was stored, but its size is not that of the destination. It stays."""
+"""The block is as it was stored, but its size is not that of the destination. It stays, if it was stored in this process."""
 
 
 class FileTier(PooledTier[FileRegistry], DirectTier):
@@ -102,6 +105,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         """Size of every block that this is a source of, in bytes; 0 as long as that is not known."""
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
+        self._last_found = 0
+        self._said_old = False
         self._layout = layout_digest(fingerprint)
         self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread drops them
         self._loaded = 0
@@ -233,6 +238,20 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         await run_in_thread_or_leave(work.run, destination, there)
         return work.bad
 
+    def _note_bad(self, lease: Lease, bad: Mapping[int, Missed | Failed]) -> None:
+        super()._note_bad(lease, bad)
+        # Blocks of an earlier process, and of its block size: as long as they are found, no store replaces them.
+        old = [at for at, outcome in bad.items() if outcome is _OTHER_SIZE and lease.refs[at] <= self._last_found]
+        if old:
+            if not self._said_old:
+                self._said_old = True
+                _log.warning(
+                    "%r: blocks are of another size than when they were stored, before this tier was opened: each goes when "
+                    "it is asked for, and is stored again",
+                    self,
+                )
+            lease.forget(old)
+
     waits_for_disk: ClassVar[bool] = True
 
     def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
@@ -337,4 +356,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
             else:
                 directory.remove(name_of(key, -number))
         pool.shrink()
+        self._last_found = pool.next_number - 1
+        if strangers:
+            why = ", ".join(f"{n} {reason}" for reason, n in self._missed.items() if n and reason != "torn")
+            _log.warning(
+                "%r: %d blocks of %d bytes are not found, as they do not fit this tier (%s); they go first when room is needed",
+                self, len(strangers), pool.stranger_bytes, why,
+            )  # fmt: skip
         remove(directory, self._litter())

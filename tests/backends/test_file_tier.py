@@ -635,6 +635,37 @@ async def test_blocks_of_several_sizes_live_side_by_side(directory):
         tier.reserve_nowait(RoomRequest([b"a"], 100, "wait"))
 
 
+async def test_blocks_of_an_earlier_block_size_go_when_asked_for(directory, caplog):
+    tier = open_tier(directory)
+    await store(tier, KEYS, 100)
+    tier.close()
+    tier = open_tier(directory)
+    assert not caplog.records
+    await store(tier, [b"new"], 50)
+    assert await load(tier, KEYS[:3], 50) == [Missed("size")] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "another size than when they were stored" in caplog.text
+    assert tier.contains_nowait(KEYS) == set(KEYS[3:])
+    assert await store(tier, KEYS[:3], 50) == [STORED] * 3
+    assert await load(tier, [b"new", *KEYS[:3]], 50) == [LOADED] * 4
+    async with await tier.pin([b"new"]) as lease:  # stored in this process: it stays
+        assert await tier.load(lease, PagesDestination.over([bytearray(100)])) == [Missed("size")]
+    assert tier.contains_nowait([b"new"]) == {b"new"}
+    assert len(caplog.records) == 1
+
+
+async def test_blocks_that_do_not_fit_are_said_at_the_start(directory, caplog):
+    tier = open_tier(directory, fingerprint="llama")
+    await store(tier, KEYS[:1], 100)
+    await store(tier, KEYS[1:], 50)
+    tier.close()
+    tier = open_tier(directory, fingerprint="llama", block_bytes=100)
+    assert "3 blocks of 1686 bytes are not found, as they do not fit this tier (3 size)" in caplog.text
+    tier.close()
+    open_tier(directory)
+    assert "4 blocks of 2298 bytes are not found, as they do not fit this tier (4 foreign)" in caplog.text
+
+
 async def test_one_large_block_evicts_many_small_ones_but_no_held_ones(directory):
     tier = open_tier(directory, 400)
     keys = [b"%d" % number for number in range(4)]
