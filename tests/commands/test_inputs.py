@@ -18,6 +18,7 @@ import maru.server_cli
 import offload
 import offload.cli
 from backends.pinned_pool import PinnedPoolConfig
+from maru.blocking import MaruHandler
 from offload.daemon import DaemonConfig
 from tests.support.other_user import needs_root, other_user
 
@@ -182,6 +183,14 @@ def test_a_command_names_the_option_that_is_wrong(line: str, words: tuple[str, .
     assert code == 2, said
     assert all(word in said for word in words), said
     assert len(said) < 800
+
+
+def test_a_server_that_is_not_there_is_named_once() -> None:
+    with pytest.raises(maru.NoAnswer) as error:
+        MaruHandler(server_url="tcp://127.0.0.1:1", pool_size="8 MiB", timeout_ms=100).connect()
+    said = str(error.value)
+    assert said.startswith("Nobody answers at tcp://127.0.0.1:1: start a server")
+    assert said.count("127.0.0.1:1:") == 1 and "not connected" not in said
 
 
 def test_a_pool_without_a_page_is_refused() -> None:

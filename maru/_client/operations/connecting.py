@@ -91,8 +91,9 @@ def connect(s: ClientState) -> Operation[None]:
     try:
         yield Alone(partial(reattach, s))
     except NoAnswer as exc:
-        # The address first: what comes behind may be cut where this is one of several reasons.
-        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH}. Client {exc}") from exc
+        # The address first: what comes behind may be cut where this is one of several reasons. Who asks is known to the caller.
+        why = str(exc).removeprefix(f"{s!r}: ")
+        raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH} ({why})") from exc
     if s.config.eager_map:
         yield from map_others(s)
 
