@@ -116,10 +116,17 @@ class PipelineConfig:
         "How long to wait for room there. A waiting reservation holds only a transfer slot.",
     )
     transfer_timeout: float = _knob.seconds(
-        60.0,
+        5.0,
         0.001,
         _DAY,
-        "How long a copy may take. After that its end counts as unproven, and its blocks are quarantined.",
+        "How long a copy may take, besides what its bytes take. After that its end counts as unproven, its blocks are "
+        "quarantined, and its tier has a fault.",
+    )
+    transfer_bytes_per_second: int = _knob.size(
+        50_000_000,
+        0,
+        1 << 50,
+        "Each so many bytes of a copy add a second to transfer_timeout: half of what a hard disk does. 0: none do.",
     )
     drain_timeout: float = _knob.seconds(
         10.0,
@@ -137,6 +144,21 @@ class PipelineConfig:
         "wait",
         OnOverflow,
         "What enqueue does when the budget is used up: wait, or drop new weak stores and count them.",
+    )
+
+    route_share: float = _knob.fraction(
+        0.5,
+        0.001,
+        1.0,
+        "How much of the tier that it starts at a route may hold, if it is not required: a slow or broken tier leaves the rest "
+        "to new blocks. For a route that stores what is evicted: how much may be in copies that hang, or are quarantined.",
+    )
+    route_patience: float = _knob.seconds(
+        1.0,
+        0.0,
+        3_600.0,
+        "How long a block waits for room in that share, if the route is not required, before it is dropped and counted. It is "
+        "not held meanwhile.",
     )
 
     def __attrs_post_init__(self) -> None:

@@ -49,7 +49,16 @@ PREFIX: Final = "kv_offload_"
 PROMOTION_REASONS: Final[Sequence[str]] = ("duplicate", "full", "busy", "gone", "unavailable", "failed", "closed")
 """The reasons of :attr:`offload.EngineStatistics.promotions_refused`."""
 
-FILTER_REASONS: Final[Sequence[str]] = ("present", "pending", "timeout", "error", "overflow")
+FILTER_REASONS: Final[Sequence[str]] = (
+    "present",
+    "pending",
+    "timeout",
+    "error",
+    "overflow",
+    "behind",
+    "gone",
+    "closed",
+)
 """Why blocks are filtered, beside the words of other policies; ``present`` is :class:`offload.PresenceFilter`'s."""
 
 DROP_REASONS: Final[Sequence[str]] = (
@@ -102,7 +111,7 @@ _PIPELINE_COUNTERS: Final = (
     ("enqueued", "Containers taken in; the whole of settled"),
     ("batches", "Copies started"),
     ("copied_bytes", "Bytes stored"),
-    ("blocks_dropped", "Filtered blocks that were dropped as the pipeline was full"),
+    ("blocks_dropped", "Filtered blocks that were dropped as the pipeline, or the share of its route, was full"),
     ("policy_errors", "Policies that raised"),
     ("policy_timeouts", "Containers whose policies overran their time"),
     ("policies_blocked", "Times that a plain policy held the loop too long"),
@@ -116,6 +125,9 @@ _PIPELINE_GAUGES: Final = (
     ("inside", "Containers that have not settled"),
     ("pending_marks", "Keys on their way to the destination"),
     ("quarantined", "Copies whose end is unknown"),
+    ("offered_blocks", "Blocks that wait for room in the share of a route that is not required"),
+    ("held_blocks", "Blocks that such a route holds in the tier above"),
+    ("share_blocks", "Blocks that such a route may hold there; the whole of held_blocks"),
 )
 _TIER_COUNTERS: Final = (
     ("stored", "Blocks published"),

@@ -126,6 +126,11 @@ class Route:
     """Decide in this order which blocks may take it; by default those that the tier does not have yet."""
     auto_chain: bool = attrs.field(default=True, validator=_is_flag)
     """Whether what it has stored is passed on to the routes that start at ``to``."""
+    required: bool | None = attrs.field(default=None, validator=attrs.validators.optional(_is_flag))
+    """Whether a store waits for this route from one tier to the next, and fails if it fails. By default with ``on_evict`` only,
+    where a block must not go before its copy is below. If it is not required, a store has ended when the tier before has its
+    blocks, ``await handle.wait_routes()`` has what became of them here, and the route drops what it has no room for
+    (``route_share``, ``route_patience``); with ``on_evict`` it then drops, and counts, victims beyond its share."""
     pipeline: PipelineConfig | None = attrs.field(default=None, converter=_as_pipeline, validator=_check_pipeline)
     """All settings of its pipeline; by default those of the engine's ``pipeline``."""
 

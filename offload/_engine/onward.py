@@ -16,9 +16,10 @@ import trio
 from backends.abc import Key, ReadableTier, WeakBlocks, check_keys
 
 from .._pipeline.handle import TransferHandle
+from .._pipeline.offer import Offers
 from .._pipeline.page_hold import held_pages_of
 from .._pipeline.pipeline import Pipeline
-from .tenants import TenantTags
+from .tenants import TenantTags, nothing
 
 if TYPE_CHECKING:
     from .engine import OpenRoute
@@ -33,6 +34,7 @@ class OnwardRoutes:
     def __init__(self, tiers: Mapping[str, ReadableTier], routes: Sequence[OpenRoute], tags: TenantTags | None) -> None:
         """Not to be called: an engine makes it."""
         named = {route.plan.name: route.pipeline for route in routes}
+        self._required = [route.pipeline for route in routes if route.plan.required]
         fed: dict[str, dict[str, None]] = {}
         for route in routes:
             fed.setdefault(route.plan.to, {}).update(dict.fromkeys(route.plan.feeds))
@@ -49,12 +51,17 @@ class OnwardRoutes:
         """The pipelines that lead on from what is stored in this tier."""
         return self._pipelines.get(tier, ())
 
+    def waits(self, tier: str) -> bool:
+        """Whether a required route leads on from this tier: what is passed on waits for room there."""
+        return any(pipeline in self._required for pipeline in self.of(tier))
+
     async def pass_on(self, tier: str, keys: Sequence[Key], *, tenant: str = "") -> Sequence[TransferHandle]:
         """Copy blocks on that another process has stored in a page store, along each route that leads on from there.
 
-        Waits for room in these routes, not for the copies. The handles, one for each route and portion of the keys, say what
-        became of the blocks: one that is not there counts as evicted. There is none where no route leads on. Cancelled while it
-        waits, the portions that had room go on.
+        Waits for room in these routes, not for the copies; a route that is not required drops what has none within its
+        ``route_patience``. The handles, one for each route and portion of the keys, say what became of the blocks: one that is
+        not there counts as evicted. There is none where no route leads on. Cancelled while it waits, the portions that had room
+        go on.
 
         Args:
             tier: the name of a tier that has its blocks in pages (:class:`backends.abc.PageTier`).
@@ -74,6 +81,9 @@ class OnwardRoutes:
         await trio.lowlevel.checkpoint_if_cancelled()
         handles: list[TransferHandle] = []
         for pipeline in self.of(tier):
+            if pipeline not in self._required:
+                handles += await self._offered(pipeline, Offers(self._tiers[tier]), keys, tenant)
+                continue
             most = pipeline.config.budget_blocks
             for start in range(0, len(keys), most):
                 portion = WeakBlocks(held_pages, keys[start : start + most], None)
@@ -81,6 +91,19 @@ class OnwardRoutes:
         if not handles:
             await trio.lowlevel.cancel_shielded_checkpoint()
         return handles
+
+    async def _offered(
+        self, pipeline: Pipeline, offers: Offers, keys: Sequence[Key], tenant: str
+    ) -> Sequence[TransferHandle]:
+        """Offer blocks to a route that is not required."""
+        end = nothing if self._tags is None else self._tags.bring(keys, tenant)
+        offer = offers.make(pipeline, keys, {})
+        try:
+            if not offers.give(pipeline, offer):
+                await offers.give_rest(pipeline, offer)
+        finally:
+            offer.when_ended(end)
+        return offer.handles
 
     async def _enqueue(self, pipeline: Pipeline, blocks: WeakBlocks, tenant: str) -> TransferHandle:
         if self._tags is None:

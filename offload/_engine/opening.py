@@ -21,6 +21,7 @@ from .._errors import ConfigError
 from .._health import BreakerTier
 from .._instruments import attach
 from .._pipeline.marks import place_of
+from .._pipeline.offer import RouteShare, blocks_of
 from .._pipeline.opening import open_pipeline
 from .._pipeline.page_hold import held_pages_of
 from .._pipeline.pipeline import Pipeline
@@ -203,8 +204,7 @@ class _EngineBuilder:
         for route in reversed(planned):
             above = self._start_of(route)
             leaving = below.get(route.name)  # set if this route stores what its tier evicts
-            fed = [pipelines[name] for name in route.feeds]
-            pipeline = await self.stack.enter_async_context(self._route(route, above, fed, leaving))
+            pipeline = await self.stack.enter_async_context(self._route(route, above, pipelines, planned, leaving))
             pipelines[route.name] = pipeline
             self.history.watch_pipeline(route.to, pipeline)
             if held_pages_of(above) is not None:
@@ -213,7 +213,7 @@ class _EngineBuilder:
                 dropped = self.history.dropped(route.above, route.to)
                 claim = self.tenant_tags.victims(route.above, tiers[route.to])
                 spills[route.name] = await self.stack.enter_async_context(
-                    spill(above, pipeline, dropped=dropped, claim=claim)
+                    spill(above, pipeline, dropped=dropped, claim=claim, required=route.required)
                 )
         return [OpenRoute(route, pipelines[route.name]) for route in planned], spills
 
@@ -227,10 +227,16 @@ class _EngineBuilder:
         return tier if held_pages_of(tier) is None else self.breaker_tiers[route.above]
 
     def _route(
-        self, route: PlannedRoute, above: Any, feeds: Sequence[Pipeline], leaving: PipelineConfig | None
+        self,
+        route: PlannedRoute,
+        above: Any,
+        below: Mapping[str, Pipeline],
+        planned: Sequence[PlannedRoute],
+        leaving: PipelineConfig | None,
     ) -> AbstractAsyncContextManager[Pipeline]:
         configured, tier = route.route, self.breaker_tiers[route.to]
-        knobs = leaving or configured.pipeline or self.config.pipeline
+        knobs = self._sharing(route, planned, leaving or configured.pipeline or self.config.pipeline)
+        required = {one.name for one in planned if one.required}
         if route.above != SOURCE and configured.policies is None:  # a tier that does not answer in time filters nothing
             policies = [what_is_new(tier, knobs)]
         else:
@@ -240,11 +246,35 @@ class _EngineBuilder:
             tier,
             policies=policies,
             config=knobs,
-            chain=feeds,
+            chain=[below[name] for name in route.feeds if name in required],
+            optional_chain=[below[name] for name in route.feeds if name not in required],
             instruments=[*self._watching_pipelines, self.tenant_tags] if self.tenant_tags else self._watching_pipelines,
             name=route.name,
             load_priority=self.load_priority,
         )
+
+    def _sharing(self, route: PlannedRoute, planned: Sequence[PlannedRoute], knobs: PipelineConfig) -> PipelineConfig:
+        """Divide the share of a tier among the routes that start there, and let no batch need more than there may be."""
+        batches = knobs.batch_config
+        most = batches.max_batch_size
+        if route.above != SOURCE:
+            beside = sum(one.above == route.above for one in planned)
+            if beside > 1:
+                knobs = attrs.evolve(knobs, route_share=max(0.001, knobs.route_share / beside))
+            if self.config.chain == "on_store" and not route.required:
+                most = min(most, RouteShare(place_of(self.tiers[route.above]), knobs).measure())
+        blocks = blocks_of(place_of(self.tiers[route.to]))
+        stuck = [
+            int(blocks * (one.route.pipeline or self.config.pipeline).route_share)
+            for one in planned
+            if one.above == route.to and (self.config.chain == "on_evict" or not one.required)
+        ]
+        if blocks and stuck:  # the routes that lead on from there may have so much of it for as long as they hang
+            most = min(most, max(1, blocks - max(stuck)))
+        if most == batches.max_batch_size:
+            return knobs
+        least = min(batches.min_batch_size, most)
+        return attrs.evolve(knobs, batch_config=attrs.evolve(batches, max_batch_size=most, min_batch_size=least))
 
     @property
     def _watching_pipelines(self) -> list[Instrument | object]:

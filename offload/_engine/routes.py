@@ -43,6 +43,8 @@ class PlannedRoute:
     """Its configuration."""
     feeds: tuple[str, ...]
     """The names of the routes that go on from what it has stored."""
+    required: bool = False
+    """Whether what feeds it waits for it."""
 
 
 def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route], chain: Chain) -> list[PlannedRoute]:
@@ -69,7 +71,14 @@ def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]
     ends = sorted(wanted, key=lambda ends: (order[ends[1]], order[ends[0]]))
     names = {end: end[1] if end[0] == _above(tiers, sources, end[1]) else f"{end[0]}-{end[1]}" for end in ends}
     _check_distinct(names)
-    return [PlannedRoute(names[end], end[1], end[0], wanted[end], _fed(end, wanted[end], names, chain)) for end in ends]
+    return [
+        PlannedRoute(names[end], end[1], end[0], way, _fed(end, way, names, chain), _is_required(way, chain))
+        for end, way in ((end, wanted[end]) for end in ends)
+    ]
+
+
+def _is_required(route: Route, chain: Chain) -> bool:
+    return chain == "on_evict" if route.required is None else route.required
 
 
 def _check_distinct(names: Mapping[tuple[str, str], str]) -> None:

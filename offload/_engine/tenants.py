@@ -119,19 +119,19 @@ class TenantTags:
     # --- lifetimes --------------------------------------------------------------------------------------------------
 
     def until_settled(self, handle: TransferHandle, end: Callable[[], None]) -> TransferHandle:
-        """Call ``end`` once this handle has settled, which may be now."""
+        """Call ``end`` once this handle has settled, and the routes that its blocks go on to, which may be now."""
         if end is not nothing:
             if handle.status.terminal:
-                end()
+                handle._container.after_offers(end)
             else:
                 self._ends[handle._container] = end
         return handle
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook of an instrument: a store has settled, so its tags end."""
+        """The hook of an instrument: a store has settled, so its tags end, once its blocks are on no route any more."""
         end = self._ends.pop(container, None)
         if end is not None:
-            end()
+            container.after_offers(end)
 
 
 _Carry: TypeAlias = Callable[[Sequence[Key], str], Callable[[], None]]

@@ -233,7 +233,9 @@ class Admission:
         reasons: Reasons = _NOTHING
         if answer is not _NOTHING:
             try:
-                reasons, container.lease = read_answer(answer)
+                reasons, lease = read_answer(answer)
+                if lease is not None:
+                    container.hold(lease)
                 if reasons:
                     reasons = {key: reasons[key] for key in container.keys if key in reasons}
             except Exception as error:

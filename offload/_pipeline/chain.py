@@ -1,12 +1,15 @@
 """A chain of pipelines: what one has stored at its destination, the next ones copy on from there.
 
-Rule 1. The handle of the first enqueue is terminal only after all routes; any route that fails makes it FAILED.
+Rule 1. The handle of the first enqueue is terminal only after all required routes; any of these that fails makes it FAILED.
+        Routes that are not required change nothing for it: they are offered what was stored, and take or drop it
+        (:mod:`offload._pipeline.offer`).
 Rule 2. A chain never splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a
         committed gate.
 Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
         reservation holds it, :class:`backends.abc.HoldingReservation`) to the end of that route's copy, whose pipeline has
         the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed. A page
-        store has to be asked: there each route holds what has passed its policies (:mod:`offload._pipeline.page_hold`).
+        store has to be asked: there each route holds what has passed its policies (:mod:`offload._pipeline.page_hold`). A route
+        that is not required holds no more than its share, and nothing while it waits for room there.
 Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and
         the copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
         for what is held wait for something that ends, and they themselves for ``destination_timeout`` at most.
@@ -14,7 +17,6 @@ Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,19 +24,16 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from backends.abc import EVICTED, Blocks, HeldSource, Key, PageTier, Source, StrongBlocks, WeakBlocks
+from backends.abc import Blocks, Key, PageTier, Source, WeakBlocks
 
 from .._errors import DrainUnproven, PipelineClosed, TransferFailed
 from .container import OffloadContainer, depths_of
 from .containment import give_back
 from .handle import TransferHandle
 from .lifecycle import Status
-from .marks import place_of
-from .page_hold import held_pages_of
+from .offer import Offer, Offers, OptionalRoute
 from .result import TransferResult
 from .settlement import Settlement
-
-_log = logging.getLogger("offload.pipeline")
 
 
 class Route(Protocol):
@@ -59,14 +58,24 @@ class Chain:
     """The pipelines that copy on from one destination, and the containers whose blocks they have."""
 
     routes: Sequence[Route]
+    """Those that are required."""
     tier: Source | PageTier
     """The destination, which is a source as well, or a page store."""
     settlement: Settlement
+    optional: Sequence[OptionalRoute] = ()
+    """Those that are not."""
     following: int = 0
-    """Containers whose routes are under way."""
-    _held_pages: HeldSource | None = attrs.Factory(lambda chain: held_pages_of(chain.tier), takes_self=True)
+    """Containers whose required routes are under way."""
+    _waiting: int = 0
+    _none_waits: trio.Event = attrs.Factory(trio.Event)
+    _offers: Offers = attrs.Factory(lambda chain: Offers(chain.tier), takes_self=True)
     _scope: trio.CancelScope = attrs.Factory(trio.CancelScope)
     _nursery: trio.Nursery | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all routes."""
+        return [*[route.name for route in self.routes], *[route.name for route in self.optional]]
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the tasks that follow containers, until :meth:`cut_off`."""
@@ -76,34 +85,22 @@ class Chain:
                 await trio.sleep_forever()
 
     def hold(self, containers: Sequence[OffloadContainer]) -> None:
-        """Hold what the first copy of these containers has stored, once for each route.
+        """Hold what the first copy of these containers has stored, once for each route that has room.
 
         To be called before the reservation of that copy is released, and `follow` in the same tick.
         """
         for container in containers:
             if container.completed:
                 depths = depths_of([container])
-                container.onward = [self._held(container.completed, depths) for _ in self.routes]
-
-    def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> Blocks:
-        """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
-        if self._held_pages is not None:
-            return WeakBlocks(self._held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
-        place: Any = place_of(self.tier)
-        try:
-            refs = place.upgrade(keys)
-        except Exception:
-            _log.exception("%r could not hold what it has stored, so it is not passed on", place)
-            refs = [EVICTED] * len(keys)
-        if EVICTED in refs:
-            keys = [key for key, ref in zip(keys, refs, strict=True) if ref != EVICTED]
-            refs = [ref for ref in refs if ref != EVICTED]
-        return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
+                container.onward = [self._offers.hold(container.completed, depths) for _ in self.routes]
+                container.offers = [self._offers.make(route, container.completed, depths) for route in self.optional]
 
     def follow(self, containers: list[OffloadContainer]) -> None:
-        """Settle those of these containers that have nothing to pass on, and the others when all their routes have ended."""
+        """Settle those of these containers that no required route takes on, and the others when all such routes have ended."""
         for container in containers:
-            if container.completed and not self._scope.cancel_called:
+            for route, offer in zip(self.optional, container.offers, strict=False):
+                self._pass(route, offer)
+            if self.routes and container.completed and not self._scope.cancel_called:
                 # The first copy is over, and each route has its own hold on what was stored: the caller's blocks are not needed
                 # any more, and need not wait for the slowest route.
                 self.settlement.release(container)
@@ -112,9 +109,44 @@ class Chain:
             else:
                 self._settle(container, {})
 
+    async def drain(self) -> None:
+        """Wait until the routes that are not required have ended what they were offered. Always a checkpoint."""
+        await trio.lowlevel.checkpoint()
+        while self._waiting:
+            self._none_waits = trio.Event()
+            await self._none_waits.wait()
+        for route in self.optional:
+            await route.drain()
+
     def cut_off(self) -> None:
-        """Settle as FAILED all containers that are still followed. The routes go on to their own end."""
+        """Settle as FAILED all containers that are still followed, and drop what waits for room in a route.
+
+        The routes go on to their own end.
+        """
         self._scope.cancel()
+
+    # -- routes that are not required ----------------------------------------------------------------------------------
+
+    def _pass(self, route: OptionalRoute, offer: Offer) -> None:
+        """Give a route what is held for it, and have the rest wait for room."""
+        if self._offers.give(route, offer):
+            return
+        if self._scope.cancel_called:
+            self._offers.drop_rest(route, offer)
+            return
+        assert self._nursery is not None
+        self._waiting += 1
+        self._nursery.start_soon(self._wait_for_share, route, offer)
+
+    async def _wait_for_share(self, route: OptionalRoute, offer: Offer) -> None:
+        try:
+            await self._offers.give_rest(route, offer)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._none_waits.set()
+
+    # -- required routes -----------------------------------------------------------------------------------------------
 
     async def _follow(self, container: OffloadContainer) -> None:
         results: dict[str, TransferResult] = {}
@@ -145,7 +177,7 @@ class Chain:
         self, route: Route, blocks: Blocks, container: OffloadContainer, results: dict[str, TransferResult]
     ) -> None:
         """Enqueue these blocks on one route and wait for its end. The route owns the holds on the blocks from now on."""
-        enqueue: Any = route.enqueue_committed if self._held_pages is None else route.enqueue_pages
+        enqueue: Any = route.enqueue_committed if self._offers.held_pages is None else route.enqueue_pages
         try:
             handle = await enqueue(blocks)
         except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other

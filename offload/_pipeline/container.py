@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..abc import Precondition
     from .cancellation import CancellationToken
+    from .offer import Offer
     from .result import TransferResult
 
 _log = logging.getLogger("offload.pipeline")
@@ -95,7 +96,9 @@ class OffloadContainer:
     """What arrived, held at the destination once for each route of the chain; weak where that has to be asked for it.
     Empty once the routes have them."""
     routes: Mapping[str, TransferResult] | None = None
-    """The results of the chain's routes, by pipeline."""
+    """The results of the chain's required routes, by pipeline."""
+    offers: Sequence[Offer] = ()
+    """What arrived, as it was offered to the routes of the chain that are not required."""
     cancel_token: CancellationToken | None = None
     """The token it was enqueued with, if any. It leaves the token when it settles."""
     confirmed: trio.Event | None = None
@@ -170,6 +173,22 @@ class OffloadContainer:
                 lease()
 
         self.lease = release_all
+
+    def after_offers(self, call: Callable[[], None]) -> None:
+        """Call this when the routes that are not required have ended what they were offered, which may be now."""
+        left = len(self.offers)
+        if not left:
+            call()
+            return
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                call()
+
+        for offer in self.offers:
+            offer.when_ended(one_ended)
 
     def refs_of(self, keys: Sequence[Key]) -> list[int]:
         """The refs of some of this container's blocks; weak ones are upgraded, one counted ref each."""

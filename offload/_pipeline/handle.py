@@ -135,6 +135,15 @@ class TransferHandle:
         assert result is not None
         return result
 
+    async def wait_routes(self) -> Mapping[str, TransferResult]:
+        """Wait for the routes that are not required, and return their results, by the name of the route.
+
+        What they do is no part of this handle's own result, which may have been there long before. What a route has dropped, as
+        it was behind, is ``filtered`` in its result. Cancelling this wait changes nothing for the routes.
+        """
+        await self._settled()
+        return {offer.name: await offer.wait() for offer in self._container.offers}
+
     def request_cancel(self) -> None:
         """Request a cancellation without waiting. Synchronous, in constant time, harmless after the end.
 

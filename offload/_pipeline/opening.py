@@ -78,6 +78,7 @@ def open_pipeline(
     instruments: Sequence[Instrument | object] = (),
     name: str = "",
     load_priority: LoadPriority | None = None,
+    optional_chain: Sequence[Pipeline] = (),
 ) -> AbstractAsyncContextManager[Pipeline]:
     """Open a pipeline from a source to a destination, for the length of an ``async with`` block.
 
@@ -95,18 +96,22 @@ def open_pipeline(
         instruments: observers; see :class:`offload.abc.Instrument` and :class:`offload.abc.Watcher`.
         name: its name in statistics, logs and the results of a chain; by default the destination's.
         load_priority: loads that go before its copies; shared by all pipelines that compete with the same loads.
+        optional_chain: like ``chain``, but nothing waits for these: a store has ended when the destination has it, and their
+            results come from ``await handle.wait_routes()``. They take as much as they have room for (``route_share``), and
+            drop and count the rest.
 
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
     """
-    names = [route.name for route in chain]
+    names = [route.name for route in (*chain, *optional_chain)]
     if len(set(names)) < len(names):
         raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")
-    for route in chain:
+    for route in (*chain, *optional_chain):
         if place_of(route.source) is not place_of(cast("object", destination)):
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
     name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
     config = config or PipelineConfig()
     hooked = [one for one in instruments if not isinstance(one, Watcher)]
     watchers = [one for one in instruments if isinstance(one, Watcher)]
-    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, hooked, name, load_priority), watchers)
+    pipeline = Pipeline(source, destination, policies, config, chain, hooked, name, load_priority, optional_chain)
+    return _OpenPipeline(pipeline, watchers)

@@ -38,8 +38,9 @@ from .chain import Chain
 from .channel import CancellableChannel
 from .container import OffloadContainer
 from .handle import TransferHandle
-from .marks import marks_of
-from .page_hold import PageHold, origin_of
+from .marks import marks_of, place_of
+from .offer import RouteShare
+from .page_hold import PageHold, held_pages_of, origin_of
 from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
 from .settlement import Settlement
@@ -67,6 +68,7 @@ class Pipeline:
         instruments: Sequence[Instrument | object],
         name: str,
         load_priority: LoadPriority | None = None,
+        optional: Sequence[Pipeline] = (),
     ) -> None:
         self.name: str = name
         self.config: PipelineConfig = config
@@ -77,7 +79,10 @@ class Pipeline:
         self._budget = Budget(config.budget_blocks)
         self._marks = marks_of(destination)
         self._settlement = Settlement(self._marks, self._budget, self.hooks)
-        self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
+        self.share: RouteShare = RouteShare(place_of(source), config)
+        self._chain: Chain | None = None
+        if chain or optional:
+            self._chain = Chain(chain, destination, self._settlement, optional)  # type: ignore[arg-type]
         self._origin = origin_of(source)
         self._link(load_priority)
         self._closed = False
@@ -261,6 +266,34 @@ class Pipeline:
         hold.container = handle._container  # no checkpoint since it was put into the first channel: no stage has had it
         return handle
 
+    @trio.lowlevel.enable_ki_protection
+    def enqueue_offered(self, blocks: Blocks, hold: Callable[[OffloadContainer], Callable[[], None]]) -> TransferHandle:
+        """Store blocks that a chain offers, like :meth:`enqueue_committed`, or raise if there is no room. Synchronous.
+
+        Args:
+            blocks: held in a tier of this process; weak ones of a page store, which are held as by :meth:`enqueue_pages`.
+            hold: returns what is called once nothing of the container is held any more.
+        """
+        pages = PageHold(self.source) if held_pages_of(self.source) is not None else None  # type: ignore[arg-type]
+        blocks.hand_over()
+        try:
+            awaited = self._check(blocks, NO_WAIT if pages is None else pages)
+            if not self._budget.take_nowait(len(blocks.keys)):
+                raise PipelineFull(f"{self!r} has no room for {len(blocks)} blocks")
+        except BaseException:
+            blocks.release()
+            raise
+        handle = self._admit(blocks, awaited, hold=hold)
+        if pages is None:
+            handle._container.claim()
+        else:
+            pages.container = handle._container
+        return handle
+
+    def drop_offered(self, blocks: WeakBlocks, reason: str) -> TransferHandle:
+        """Count blocks that a chain offers, and that are not taken in, as filtered for this reason."""
+        return self._filtered(blocks, reason)
+
     def _needs_no_room(self, size: int, cancel_token: CancellationToken | None) -> bool:
         """Whether this is cancelled already. What it takes of the budget here it gives back within the same call."""
         if cancel_token is None or not cancel_token.cancel_called:
@@ -282,10 +315,13 @@ class Pipeline:
         blocks: Blocks,
         precondition: Precondition | None,
         cancel_token: CancellationToken | None = None,
+        hold: Callable[[OffloadContainer], Callable[[], None]] | None = None,
     ) -> TransferHandle:
         """Put blocks that have room into the first channel, or settle them at once where nothing is to be done with them."""
         self._enqueued += 1
         container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys)
+        if hold is not None:  # before any stage has it: one that filters all of it ends it within this call
+            container.lease = hold(container)
         self._settlement.live[container] = None
         if self.hooks.enqueued:
             self.hooks.fire("enqueued", container)
@@ -309,10 +345,14 @@ class Pipeline:
         """There is no room: drop a weak store where that was chosen, else say so."""
         if not self._drops([blocks]):
             raise PipelineFull(f"{self!r} has no room for {len(blocks)} blocks (budget_blocks = {self._budget.total})")
+        return self._filtered(blocks, "overflow")
+
+    def _filtered(self, blocks: Blocks, reason: str) -> TransferHandle:
+        """Settle a container all of which is dropped."""
         self._enqueued += 1
         self._dropped += len(blocks.keys)
         container = OffloadContainer(self._enqueued, blocks, None, blocks.keys, evaluated=True)
-        container.filter(dict.fromkeys(blocks.keys, "overflow"))
+        container.filter(dict.fromkeys(blocks.keys, reason))
         self._settlement.live[container] = None
         self._budget.used += len(blocks.keys)  # given back at once, by the one way out
         self._settlement.settle(container)
@@ -337,6 +377,11 @@ class Pipeline:
         """The copies whose end is unknown. An operator who knows that one is over calls its ``release()``."""
         return list(self._transfer.quarantine)
 
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of the copies whose end is unknown."""
+        return sum(len(entry.keys) for entry in self._transfer.quarantine)
+
     def add_instrument(self, instrument: Instrument | object) -> None:
         """Call the hooks of an instrument from now on."""
         self.hooks.add(instrument)
@@ -358,6 +403,9 @@ class Pipeline:
             in_batching=len(self._ready.parked),
             in_transfer=sum(len(slot.copying.containers) for slot in transfer.slots if slot.copying is not None),
             in_chain=self._chain.following if self._chain is not None else 0,
+            offered_blocks=self.share.offered,
+            held_blocks=self.share.used,
+            share_blocks=self.share.total,
             pending_marks=len(self._marks),
             enqueued=self._enqueued,
             complete=settlement.complete,
@@ -382,14 +430,17 @@ class Pipeline:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Wait until every container inside has settled. Meanwhile batches leave without waiting for more.
+        """Wait until every container inside has settled, and those on the routes that have their blocks.
 
+        Meanwhile batches leave without waiting for more.
         Blocks may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; no container is cancelled.
         """
         self._draining += 1
         self._ready.flush(True)
         try:
             await self._settlement.wait_settled()
+            if self._chain is not None:
+                await self._chain.drain()
         finally:
             self._draining -= 1
             self._ready.flush(bool(self._draining))
@@ -408,9 +459,11 @@ class Pipeline:
                 self._priority.stop_yielding()
             self._draining += 1
             self._ready.flush(True)
-            with trio.move_on_at(deadline):
+            with trio.move_on_at(deadline) as drained:
                 await self._settlement.wait_settled()
-            if self._settlement.live:
+                if self._chain is not None:
+                    await self._chain.drain()
+            if drained.cancelled_caught or self._settlement.live:
                 self._cut_off()
                 await self._settlement.wait_settled()
 
@@ -418,6 +471,7 @@ class Pipeline:
         """Refuse new blocks, and ask every open gate to fail, in one step: nothing commits any more."""
         self._closed = True
         self._budget.close()
+        self.share.close()
         error = PipelineClosed(f"{self!r} closed before the commit")
         for container in list(self._settlement.live):
             container.fail(error)

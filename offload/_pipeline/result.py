@@ -40,11 +40,12 @@ class TransferResult:
     """The result of one container."""
 
     status: Status
-    """COMPLETE, CANCELLED or FAILED (any of its blocks failed, here or on a route of the chain)."""
+    """COMPLETE, CANCELLED or FAILED (any of its blocks failed, here or on a required route of the chain)."""
     completed: Sequence[Key]
     """Blocks that are at the destination now, including those that were there before."""
     filtered: Mapping[Key, str]
-    """Filtered blocks, each with the reason: ``present``, ``pending``, ``timeout``, ``overflow``, or a policy's own word."""
+    """Filtered blocks, each with the reason: ``present``, ``pending``, ``timeout``, ``overflow``, or a policy's own word; on a
+    route that is not required also ``behind`` (no room in its share in time) and ``gone`` (evicted before)."""
     failed: Mapping[Key, BaseException]
     """Blocks whose transfer failed or was rejected, each with the error."""
     evicted: Sequence[Key]
@@ -52,7 +53,8 @@ class TransferResult:
     error: BaseException | None
     """Why the container as a whole failed, if it did."""
     routes: Mapping[str, TransferResult]
-    """The results of the completed blocks further down the chain, by the name of the pipeline; empty without a chain."""
+    """The results of the completed blocks on the required routes of the chain, by the name of the pipeline. Those of the others
+    come from ``await handle.wait_routes()``."""
 
     def raise_for_status(self) -> TransferResult:
         """Return the result if it is COMPLETE (with or without filtered and evicted blocks), else raise.

@@ -11,9 +11,9 @@ What a slot does with a batch, in this order:
    room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
    What is raised meanwhile refuses the batch, and then each container of it for itself.
-3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over, unless
-   there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor Ctrl-C, alone or in a group, and
-   what the copy touched is quarantined.
+3. Copy, shielded, bounded by ``transfer_timeout`` and more for its bytes. Outcomes or an ordinary exception prove that the copy
+   is over, unless there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor Ctrl-C, alone or
+   in a group, and what the copy touched is quarantined.
 4. Release what the copy held, then settle.
 """
 
@@ -30,6 +30,7 @@ import trio
 from backends.abc import STORED, Failed, Key, Outcome, Reservation, RoomRequest, Unproven
 from maru.exception_groups import holds, unwrap
 
+from .._config import PipelineConfig
 from .._errors import (
     DestinationFull,
     DrainUnproven,
@@ -175,7 +176,8 @@ class Slot:
                 if (leaving := escaping_part(error)) is not None:
                     raise leaving from leaving.__cause__
             if reservation is not None and flat is not None:
-                self._ends_at = min(stage.clock.current_time() + stage.config.transfer_timeout, stage.cutoff)
+                seconds = time_to_copy(stage.config, len(flat.keys) * self._block_bytes)
+                self._ends_at = min(stage.clock.current_time() + seconds, stage.cutoff)
                 stage.expire_at(self._ends_at)
                 await self._copy(batch, flat, reservation)
             return
@@ -463,6 +465,12 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
         container.announced = True
     if news or not batch.containers:  # also that none was left to be claimed
         hooks.fire("post_claim", news)
+
+
+def time_to_copy(config: PipelineConfig, copied_bytes: int) -> float:
+    """Return how long a copy of so many bytes may take, in seconds."""
+    each = config.transfer_bytes_per_second
+    return config.transfer_timeout + (copied_bytes // each if each else 0)
 
 
 def hold_until_released(reservation: Reservation) -> None:

@@ -12,7 +12,9 @@ Rule 2. No spill lasts for ever. For room below it waits half as long as a store
         copy is bounded by ``transfer_timeout``. What can then not be proven stays where it is, in quarantine, and no store
         counts on its slot.
 Rule 3. A store that waits for room and is cancelled ends no spill: its slot is free when the next one comes.
-Rule 4. Nothing piles up. What is under way is held in its tier, so it is never more than that tier has.
+Rule 4. Nothing piles up. What is under way is held in its tier, so it is never more than that tier has. No more than the
+        share of the route (``route_share``) is on it at a time, what is in quarantine included. What has no room beside that is
+        dropped: a next tier that hangs leaves the rest of this one to new blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import attrs
@@ -34,9 +37,11 @@ from .._config import PipelineConfig
 from .._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
 from ..abc import PreconditionLike
 from ..preconditions import NO_WAIT
+from .container import OffloadContainer
 from .containment import give_back
 from .handle import TransferHandle
 from .lifecycle import Status
+from .offer import BEHIND, RouteShare
 from .result import TransferResult
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
@@ -74,6 +79,24 @@ class Route(Protocol):
         """Its knobs."""
         ...
 
+    @property
+    def share(self) -> RouteShare:
+        """How much of the tier above may be stuck in it."""
+        ...
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks whose copy has no proven end."""
+        ...
+
+    def add_instrument(self, instrument: object) -> None:
+        """Call the hooks of an instrument."""
+        ...
+
+    def remove_instrument(self, instrument: object) -> None:
+        """Stop calling it."""
+        ...
+
     async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
         """Take in blocks of the tier above."""
         ...
@@ -93,7 +116,7 @@ class SpillStatistics:
     """Went without a copy, by reason: ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``,
     ``late``, ``failed``, ``unproven``, ``pending`` (another container was bringing it, and did not), ``at once`` (a ``put`` or
     ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know whose it is, and that is not known), ``closed``,
-    or a policy's word."""
+    ``behind`` (the route is not required, and has its share under way), or a policy's word."""
 
 
 # --- the chain --------------------------------------------------------------------------------------------------------
@@ -101,7 +124,12 @@ class SpillStatistics:
 
 @asynccontextmanager
 async def spill(
-    tier: SpillingTier, route: Route, *, dropped: Dropped | None = None, claim: Claim | None = None
+    tier: SpillingTier,
+    route: Route,
+    *,
+    dropped: Dropped | None = None,
+    claim: Claim | None = None,
+    required: bool = True,
 ) -> AsyncIterator[Spilling]:
     """Have what ``tier`` evicts copied along ``route``, for the length of an ``async with`` block.
 
@@ -113,21 +141,26 @@ async def spill(
         route: the pipeline to the next tier, with the knobs that :func:`config_below` gives.
         dropped: is told of blocks that went without a copy.
         claim: tells the next tier whose the victims are, where that must know.
+        required: whether each victim has its time to be copied. Else it waits for ``route_patience`` at most, and is dropped
+            where the share of the route is under way.
 
     Raises:
         ValueError: what this tier evicts goes elsewhere already.
     """
-    spilling = Spilling(tier, route, dropped, claim)
+    spilling = Spilling(tier, route, dropped, claim, required=required)
     came: BaseException | None = None
     async with trio.open_nursery() as nursery:
         with trio.CancelScope(shield=True):  # where a start is cancelled, its task must end; ours does not end by that
             await nursery.start(spilling._run)
         try:
             end = tier.spill_to(spilling._take)
+            route.add_instrument(spilling)
             try:
                 yield spilling
             finally:
                 end()
+                with suppress(KeyError):  # it was removed already if a hook raised
+                    route.remove_instrument(spilling)
         except BaseException as error:  # the body's own: it leaves as it came, not in a group
             came = error
         finally:
@@ -142,13 +175,23 @@ async def spill(
 class Spilling:
     """Carries the victims of one tier to the next. Made by :func:`spill` only."""
 
-    def __init__(self, tier: SpillingTier, route: Route, dropped: Dropped | None, claim: Claim | None = None) -> None:
+    def __init__(
+        self,
+        tier: SpillingTier,
+        route: Route,
+        dropped: Dropped | None,
+        claim: Claim | None = None,
+        *,
+        required: bool = True,
+    ) -> None:
         self.tier: SpillingTier = tier
         """Whose victims they are."""
         self.route: Route = route
         """The way that they take."""
-        self.patience: float = _PATIENCE * route.config.destination_timeout
+        self.patience: float = _PATIENCE * route.config.destination_timeout if required else route.config.route_patience
         """Seconds that a victim may wait before its copy begins."""
+        self._required = required
+        self._waiting: dict[trio.CancelScope, None] = {}  # for room in the share
         self._shelf: _Shelf = tier  # type: ignore[assignment]
         self._told = dropped
         self._claim: Claim = _no_claim if claim is None else claim
@@ -204,11 +247,30 @@ class Spilling:
         if self._nursery is None:  # a crash: after a clean end nothing comes here any more
             self._drop(victims.over(), "closed")
             return
+        self.route.share.measure()
+        share = self.route.share
+        if not self._unstuck:
+            self._drop(victims.over(), "unproven")
+            return
+        if not self._required and share.used and share.used + len(victims.keys) > share.total:
+            self._drop(victims.over(), BEHIND)
+            return
         for key in self._lingering.keys() & set(victims.keys):  # it was used after all, and is a victim once more
             del self._lingering[key]
             self._stayed += 1
         self._nursery.start_soon(self._carry, victims)
         self._under_way += len(victims.keys)
+
+    @property
+    def _unstuck(self) -> int:
+        """How many blocks of the share are not in quarantine."""
+        return self.route.share.total - self.route.quarantined_blocks
+
+    def settled(self, container: OffloadContainer) -> None:
+        """The hook of an instrument. Have what waits for room in the share look again, after a copy was quarantined."""
+        if isinstance(container.error, DrainUnproven):
+            for scope in self._waiting:
+                scope.cancel()
 
     async def _carry(self, victims: Spill) -> None:
         why_not = dict.fromkeys(victims.keys, "late")  # why a block is not below, as far as that is known
@@ -238,7 +300,7 @@ class Spilling:
             parts: list[TransferHandle] = []
             try:
                 with trio.move_on_at(deadline):
-                    await self._send(keys, parts, depths)
+                    await self._send(keys, parts, depths, why_not)
                     for part in parts:
                         await part.wait()
                 _cancel(parts)  # what the deadline has caught; behind the commit this changes nothing
@@ -256,16 +318,52 @@ class Spilling:
                 keys = [key for key in keys if why_not[key] == _PENDING]
                 await trio.sleep(_ASK_AGAIN)
 
-    async def _send(self, keys: Sequence[Key], parts: list[TransferHandle], depths: Mapping[Key, int | None]) -> None:
+    async def _send(
+        self,
+        keys: Sequence[Key],
+        parts: list[TransferHandle],
+        depths: Mapping[Key, int | None],
+        why_not: dict[Key, str],
+    ) -> None:
         """Weak: this spill holds them already, and a copy takes a hold of its own, which outlasts whatever ends this."""
-        for start in range(0, len(keys), self._most):
-            some = keys[start : start + self._most]
+        share = self.route.share
+        while keys:
+            n = min(self._most, len(keys), self._unstuck)
+            if n <= 0:
+                why_not.update(dict.fromkeys(keys, "unproven"))
+                return
+            try:
+                if not share.take_nowait(n) and not await self._take_share(n):
+                    continue
+            except PipelineClosed:
+                return
+            some, keys = keys[:n], keys[n:]
             # Victims come deepest first, which is not the order that stands for depths: they are said.
             blocks = self._shelf.weak(some, list(map(depths.get, some)) if depths else None)
             try:
-                parts.append(await self.route.enqueue(blocks, precondition=NO_WAIT))
-            except PipelineClosed:
-                return
+                part = await self.route.enqueue(blocks, precondition=NO_WAIT)
+            except BaseException as error:
+                share.give_back(n)
+                if isinstance(error, PipelineClosed):
+                    return
+                raise
+            parts.append(part)
+            if part.status.terminal:
+                share.give_back(n)
+            else:
+                part._container.hold(partial(share.give_back, n))
+
+    async def _take_share(self, n: int) -> bool:
+        """Wait for room in the share. Whether there was; not where so much of it is stuck that there may never be."""
+        taken = False
+        with trio.CancelScope() as scope:
+            self._waiting[scope] = None
+            try:
+                await self.route.share.take(n)
+                taken = True
+            finally:
+                del self._waiting[scope]
+        return taken
 
     def _end(self, victims: Spill, why_not: Mapping[Key, str]) -> None:
         """Let the blocks go, and count what became of them."""

@@ -46,7 +46,8 @@ class PipelineStatistics:
     blocks_evicted: int
     """Weak blocks that were gone at the upgrade."""
     blocks_dropped: int
-    """Of the filtered ones, those dropped because the pipeline was full."""
+    """Of the filtered ones, those dropped because the pipeline was full, or as a route that is not required had no room in its
+    share in time."""
     batches: int
     """Copies started."""
     copied_bytes: int
@@ -65,3 +66,9 @@ class PipelineStatistics:
     """Copies whose end is unknown, not yet released by an operator."""
     quarantined_total: int
     """Such copies ever."""
+    offered_blocks: int = 0
+    """Blocks that wait for room in the share of this route, which is not required."""
+    held_blocks: int = 0
+    """Blocks that this route, which is not required, holds in the tier above, those in quarantine included."""
+    share_blocks: int = 0
+    """So many it may hold there (``route_share``)."""

@@ -166,7 +166,7 @@ class FlightRecorder:
         if not self._watched:
             self._ring.begin(self._clock())
         source, to = self._tier(pipeline.source), self._tier(pipeline.destination, pipeline.name)
-        chain = [] if pipeline._chain is None else [route.name for route in pipeline._chain.routes]
+        chain = [] if pipeline._chain is None else pipeline._chain.names
         knobs = attrs.asdict(pipeline.config)
         knobs |= knobs.pop("batch_config")
         described = PipelineDescription(name=pipeline.name, source=source, to=to, chain=chain, knobs=knobs)

@@ -2,8 +2,9 @@
 
     commit --told--> room in each route that leads on --> its pipeline holds the pages and copies --> counted
 
-What a commit tells is in the page store already, so it is not the engine that waits where a route has no room: the next
-announcement does (:meth:`OnwardCommits.wait_room`), as a store waits for the room of its chain.
+What a commit tells is in the page store already, so it is not the engine that waits where a required route has no room: the
+next announcement does (:meth:`OnwardCommits.wait_room`), as a store waits for the room of its chain. For routes that are not
+required nothing waits: they drop what they have no room for.
 
 Rule 1. Nothing here ends before its copies have, so that a daemon that drains can wait for all of it.
 Rule 2. A block that was not copied on is in the page store as before. It is counted by why: gone from there before its turn, or
@@ -47,6 +48,7 @@ class OnwardCommits:
         self._waiting = 0  # commits that wait for room
         self._under_way = 0
         self._changed = trio.Event()
+        self._complained = False
 
     @property
     def has_room(self) -> bool:
@@ -74,13 +76,14 @@ class OnwardCommits:
         """Pass on these blocks of a page store, where a route leads on from it. Returns at once; never raises."""
         engine = self._engine.engine
         if engine is not None and keys and self.leads_on(tier):
-            self._waiting += 1
+            waits = engine.onward.waits(tier)
+            self._waiting += waits
             self._under_way += 1
-            self._nursery.start_soon(self._pass_on, engine.onward, tier, keys, tenant)
+            self._nursery.start_soon(self._pass_on, engine.onward, tier, keys, tenant, waits)
 
-    async def _pass_on(self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str) -> None:
+    async def _pass_on(self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str, waits: bool) -> None:
         try:
-            for handle in await self._enqueued(routes, tier, keys, tenant):
+            for handle in await self._enqueued(routes, tier, keys, tenant, waits):
                 await handle.wait()
                 self._count(tier, handle)
         finally:
@@ -88,7 +91,7 @@ class OnwardCommits:
             self._wake()
 
     async def _enqueued(
-        self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str
+        self, routes: OnwardRoutes, tier: str, keys: Sequence[Key], tenant: str, waits: bool
     ) -> Sequence[TransferHandle]:
         try:
             return await routes.pass_on(tier, keys, tenant=tenant)
@@ -97,7 +100,7 @@ class OnwardCommits:
             _log.warning("%d blocks of %s are not passed on: %r", len(keys), tier, error)
             return ()
         finally:
-            self._waiting -= 1
+            self._waiting -= waits
             self._wake()
 
     def _count(self, tier: str, handle: TransferHandle) -> None:
@@ -107,8 +110,12 @@ class OnwardCommits:
         self.counts["passed_on_blocks"] += progress.completed
         self.counts["gone_blocks"] += progress.evicted
         self.counts["not_passed_on_blocks"] += failed
+        # Once for each time that it begins: a tier that is down for an hour is one line, not one for each commit.
         if failed:
-            _log.warning("%d blocks of %s were not passed on: %r", failed, tier, handle)
+            level = logging.DEBUG if self._complained else logging.WARNING
+            _log.log(level, "%d blocks of %s were not passed on: %r", failed, tier, handle)
+        if failed or progress.completed:
+            self._complained = failed > 0
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, trio.Event()

@@ -129,6 +129,7 @@ async def test_what_the_daemon_has_stored_into_its_page_store_is_read_where_it_l
             cache.write(at, bytes_of(key))
         async with open_engine(cache, [DaemonTier(running.url)]) as engine:
             await (await engine.store(cache.external(range(4), keys_of(4)), NO_WAIT)).wait()
+        await running.engine.drain()
         assert await read(pages, keys_of(5)) == {key: bytes_of(key) for key in keys_of(4)}
 
 

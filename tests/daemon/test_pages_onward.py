@@ -81,6 +81,7 @@ async def test_what_an_engine_stores_through_the_daemon_goes_the_same_way(path):
             cache.write(at, bytes_of(key))
         async with open_engine(cache, [DaemonTier(running.url)]) as engine:
             await (await engine.store(cache.external(range(4), keys_of(4)), NO_WAIT)).wait()
+        await running.engine.drain()
         assert [disk.get(key) for key in keys_of(4)] == list(map(bytes_of, keys_of(4)))
         assert told(running, "passed_on") == 0  # that counts commits
 
@@ -154,7 +155,10 @@ async def test_an_announcement_waits_while_what_was_committed_has_no_room_in_the
     disk.faults.gate = trio.Event()
     narrow = attrs.evolve(AT_ONCE, budget_blocks=64, transfer_timeout=600.0)
     async with (
-        chained(path, disk=disk, routes=(Route("disk", pipeline=narrow),), capacity=64 << 20) as (running, _),
+        chained(path, disk=disk, routes=(Route("disk", pipeline=narrow, required=True),), capacity=64 << 20) as (
+            running,
+            _,
+        ),
         opened(running, pool_bytes=256 * SIZE) as pages,
     ):
         await store(pages, keys_of(64))
@@ -192,7 +196,7 @@ async def test_an_announcement_that_waits_for_the_routes_is_cancelled_anywhere_a
     disk.faults.gate = trio.Event()
     narrow = attrs.evolve(AT_ONCE, budget_blocks=64, transfer_timeout=600.0)
     async with (
-        chained(path, disk=disk, routes=(Route("disk", pipeline=narrow),)) as (running, _),
+        chained(path, disk=disk, routes=(Route("disk", pipeline=narrow, required=True),)) as (running, _),
         opened(running, pool_bytes=256 * SIZE) as pages,
     ):
         for name in ("k", "more"):

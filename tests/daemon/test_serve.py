@@ -104,7 +104,10 @@ async def test_without_a_file_blocks_go_to_host_memory_and_to_the_embedded_page_
         cache = cache_of()
         async with open_client(cache, f"ipc://{path}/daemon.sock") as engine:
             assert (await store(engine, cache)).completed == tuple(KEYS)
-            stats = (await engine.tiers["daemon"].connection.ask(lambda s: Stats(s), Counters)).values
+            connection = engine.tiers["daemon"].connection
+            with trio.fail_after(PATIENCE):  # the page store is behind, and makes no store wait
+                while (stats := (await connection.ask(lambda s: Stats(s), Counters)).values)["tier.maru.blocks"] < 8:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
             assert stats["tier.host.blocks"] == stats["tier.maru.blocks"] == 8
         process.kill(signal.SIGTERM)
         assert process.wait() == DONE, process.errors()

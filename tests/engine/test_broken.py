@@ -183,7 +183,7 @@ async def test_a_store_to_a_broken_tier_fails_there_and_the_next_one_probes_it(a
         ended = []
         for start in range(0, 20, 4):
             handle = await engine.store(joined.source.weak(keys[start : start + 4]), precondition=NO_WAIT)
-            ended.append((await handle.wait()).routes["moody"].status)
+            ended.append((await handle.wait_routes())["moody"].status)
         assert ended == [Status.FAILED] * 5
         assert engine.statistics().health["moody"].state is HealthState.OPEN
         assert joined.moody.batches == [tuple(keys[start : start + 4]) for start in (0, 4, 8)]  # then it was left alone
@@ -191,7 +191,7 @@ async def test_a_store_to_a_broken_tier_fails_there_and_the_next_one_probes_it(a
         joined.moody.faults.error = None
         await trio.sleep(1.0)
         handle = await engine.store(joined.source.weak(keys[20:]), precondition=NO_WAIT)
-        assert (await handle.wait()).status is Status.COMPLETE
+        assert (await handle.wait_routes())["moody"].status is Status.COMPLETE
         assert engine.statistics().health["moody"].state is HealthState.CLOSED
     joined.assert_at_rest()
 
@@ -249,7 +249,9 @@ async def test_a_store_stands_back_for_a_load_and_no_longer_than_its_patience(au
     places.source.fill(others)
     places["a"].fill(keys)
     places["a"].latency = 5.0
-    config = offload.EngineConfig(tiers=places.tiers, store_patience=2.0, pipeline=PipelineConfig())
+    config = offload.EngineConfig(
+        tiers=places.tiers, store_patience=2.0, pipeline=PipelineConfig(transfer_timeout=60.0)
+    )
     async with offload.open_engine(places.source, config) as engine, trio.open_nursery() as nursery:
         hit = await engine.lookup(keys)
         nursery.start_soon(engine.load, hit, room(4)[1])

@@ -195,7 +195,7 @@ async def test_an_engine_from_a_file_alone(file: Path) -> None:
             source.put(key, payload)
         handle = await engine.store(source.weak(keys), precondition=NO_WAIT)
         await engine.drain()
-        assert list((await handle.wait()).routes["disk"].completed) == keys
+        assert list((await handle.wait_routes())["disk"].completed) == keys
         await host.delete(keys)
         buffers, destination = room(8)
         async with await engine.lookup(keys) as hit:
@@ -250,7 +250,7 @@ async def test_a_tier_that_is_named_may_be_wrapped_and_is_told_whose_blocks_it_s
         host, below = engine.tiers.values()
         handle = await engine.store(source.weak(keys), precondition=NO_WAIT, tenant="t")
         await engine.drain()
-        assert list((await handle.wait()).routes["below"].completed) == keys
+        assert list((await handle.wait_routes())["below"].completed) == keys
         await host.delete(keys)
         for tenant, loaded in (("u", 0), ("t", 6)):
             async with await engine.lookup(keys, tenant=tenant) as hit:

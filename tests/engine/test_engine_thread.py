@@ -46,6 +46,7 @@ def test_an_engine_from_a_config_stores_loads_and_promotes() -> None:
     config = EngineConfig(tiers={"upper": upper, "lower": lower}, promote=True, on_load_failure="retry")
     with from_thread.open_engine(source, config) as engine:
         assert engine.store(source.weak(KEYS), precondition=NO_WAIT).result(30).status is Status.COMPLETE
+        engine.drain()
         upper.pool.delete(KEYS[2:])  # nothing is under way that could see it
         upper.damage(KEYS[0])
         for promote in (False, None):

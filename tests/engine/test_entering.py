@@ -133,6 +133,12 @@ async def stored(engine: Engine, keys: list[bytes], **options: Any) -> Any:
     return await handle.wait()
 
 
+async def routed(engine: Engine, keys: list[bytes], **options: Any) -> Any:
+    """Store, and wait for the routes: the result of the store, and theirs."""
+    handle = await engine.store(engine.source.weak(keys), precondition=NO_WAIT, **options)  # type: ignore[attr-defined]
+    return await handle.wait(), await handle.wait_routes()
+
+
 async def look(engine: Engine, keys: list[bytes]) -> tuple[list[tuple[str, int]], list[str], float]:
     """Where they are found and loaded from, who is left out, and how long it took."""
     before = trio.current_time()
@@ -172,9 +178,9 @@ async def test_a_tier_that_is_not_there_is_broken_and_takes_part_once_it_is(
         assert engine.statistics().tiers["late"].capacity_bytes == 0
         assert "late counts as broken: it could not be entered: ConnectionError: nobody listens" in caplog.text
 
-        result = await stored(engine, keys[:4])
-        assert result.completed == tuple(keys[:4]) and result.routes["late"].status is Status.FAILED
-        assert isinstance(result.routes["late"].failed[keys[0]], TierUnavailable)
+        result, routes = await routed(engine, keys[:4])
+        assert result.completed == tuple(keys[:4]) and routes["late"].status is Status.FAILED
+        assert isinstance(routes["late"].failed[keys[0]], TierUnavailable)
         assert await look(engine, keys[:4]) == ([("good", 4)], [], 0.0)
         async with await engine.lookup(keys[:5]) as hit:
             assert isinstance(hit.unavailable["late"], TierUnavailable) and "nobody listens" in str(
@@ -190,7 +196,7 @@ async def test_a_tier_that_is_not_there_is_broken_and_takes_part_once_it_is(
         assert (health["late"].state, health["late"].entered, health["late"].since) == (HealthState.CLOSED, True, 3.0)
         assert health["late"].faults == 0 and engine.statistics().tiers["late"].capacity_bytes == 64 * SIZE
         assert "late has been entered, and is well now" in caplog.text
-        assert (await stored(engine, keys[4:8])).routes["late"].status is Status.COMPLETE
+        assert (await routed(engine, keys[4:8]))[1]["late"].status is Status.COMPLETE
         await good.delete(keys)
         assert await look(engine, keys[4:8]) == ([("late", 4)], [], 0.0)
         assert await engine.delete(keys[4:8]) == [Deletion.DELETED] * 4
@@ -364,13 +370,12 @@ async def test_a_late_tier_in_the_middle_is_fed_feeds_and_is_promoted_into(autoj
     last.fill(keys[8:12])
     tiers = {"a": FakeTier(64, SIZE), "late": late, "last": last}
     async with opened(source, tiers, promote="late") as engine:
-        assert (await stored(engine, keys[:4])).routes["late"].status is Status.FAILED
+        assert (await routed(engine, keys[:4]))[1]["late"].status is Status.FAILED
         await look(engine, keys[8:10])
         await engine.drain()
         assert engine.statistics().promotions_refused == {"unavailable": 2} and len(late) == 0
         await trio.sleep(1)
-        result = await stored(engine, keys[4:8])
-        assert result.routes["late"].routes["last"].status is Status.COMPLETE
+        assert (await routed(engine, keys[4:8]))[1]["late"].status is Status.COMPLETE
         await look(engine, keys[8:12])
         await engine.drain()
         assert late.contains_nowait(keys) == set(keys[4:12]) and last.contains_nowait(keys) == set(keys[4:12])
@@ -637,13 +642,13 @@ async def test_a_file_tier_whose_disk_is_not_mounted_is_made_when_it_is(chain: s
     async with unmounted(tmp_path, chain=chain) as (engine, path):
         assert "StrayPath" in engine.statistics().health["disk"].cause
         for key in keys[:6]:
-            await stored(engine, [key])
+            await routed(engine, [key])
         assert (await look(engine, keys[2:6]))[:2] == ([("host", 4)], [])
         assert isinstance(engine.tiers["disk"], PlaceholderTier) and engine.tiers["disk"].made is None
         path.unlink()
         await until_entered(engine, "disk")
         for key in keys[6:18]:
-            await stored(engine, [key])
+            await routed(engine, [key])
         assert (await look(engine, keys[6:18]))[0] == [("disk", 8), ("host", 4)]
         made = engine.tiers["disk"].made
         assert isinstance(made, FileTier) and engine.statistics().tiers["disk"].blocks == len(made) >= 8
@@ -790,12 +795,12 @@ async def test_a_page_store_that_comes_up_after_the_engine(tmp_path: Path) -> No
         assert not health.entered and "NoAnswer" in health.cause
         async with await engine.lookup(keys) as hit:
             assert len(hit) == 0 and list(hit.unavailable) == ["maru"]
-        result = await stored(engine, keys[:4])
-        assert result.completed == tuple(keys[:4]) and result.routes["maru"].status is Status.FAILED
+        result, routes = await routed(engine, keys[:4])
+        assert result.completed == tuple(keys[:4]) and routes["maru"].status is Status.FAILED
         async with open_test_server(host="", runtime_dir=str(tmp_path)) as server:
             be_patient(tier.handler)
             await until_entered(engine, "maru")
-            assert (await stored(engine, keys[4:])).status is Status.COMPLETE
+            assert (await routed(engine, keys[4:]))[1]["maru"].status is Status.COMPLETE
             await host.delete(keys)
             buffers = [bytearray(4096) for _ in keys[4:]]
             async with await engine.lookup(keys[4:]) as hit:

@@ -222,6 +222,7 @@ def places(*capacities: int) -> tuple[FakeTier, dict[str, FakeTier]]:
 async def store(engine, keys: list[Key]):
     engine.source.fill(keys)
     handle = await engine.store(engine.source.weak(keys), precondition=NO_WAIT)
+    await handle.wait_routes()
     return await handle.wait()
 
 

@@ -53,7 +53,7 @@ async def promoting_from(disk: Disk, root: Path, **knobs: Any) -> AsyncIterator[
     async with offload.open_engine(
         source, {"host": host, "disk": FileTier(root / "blocks", 1 << 20)}, config=config, promote=True
     ) as engine:
-        await (await engine.store(source.weak(KEYS), precondition=NO_WAIT)).wait()
+        await (await engine.store(source.weak(KEYS), precondition=NO_WAIT)).wait_routes()
         host.pool.delete(KEYS)
         async with await engine.lookup(KEYS) as hit:
             assert (await engine.load(hit, room(2)[1])).loaded == 2

@@ -91,8 +91,8 @@ async def test_a_store_goes_to_the_tier_it_names_by_the_route_from_where_the_blo
         assert [len(places[name]) for name in "abc"] == [0, 0, 4]
         places["a"].fill(keys[4:6])
         below = engine.store_nowait(places["a"].weak(keys[4:6]), precondition=NO_WAIT, to="b")
-        result = await below.wait()
-        assert list(result.routes) == ["c"] and result.status is Status.COMPLETE
+        assert (await below.wait()).status is Status.COMPLETE
+        assert list(await below.wait_routes()) == ["c"]
         assert [len(places[name]) for name in "abc"] == [2, 2, 6]
     places.assert_at_rest()
 
@@ -139,7 +139,7 @@ async def test_each_route_has_its_own_policies_and_knobs() -> None:
         await engine.drain()
         result = await handle.wait()
         assert result.filtered == {keys[0]: "first"}
-        assert result.routes["b"].filtered == dict.fromkeys(keys[1::2], "odd")
+        assert (await handle.wait_routes())["b"].filtered == dict.fromkeys(keys[1::2], "odd")
         assert places["b"].contains_nowait(keys) == places["c"].contains_nowait(keys) == {keys[2], keys[4]}
         assert [pipeline.config.max_concurrent_transfers for pipeline in engine.pipelines] == [1, 3, 1]
 
@@ -236,7 +236,7 @@ class Ward(FakeTier):
         return await super().load(lease, destination)
 
 
-async def test_a_tenant_is_carried_until_the_handle_settles_down_the_whole_chain(autojump_clock: object) -> None:
+async def test_tenant_is_carried_until_routes_have_ended(autojump_clock: object) -> None:
     source, upper, ward, keys = FakeTier(64, SIZE), FakeTier(64, SIZE, latency=1.0), Ward(latency=1.0), keys_of(4)
     source.fill(keys)
     async with offload.open_engine(source, {"a": upper, "b": ward}) as engine:
@@ -244,6 +244,8 @@ async def test_a_tenant_is_carried_until_the_handle_settles_down_the_whole_chain
         await trio.sleep(0.5)
         assert set(ward.carried) == set(keys)
         await handle.wait()
+        assert set(ward.carried) == set(keys)
+        await handle.wait_routes()
         assert ward.carried == {} and ward.seen == {(key, "t") for key in keys}
         nobodys = await engine.store(source.weak([]), precondition=NO_WAIT, tenant="t")
         assert nobodys.status is Status.COMPLETE and ward.carried == {}

@@ -143,7 +143,7 @@ async def test_a_broken_lower_tier_drops_the_block_at_once_and_one_line_says_so(
 
 
 async def test_a_spill_that_does_not_get_its_turn_is_dropped_in_time(autojump_clock):
-    async with Stairs(4, 8, knobs={"destination_timeout": 8.0}).open() as stairs:
+    async with Stairs(4, 8, knobs={"destination_timeout": 8.0, "transfer_timeout": 60.0}).open() as stairs:
         await stairs.stored(keys_of("abcd"))
         gate = stairs.lower.faults.gate = trio.Event()
         first = stairs.store(keys_of("x"))
@@ -196,7 +196,7 @@ async def test_a_copy_without_an_end_keeps_its_block_and_the_store_gets_another_
 
 
 async def test_what_was_used_after_its_copy_was_given_up_can_be_a_victim_again(autojump_clock):
-    async with Stairs(2, 8, knobs={"transfer_timeout": 2.0}).open() as stairs:
+    async with Stairs(2, 8, knobs={"transfer_timeout": 2.0, "route_share": 1.0}).open() as stairs:
         await stairs.stored(keys_of("ab"))
         stairs.lower.faults.hang = True
         stairs.store(keys_of("x"))
@@ -241,7 +241,7 @@ async def test_what_somebody_else_is_bringing_below_is_waited_for(autojump_clock
 async def test_what_somebody_else_never_brings_below_is_dropped_in_time(autojump_clock):
     from offload._pipeline.marks import marks_of
 
-    async with Stairs(4, 8, knobs={"destination_timeout": 8.0}).open() as stairs:
+    async with Stairs(4, 8, knobs={"destination_timeout": 8.0, "transfer_timeout": 60.0}).open() as stairs:
         await stairs.stored(keys_of("abcd"))
         marks_of(stairs.lower).mark(keys_of("d"))
         start = trio.current_time()

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -25,7 +26,7 @@ from offload import (
     TransferHandle,
     TransferResult,
 )
-from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, room
+from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, required, room
 
 EVICTS = PipelineConfig(on_destination_full="evict", batch_config=BatchConfig(flush_interval=0.0))
 
@@ -41,6 +42,7 @@ class Stairs:
         return self.tiers[name]
 
     def open(self, pipeline: PipelineConfig = EVICTS, **knobs: object):  # type: ignore[no-untyped-def]
+        knobs["routes"] = required(self.tiers, knobs.get("routes", ()))  # type: ignore[arg-type]
         config = offload.EngineConfig(tiers=self.tiers, pipeline=pipeline, **knobs)  # type: ignore[arg-type]
         return offload.open_engine(self.source, config)
 
@@ -111,7 +113,7 @@ async def test_what_another_has_stored_meanwhile_is_held_as_well(autojump_clock:
     stairs.tiers["host"] = host
     stairs.source.fill(keys)
     host.fill(keys[:4])
-    async with offload.open_engine(stairs.source, stairs.tiers, policies=[], config=EVICTS) as engine:
+    async with stairs.open(routes=(offload.Route("host", policies=()),)) as engine:
         handle = await engine.store(stairs.source.weak(keys[2:6]), precondition=NO_WAIT)
         await trio.sleep(0.2)
         for key in keys_of(6, "other"):  # room for them is made of what nobody holds
@@ -190,7 +192,7 @@ async def test_a_block_is_let_go_above_when_the_next_tier_has_it(autojump_clock:
     stairs, keys = Stairs(host=4, disk=64, far=64), keys_of(8)
     stairs.source.fill(keys)
     stairs["far"].latency = 50.0
-    async with stairs.open() as engine:
+    async with stairs.open(attrs.evolve(EVICTS, transfer_timeout=60.0)) as engine:
         handle = await engine.store(stairs.source.weak(keys[:4]), precondition=NO_WAIT)
         await trio.sleep(1.0)
         assert stairs["host"].statistics().held_blocks == 0 and stairs["disk"].statistics().held_blocks == 4

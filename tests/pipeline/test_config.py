@@ -28,6 +28,8 @@ SECONDS = {
     "destination_timeout": (0.001, 86_400),
     "transfer_timeout": (0.001, 86_400),
     "drain_timeout": (0, 86_400),
+    "route_share": (0.001, 1),
+    "route_patience": (0, 3_600),
 }
 CHOICES = {
     "on_policy_error": {"filter", "fail"},
@@ -77,17 +79,26 @@ def test_the_defaults_are_those_of_the_documentation():
         on_policy_error="filter",
         on_destination_full="wait",
         destination_timeout=30.0,
-        transfer_timeout=60.0,
+        transfer_timeout=5.0,
+        transfer_bytes_per_second=50_000_000,
         drain_timeout=10.0,
         budget_blocks=4096,
         on_overflow="wait",
         max_waiting_policies=64,
+        route_share=0.5,
+        route_patience=1.0,
     )
 
 
 def test_every_knob_is_tested_here():
     names = {field.name for cls in (BatchConfig, PipelineConfig) for field in attrs.fields(cls)}
-    assert names == {*COUNTS, *SECONDS, *CHOICES, "batch_config"}
+    assert names == {*COUNTS, *SECONDS, *CHOICES, "batch_config", "transfer_bytes_per_second"}
+
+
+def test_bytes_per_second_take_units():
+    assert PipelineConfig(transfer_bytes_per_second="1 MiB").transfer_bytes_per_second == 1 << 20  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transfer_bytes_per_second = -1: must be bytes from"):
+        PipelineConfig(transfer_bytes_per_second=-1)
 
 
 @pytest.mark.parametrize(("name", "value"), GOOD)

@@ -71,7 +71,7 @@ async def test_shutdown_follows_the_routes_to_their_end(autojump_clock):
 
 async def test_shutdown_follows_no_longer_than_the_time_to_drain(autojump_clock):
     async with open_chain(main={"drain_timeout": 1.0}) as world:
-        world.left.latency = 5.0
+        world.left.latency = 4.0
         handle = world.store("a", 8)
         await trio.sleep(TICK)
         start = trio.current_time()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+import attrs
 import trio
 import trio.abc
 
@@ -12,7 +13,7 @@ import offload
 from backends.abc import Key
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
-from offload import Engine, open_engine
+from offload import Engine, Route, open_engine
 
 SIZE = 64
 
@@ -28,6 +29,13 @@ def room(n: int) -> tuple[list[bytearray], PagesDestination]:
 
 def payloads(keys: Sequence[Key]) -> list[bytearray]:
     return [bytearray(payload_of(key, SIZE)) for key in keys]
+
+
+def required(tiers: Iterable[str], routes: Iterable[Route] = ()) -> tuple[Route, ...]:
+    """These routes, and one from each tier to the next, required: a store ends when all tiers have its blocks."""
+    named = {route.to: route for route in routes}
+    more = [Route(name) for name in list(tiers)[1:] if name not in named]
+    return tuple(attrs.evolve(route, required=True) for route in [*named.values(), *more])
 
 
 class Places:

@@ -26,12 +26,12 @@ import attrs
 import trio
 
 from backends import CapacityError, MissingKeys
-from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
+from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, StrongBlocks, Unproven
 from backends.direct import DirectTier
 from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
 from maru.exception_groups import holds
-from offload import NO_WAIT, EngineConfig, LoadOrRecompute, PipelineClosed, PipelineFull, open_engine
+from offload import NO_WAIT, EngineConfig, LoadOrRecompute, PipelineClosed, PipelineFull, Route, open_engine
 from offload._config import BreakerConfig
 from offload._engine import Engine, Hit
 from offload._health import HealthState
@@ -40,6 +40,7 @@ from offload._pipeline.lifecycle import Status
 from offload.instruments import Every
 
 from ._fields import config_of
+from ._invariants import source_of
 from ._pipeline_system import PipelineSystem
 from ._program import TICK, EngineSpec
 from ._systems import Refused, System, Ticket
@@ -175,11 +176,16 @@ class _HookInstrument(Every):
 
     def __init__(self, parts: PipelineSystem) -> None:
         self._parts = parts
+        self.engine: Engine | None = None
+        """The engine, once it is open."""
 
     def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
         if isinstance(subject, OffloadContainer):
             if hook == "settled" and subject.status is Status.COMPLETE and subject.routes:
                 self._all_went_on(subject)
+            if hook == "settled":
+                self._owes_nothing_to_routes(subject)
+            self._holds_no_more_than_shares()
             containers: Sequence[OffloadContainer] = [subject]
         else:
             containers = subject.containers if isinstance(subject, OffloadBatch) else subject
@@ -187,6 +193,29 @@ class _HookInstrument(Every):
         labels = [stored[container.blocks] for container in containers if container.blocks in stored]
         if labels:
             self._parts.world.hook(hook, labels, "")
+
+    def _owes_nothing_to_routes(self, container: OffloadContainer) -> None:
+        """Check that a store has not failed by a route that is not required."""
+        spec = self._parts.world.scenario.engine
+        assert spec is not None
+        if spec.required or container.blocks not in self._parts._stored:
+            return
+        whole = len(container.completed) == len(container.blocks) - len(container.filtered) - len(container.evicted)
+        if container.routes or (whole and container.completed and container.status is not Status.COMPLETE):
+            self._parts.world.wrong("I9", f"{container!r} is in the first tier, and waited for, or failed by, a route")
+
+    def _holds_no_more_than_shares(self) -> None:
+        """Check that routes which are not required hold no more of the tier above than their share."""
+        spec = self._parts.world.scenario.engine
+        assert spec is not None
+        for pipeline in () if spec.required or self.engine is None else self.engine.pipelines[1:]:
+            tier = source_of(pipeline)
+            live = [one.blocks for one in pipeline._settlement.live]
+            held = sum(len(blocks.refs) for blocks in live if isinstance(blocks, StrongBlocks) and blocks.refs)
+            held += pipeline.quarantined_blocks
+            most = max(1, int(tier.pool.capacity * pipeline.config.route_share))
+            if held > most:
+                self._parts.world.wrong("I1", f"{pipeline!r} holds {held} blocks of {tier!r}, and its share is {most}")
 
     def _all_went_on(self, container: OffloadContainer) -> None:
         """Check rule 1: what a complete store put into the first tier went on along each of its routes."""
@@ -386,13 +415,16 @@ async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> A
     config = EngineConfig(
         tiers=tiers,
         pipeline=config_of(world.pipelines[world.first]),
+        routes=tuple(Route(name, required=spec.required) for name in spec.tiers[1:]),
         promote=spec.promote,
         on_load_failure=spec.on_load_failure,
         breaker=breaker_of(spec),
         load_or_recompute=choice_of(spec),
     )
     source = parts.tiers[world.pipelines[world.first].source]
-    async with open_engine(source, config, instruments=[_HookInstrument(parts)]) as engine:
+    hooks = _HookInstrument(parts)
+    async with open_engine(source, config, instruments=[hooks]) as engine:
+        hooks.engine = engine
         yield EngineSystem(parts, engine, patience)
 
 

@@ -240,7 +240,7 @@ SWEEP: Final = 60.0
 
 
 def _is_time(attribute: attrs.Attribute[Any]) -> bool:
-    return isinstance(attribute.default, float)
+    return isinstance(attribute.default, float) and not attribute.name.endswith("_share")
 
 
 def _fields(cls: type[attrs.AttrsInstance]) -> dict[str, str]:

@@ -408,7 +408,13 @@ def generate_engine(seed: int) -> Scenario:
     rng = Rng(seed)
     below = rng.pick(_TIERS, "engine")
     plain = Draft(rng, engine=below).scenario()
-    main = msgspec.structs.replace(plain.pipeline["main"], chain=[], policies=[])
+    main = msgspec.structs.replace(
+        plain.pipeline["main"],
+        chain=[],
+        policies=[],
+        route_share=rng.pick([0.25, 0.5, 1.0], "route_share"),
+        route_ms=rng.pick([0, 4, 40], "route_patience"),
+    )
     names = ["host", *below]
     tiers = _holding(rng, plain.tier, names)
     return msgspec.structs.replace(
@@ -426,6 +432,7 @@ def _engine(rng: Rng, names: list[str]) -> EngineSpec:
     wait = rng.pick([4, 8, 24], "first wait")
     return EngineSpec(
         tiers=names,
+        required=rng.chance(0.4, "required"),
         promote=rng.chance(0.6, "promote"),
         on_load_failure=rng.pick(["miss", "retry"], "on_load_failure"),
         max_faults=rng.pick([1, 2, 3, 3], "max_faults"),

@@ -64,7 +64,7 @@ _MOST_BYTES: Final = 4_096
 """Of a block: larger ones would only make a run slower, since in virtual time a copy takes as long as it is told."""
 _MOST_DELAYS: Final = 200
 """Copies that took longer than most, the longest of which are delayed as they were."""
-_OWN: Final = frozenset({"present", "pending", "overflow"})
+_OWN: Final = frozenset({"present", "pending", "overflow", "behind", "gone", "closed"})
 """Reasons that come about by themselves."""
 _OVERRAN: Final = frozenset({"DrainUnproven", "DrainUnproven/Cancelled"})
 """How blocks are recorded whose copy took too long."""

@@ -145,6 +145,9 @@ class Oracle:
                     if key not in self._must[lower]:
                         self._may[lower][key] = None
         self._touch(tier, outcome.completed)
+        engine = world.scenario.engine
+        if engine is not None and not engine.required:
+            self.may_arrive(engine.tiers[1:], outcome.completed)
         for name, route in (getattr(result, "routes", None) or {}).items():
             self._end(name, outcome_of(route), route, asked)
 
@@ -174,7 +177,8 @@ class Oracle:
         self.taken_away(tier, keys)
         engine = self._world.scenario.engine  # each of its tiers holds what the next one does not have yet
         source = any(spec.source == tier for spec in self._world.pipelines.values())
-        source = source or (engine is not None and tier in engine.tiers[:-1])
+        # A route that is not required may bring it to the last one later.
+        source = source or (engine is not None and tier in engine.tiers[: -1 if engine.required else None])
         for key in keys:
             held = source or self._on_the_way[tier].get(key) or any(key in load.keys for load in self._loads)
             held = held or before.get(key) or self._last_asked.get((tier, key), 0) > began

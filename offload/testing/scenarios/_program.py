@@ -128,9 +128,12 @@ class PipelineSpec(Part, frozen=True, kw_only=True):
     on_destination_full: WhenFull | None = None
     destination_ms: Ms | None = None
     transfer_ms: Ms | None = None
+    transfer_bytes_per_second: Count | None = None
     drain_ms: Ms | None = None
     budget_blocks: Count | None = None
     on_overflow: Literal["wait", "drop"] | None = None
+    route_share: Annotated[float, Meta(ge=0.001, le=1.0)] | None = None
+    route_ms: Ms | None = None
 
 
 class EngineSpec(Part, frozen=True, kw_only=True):
@@ -139,6 +142,8 @@ class EngineSpec(Part, frozen=True, kw_only=True):
     tiers: list[str]
     """From the fastest to the slowest. Pipelines lead from ``device`` to the first and from each to the next; they are called
     after where they lead, and ``[pipeline.NAME]``, if there is one, has the knobs of all."""
+    required: bool = False
+    """Whether a store waits for all tiers, and fails where one of them fails."""
     promote: bool = False
     """Whether a load also writes what comes from slower tiers into the faster ones."""
     on_load_failure: Literal["miss", "retry"] = "miss"

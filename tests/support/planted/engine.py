@@ -9,6 +9,7 @@ import trio
 
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
+import offload._engine.routes as routes_module
 from backends._thread_pins import ThreadPin, ThreadPins
 from backends.abc import LOADED, WeakBlocks
 from backends.pages import copy_pages
@@ -21,6 +22,7 @@ from offload._engine.promotion import Promoter, Staging
 from offload._health.breaker import Breaker, Call, Verdict
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
+from offload._pipeline.offer import RouteShare
 
 from . import Fault
 
@@ -143,6 +145,17 @@ def a_chain_holds_nothing_and_calls_it_complete(patch: Any) -> None:
 
     patch.setattr(Chain, "hold", hold)
     patch.setattr(Chain, "_without", lambda self, result, *_: result)
+
+
+@_plant("I9")
+def store_waits_for_optional_routes(patch: Any) -> None:
+    """As it was: a store failed, or waited, wherever a tier behind the first one did."""
+    patch.setattr(routes_module, "_is_required", lambda route, chain: True)
+
+
+@_plant("I1")
+def route_holds_more_than_its_share(patch: Any) -> None:
+    patch.setattr(RouteShare, "measure", lambda self: self.total)
 
 
 @_plant("model")

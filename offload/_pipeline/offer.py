@@ -1,0 +1,312 @@
+"""Offers to routes that nothing waits for: what such a route may hold of the tier above it, and how its result is asked for.
+
+    stored above --> room in the route's share? --yes--> held, and a container of the route
+                              | no: wait for some, at most ``route_patience``, and hold nothing meanwhile
+                              `--> none came: dropped, which is a container of the route that is filtered
+
+Rule 1. Nothing that happens to an offer changes the store it comes from, which has ended.
+Rule 2. A route holds at most its share of the tier above (``route_share``) and never more than its budget, copies in quarantine
+        included. So a route that hangs leaves the rest of that tier to others.
+Rule 3. A container of a route has at most a quarter of the share: a tier that hangs breaks by its ``max_faults`` (3) copies
+        before the share is used up, and what comes then is rejected at once.
+Rule 4. What is dropped is counted and explained as anything else that is filtered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import attrs
+import trio
+
+from backends.abc import EVICTED, Blocks, HeldSource, Key, StrongBlocks, WeakBlocks
+
+from .._errors import PipelineClosed, PipelineFull
+from .budget import Budget
+from .lifecycle import Status
+from .marks import place_of
+from .page_hold import held_pages_of
+from .result import TransferResult
+
+if TYPE_CHECKING:
+    from .._config import PipelineConfig
+    from .container import OffloadContainer
+    from .handle import TransferHandle
+
+BEHIND: Final = "behind"
+"""Why a block is dropped that found no room in the share of its route in time."""
+GONE: Final = "gone"
+"""Why a block is dropped that was evicted before its route could hold it."""
+CLOSED: Final = "closed"
+"""Why a block is dropped that is offered to a route which has closed."""
+_PARTS: Final = 4
+_log = logging.getLogger("offload.pipeline")
+_NO_ROUTES: Mapping[str, TransferResult] = MappingProxyType({})
+
+
+class RouteShare(Budget):
+    """Room for the blocks of the tier above that a route may hold.
+
+    Args:
+        place: the tier above.
+        config: of the route.
+    """
+
+    __slots__ = ("_config", "_known", "_place", "complained", "offered")
+
+    def __init__(self, place: object, config: PipelineConfig) -> None:
+        super().__init__(config.budget_blocks)
+        self._place: Any = place
+        self._config = config
+        self._known = False
+        self.offered: int = 0
+        """Blocks that wait for room here."""
+        self.complained: bool = False
+        """Whether the log says that blocks do not arrive."""
+
+    def measure(self) -> int:
+        """Return how many blocks one container may have, once the size of the tier above is known."""
+        if not self._known:
+            blocks = blocks_of(self._place)
+            if blocks:  # else bounded by the budget alone
+                self._known = True
+                self.total = min(self.total, max(1, int(blocks * self._config.route_share)))
+        return max(1, self.total // _PARTS) if self._known else self.total
+
+    def take_some(self, most: int) -> int:
+        """Take room for as many blocks as there is room for, at most ``most``; none while a task waits for room."""
+        taken = 0 if self.waiting else max(0, min(most, self.total - self.used))
+        self.used += taken
+        return taken
+
+
+def blocks_of(place: Any) -> int:
+    """Return the capacity of a tier in blocks; 0 where it is not known, as of a source without statistics or an absent tier."""
+    try:
+        return int(place.statistics().capacity_bytes // (place.block_bytes or 1))
+    except Exception:
+        return 0
+
+
+@attrs.define(eq=False)
+class Offer:
+    """Blocks of one container that one route was offered."""
+
+    name: str
+    """The name of the route."""
+    rest: Sequence[Key]
+    """Blocks that the route has neither taken nor dropped."""
+    depths: Mapping[Key, int]
+    """Their depths, as far as these were said."""
+    held: list[tuple[Sequence[Key], Blocks]] = attrs.Factory(list)
+    """Blocks that are held for the route, with those that were gone by then, until it has them."""
+    handles: list[TransferHandle] = attrs.Factory(list)
+    """The containers of the route that have the others, or count them as dropped."""
+    left: int = attrs.field(init=False)
+    """Blocks whose end is not known yet."""
+    waiting: int = 0
+    """Blocks that are counted as waiting for room in the share."""
+    _changed: trio.Event | None = None
+    _then: list[Callable[[], None]] = attrs.Factory(list)
+
+    def __attrs_post_init__(self) -> None:
+        self.left = len(self.rest)
+
+    async def wait(self) -> TransferResult:
+        """Wait until all blocks have ended on this route, and return the result."""
+        while self.rest:
+            if self._changed is None:
+                self._changed = trio.Event()
+            await self._changed.wait()
+        return _joined([await handle.wait() for handle in self.handles])
+
+    def note_dealt_with(self) -> None:
+        """Wake what waits for the route to have taken or dropped all blocks."""
+        if not self.rest and self._changed is not None:
+            self._changed.set()
+
+    def note_ended(self, n: int) -> None:
+        """Note the end of so many blocks. Must not raise."""
+        self.left -= n
+        if not self.left:
+            then, self._then = self._then, []
+            for call in then:
+                call()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call this when all blocks have ended, on the routes behind this one as well, which may be now."""
+        if self.left:
+            self._then.append(call)
+        else:
+            call()
+
+
+class OptionalRoute(Protocol):
+    """A pipeline that is not required, as the chain sees it."""
+
+    share: RouteShare
+    config: PipelineConfig
+
+    @property
+    def name(self) -> str:
+        """The name under which ``handle.wait_routes()`` reports this route."""
+        ...
+
+    def enqueue_offered(self, blocks: Blocks, hold: Callable[[OffloadContainer], Callable[[], None]]) -> TransferHandle:
+        """Enqueue blocks that cannot be cancelled any more, or raise if there is no room."""
+        ...
+
+    def drop_offered(self, blocks: WeakBlocks, reason: str) -> TransferHandle:
+        """Count blocks that are not taken in."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until everything inside has settled."""
+        ...
+
+
+class Offers:
+    """Makes offers of what is stored in one tier, and gives them to routes.
+
+    Args:
+        tier: the tier; a source, or a page store.
+    """
+
+    def __init__(self, tier: object) -> None:
+        self.held_pages: HeldSource | None = held_pages_of(tier)
+        """The pages of a page store that are held; ``None`` for any other tier."""
+        self._place: Any = place_of(tier)
+
+    def make(self, route: OptionalRoute, keys: Sequence[Key], depths: Mapping[Key, int]) -> Offer:
+        """Offer blocks to a route: hold as many of them as it has room for, in the tick in which they are there."""
+        offer, share = Offer(route.name, keys, depths), route.share
+        while n := share.take_some(min(share.measure(), len(offer.rest))):
+            offer.held.append(self._next(offer, n))
+        return offer
+
+    def _next(self, offer: Offer, n: int) -> tuple[Sequence[Key], Blocks]:
+        """Take the next blocks of an offer, and hold those of them that are there."""
+        keys, offer.rest = offer.rest[:n], offer.rest[n:]
+        return keys, self.hold(keys, offer.depths)
+
+    def hold(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> Blocks:
+        """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
+        if self.held_pages is not None:
+            return WeakBlocks(self.held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
+        place = self._place
+        try:
+            refs = place.upgrade(keys)
+        except Exception:
+            _log.exception("%r could not hold what it has stored, so it is not passed on", place)
+            refs = [EVICTED] * len(keys)
+        if EVICTED in refs:
+            keys = [key for key, ref in zip(keys, refs, strict=True) if ref != EVICTED]
+            refs = [ref for ref in refs if ref != EVICTED]
+        return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
+
+    def give(self, route: OptionalRoute, offer: Offer) -> bool:
+        """Give a route what is held for it. Returns whether it has all; else :meth:`give_rest` is to be called."""
+        held, offer.held = offer.held, []
+        for keys, blocks in held:
+            self._enqueue(route, offer, keys, blocks)
+        # What waits holds no block, but takes memory: as many as the budget has may wait.
+        if offer.rest and route.share.offered + len(offer.rest) > route.config.budget_blocks:
+            self.drop_rest(route, offer)
+        offer.waiting = len(offer.rest)
+        route.share.offered += offer.waiting
+        return not offer.rest
+
+    async def give_rest(self, route: OptionalRoute, offer: Offer) -> None:
+        """Give a route the rest of an offer as room comes; drop what has none within ``route_patience``, or at a cancel."""
+        share = route.share
+        try:
+            while offer.rest:
+                n = min(share.measure(), len(offer.rest))
+                if not share.take_nowait(n):
+                    with trio.move_on_after(route.config.route_patience) as patience:
+                        await share.take(n)
+                    if patience.cancelled_caught:
+                        break
+                # No checkpoint since there was room, or it would be lost to a cancel.
+                self._enqueue(route, offer, *self._next(offer, n))
+        except PipelineClosed:
+            pass
+        finally:
+            self.drop_rest(route, offer)
+
+    def _enqueue(self, route: OptionalRoute, offer: Offer, keys: Sequence[Key], blocks: Blocks) -> None:
+        """Give a route blocks that have room in its share; those that are gone already are dropped."""
+        n, share = len(blocks.keys), route.share
+        if n < len(keys):
+            share.give_back(len(keys) - n)
+            there = set(blocks.keys)
+            self._drop(route, offer, [key for key in keys if key not in there], GONE)
+        if not n:
+            return
+
+        def hold(container: OffloadContainer) -> Callable[[], None]:
+            def release() -> None:
+                share.give_back(n)
+                _log_end(route, container)
+                container.after_offers(lambda: offer.note_ended(n))
+
+            return release
+
+        try:
+            offer.handles.append(route.enqueue_offered(blocks, hold))
+        except Exception as error:
+            share.give_back(n)
+            # Others have filled its budget, or it has closed.
+            self._drop(route, offer, blocks.keys, BEHIND if isinstance(error, PipelineFull) else CLOSED)
+
+    def drop_rest(self, route: OptionalRoute, offer: Offer) -> None:
+        """Drop what a route has not taken of an offer."""
+        route.share.offered -= offer.waiting
+        offer.waiting = 0
+        rest, offer.rest = offer.rest, ()
+        self._drop(route, offer, rest, BEHIND)
+        offer.note_dealt_with()
+
+    def _drop(self, route: OptionalRoute, offer: Offer, keys: Sequence[Key], reason: str) -> None:
+        if keys:
+            blocks = WeakBlocks(self._place if self.held_pages is None else self.held_pages, keys, None)
+            offer.handles.append(route.drop_offered(blocks, reason))
+            _log_once(route, len(keys), f"it is behind, so they are dropped: {reason}")
+            offer.note_ended(len(keys))
+
+
+def _log_end(route: OptionalRoute, container: OffloadContainer) -> None:
+    """Log that blocks of a container have not arrived, the first time since some have."""
+    failed = len(container.failed) or (len(container.keys) if container.error is not None else 0)
+    if failed:
+        why = container.error or next(iter(container.failed.values()))
+        _log_once(route, failed, f"{type(why).__name__}: {why}" + (f" ({why.__cause__})" if why.__cause__ else ""))
+    elif container.completed and route.share.complained:
+        route.share.complained = False
+        _log.info("%s takes blocks again", route.name)
+
+
+def _log_once(route: OptionalRoute, blocks: int, why: str) -> None:
+    # Once for each time that it begins: a tier that is down for an hour is one line, not one for each store.
+    level = logging.DEBUG if route.share.complained else logging.WARNING
+    route.share.complained = True
+    _log.log(level, "%d blocks are not copied on to %s, and stay above: %s", blocks, route.name, why)
+
+
+def _joined(results: Sequence[TransferResult]) -> TransferResult:
+    """Join the results of the containers of one offer."""
+    if len(results) == 1:
+        return results[0]
+    failed = [result for result in results if result.status is not Status.COMPLETE]
+    return TransferResult(
+        Status.FAILED if failed else Status.COMPLETE,
+        tuple(key for result in results for key in result.completed),
+        {key: reason for result in results for key, reason in result.filtered.items()},
+        {key: error for result in results for key, error in result.failed.items()},
+        tuple(key for result in results for key in result.evicted),
+        next((result.error for result in failed if result.error is not None), None),
+        _NO_ROUTES,
+    )
