@@ -225,7 +225,7 @@ class Service:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, session: Session | None, request: Hello) -> Answer | None:
+    def _hello(self, peer: bytes, session: Session | None, request: Hello, *, resumed: bool = False) -> Answer | None:
         version = negotiate(request.oldest, request.newest)
         if version is None:
             text = f"this daemon speaks versions {OLDEST} to {VERSION}, the engine {request.oldest} to {request.newest}"
@@ -239,8 +239,8 @@ class Service:
             raise Refusal("invalid", "this connection has a session")
         previous = self.sessions.by_token(request.previous) if request.previous else None
         if previous is None:
-            return self._welcome(peer, request, version, tenant, resumed=False)
-        previous.when_over.append(partial(self._welcome_late, peer, request, version, tenant))
+            return self._welcome(peer, request, version, tenant, resumed=resumed)
+        previous.when_over.append(partial(self._welcome_late, peer, request))
         self._admit(peer)
         self.end(previous, "its engine has begun another one")
         self._hang_up(previous.peer)  # it was admitted for that session: else one engine could collect connections
@@ -261,10 +261,12 @@ class Service:
             self.handover_path, resumed, self.sessions.unproven(request.previous) if request.previous else [],
         )  # fmt: skip
 
-    def _welcome_late(self, peer: bytes, request: Hello, version: int, tenant: str) -> None:
-        """Welcome an engine whose previous session is over by now."""
+    def _welcome_late(self, peer: bytes, request: Hello) -> None:
+        """Welcome an engine whose previous session is over by now, if it may come still."""
         try:
-            answer: Answer = self._welcome(peer, request, version, tenant, resumed=True)
+            # Decided again: while it waited, its credential may have been taken away, or the daemon begun to drain.
+            answer = self._hello(peer, self.sessions.of(peer), request, resumed=True)
+            assert answer is not None, "nothing is left of the previous session"
         except (Refusal, ValueError) as exc:
             self._send(peer, self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc))))
             self._hang_up(peer)  # it was admitted for a session that it does not get

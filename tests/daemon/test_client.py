@@ -17,9 +17,10 @@ from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
-from offload.client import DaemonTier, DaemonUnavailable, open_client, open_connection
+from offload.client import DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
 from offload.client._connection import _Call
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
+from offload.daemon._tenants import Tenants
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
 
@@ -271,6 +272,34 @@ async def test_slots_stay_taken_behind_a_copy_that_was_left(path, monkeypatch, e
         with contextlib.suppress(Exception):
             await reservation.transfer(MemoryTier(16 * SIZE, SIZE), range(2))
         assert len(staging._free) == before - 2 * is_kept
+
+
+async def test_an_engine_that_waits_for_its_session_is_judged_again(path):
+    """Its credential may be taken away while the session before is given back."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        number, hold = await stored(connection, cache_of())
+        began, end = slow_loads(server, shielded=True)
+        errors = []
+
+        async def run():
+            with pytest.raises(DaemonUnavailable) as caught:
+                await load(connection, number, hold, LONG)
+            errors.append(caught.value)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await began.wait()
+            [session] = server._service.sessions
+            server._service._hang_up(session.peer)
+            await until(lambda: session.when_over)  # its next hello waits
+            server._service.tenants = Tenants({"a": b"secret of a"})
+            end.set()
+            with pytest.raises(DaemonRefused, match="no tenant has this credential"), trio.fail_after(PATIENCE):
+                await connection.wait_session()
+            assert connection.sessions == 1
+            server._service.tenants = Tenants()
+            await until(lambda: errors)
+        assert connection.sessions == 2
 
 
 async def test_another_start_of_a_daemon_proves_nothing(path):
