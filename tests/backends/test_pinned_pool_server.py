@@ -163,6 +163,8 @@ def test_calls_of_the_protocol(server: PinnedPoolServer, shared: bool) -> None:
         client.copy_from_pool(0, 100, back)
         assert back == data
         assert client.allocate_from_pool(MIB) is None
+        with pytest.raises(TypeError, match=r"must be a list of ids: \[0\]"):
+            client.free_from_pool(0)  # type: ignore[arg-type]
         assert client.free_from_pool([0, 7]) == 1
         assert client.get_usage_info().free_chunks == 32
         for wrong in ((0, 0, 1), (5, 0, 1)):
