@@ -17,6 +17,7 @@ Rule 3. An engine registers nothing after its lease (its clock ends it earlier t
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -267,15 +268,18 @@ class Pages:
         Raises:
             Refusal: there is none, or none whose pages an engine may write; the text says what to change.
         """
-        from backends.maru import MaruTier  # it brings ZeroMQ, where no tier has done so
-
         if not self._is_on:
             raise Refusal("pages", f"engine_pool_size_gb = 0: this daemon has no room for pages of engines; {_OR_ELSE}")
         tiers = self._engine.require().tiers
-        for name, tier in tiers.items():
-            if isinstance(tier, MaruTier):
-                _check(name, tier)
-                return name, tier
+        if (
+            "backends.maru" in sys.modules
+        ):  # else no tier is one, and importing it would be 60 ms in which nobody is served
+            from backends.maru import MaruTier
+
+            for name, tier in tiers.items():
+                if isinstance(tier, MaruTier):
+                    _check(name, tier)
+                    return name, tier
         kinds = ", ".join(f"{name} ({type(tier).__name__})" for name, tier in tiers.items())
         raise Refusal(
             "pages",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -21,6 +21,7 @@ from backends.abc import LOADED, Unproven
 from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
+from .._engine.explain import BlockExplanation, Explanation
 from ._engine import DaemonEngine
 from ._memory import CacheBlocks
 from ._messages import (
@@ -44,6 +45,9 @@ from ._quotas import Quotas
 from ._requests import loaded
 from ._sessions import Session, Sessions
 from ._tenants import stored_keys
+
+_EXPLAINED: Final = 2_048
+"""Blocks that are explained in one step, which other engines wait for: some 5 us each."""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -170,7 +174,10 @@ class Reads:
         self._start(session, request, self._explain)
 
     async def _explain(self, session: Session, request: Explain) -> Answer:
-        explanation = await self._engine.require().explain(
-            stored_keys(session.tenant, request.keys), tenant=session.tenant
-        )
-        return Explained(request.seq, self._epoch, str(explanation)[: 1 << 18])
+        keys = stored_keys(session.tenant, request.keys)
+        blocks: list[BlockExplanation] = []
+        for start in range(0, max(1, len(keys)), _EXPLAINED):
+            part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
+            blocks += part.blocks
+            await trio.lowlevel.checkpoint()
+        return Explained(request.seq, self._epoch, str(Explanation(blocks))[: 1 << 18])
