@@ -162,6 +162,27 @@ class MaruTier(TierBase[MaruLease], DirectTier):
                 self._opened = False
                 await self.handler.__aexit__(None, None, None)
 
+    async def list_stored(self, prefix: Key) -> list[Key] | None:
+        """List the keys of this tier's page store that begin with a prefix; None if its server cannot list keys.
+
+        Raises:
+            maru.MaruError: the server did not answer, or refused.
+        """
+        try:
+            name = self.naming.name(prefix)
+        except ValueError:  # no key that begins so has a name
+            return []
+        names = await self.handler.list_stored(name)
+        return None if names is None else [key for one in names if (key := self._key_of(one)) is not None]
+
+    def _key_of(self, name: str) -> Key | None:
+        """Return the key with this name; None if it is the name of others."""
+        try:
+            key = self.naming.key(name)
+        except ValueError:
+            return None
+        return key if self.naming.name(key) == name else None
+
     # --- room -----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> MaruReservation:

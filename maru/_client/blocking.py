@@ -283,6 +283,19 @@ class MaruHandler(HandlerBase):
         """Delete many keys; see :meth:`delete`."""
         return self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
+    def list_stored(self, prefix: str = "") -> list[str] | None:
+        """List this tenant's keys that begin with a prefix; see the handler for trio."""
+        keys: list[str] = []
+        cursor = 0
+        while True:
+            page = self._run("list", operations.list_page(self._state, prefix, cursor))
+            if page is None:
+                return None
+            some, cursor = page
+            keys += some
+            if not cursor:
+                return keys
+
     # --- watching -------------------------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, Any]:

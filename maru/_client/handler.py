@@ -357,6 +357,24 @@ class MaruHandler(HandlerBase):
         """Delete many keys; see :meth:`delete`."""
         return await self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
+    async def list_stored(self, prefix: str = "") -> list[str] | None:
+        """List this tenant's keys that begin with a prefix, as of one moment; None if the server cannot list keys.
+
+        Raises:
+            NoAnswer: the server did not answer.
+            ServerRefused: too many clients list keys.
+        """
+        keys: list[str] = []
+        cursor = 0
+        while True:
+            page = await self._run(None, operations.list_page(self._state, prefix, cursor))
+            if page is None:
+                return None
+            some, cursor = page
+            keys += some
+            if not cursor:
+                return keys
+
     # --- watching -------------------------------------------------------------------------------------------------
 
     async def get_stats(self) -> dict[str, Any]:

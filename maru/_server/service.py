@@ -88,6 +88,7 @@ _ACTIONS: Final[dict[int, Action]] = {
     Code.REGION: own.region,
     Code.DESCRIBE: own.describe,
     Code.PINS: own.pins,
+    Code.LIST_KEYS: own.list_keys,
     Code.GET_STATS: v1.get_stats,
     Code.HEARTBEAT: v1.heartbeat,
     Code.REPORT_STATS: v1.report_stats,
@@ -219,6 +220,8 @@ class Service:
         self.stopping = False
         """Somebody has asked this server to end, and may."""
         self.closed = False
+        self.listings: dict[int, list[str]] = {}
+        """The keys of listings that are under way, by session."""
         self._peers: dict[bytes, Peer] = {}
         self._handles: dict[int, Handle] = {}
         self._handle_bytes: dict[int, bytes] = {}
@@ -406,6 +409,7 @@ class Service:
 
     def _ended(self, session_id: int) -> None:
         self.filled.pop(session_id, None)
+        self.listings.pop(session_id, None)
         for peer in self._peers.values():
             if peer.session == session_id:
                 peer.session = 0

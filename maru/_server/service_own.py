@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from .._directory.locations import Location
 from .._directory.slices import Slices
+from .._index.layout import tenant_of
 from .._journal.registrations import columns_of
 from .._wire import (
     HEADER_BYTES,
@@ -26,6 +27,8 @@ from .._wire import (
     FindReply,
     FindRequest,
     Header,
+    ListKeysReply,
+    ListKeysRequest,
     OwnRequest,
     PinsReply,
     PinsRequest,
@@ -52,6 +55,10 @@ if TYPE_CHECKING:
 
 
 _INFO: Final = 20  # as in `logging`
+_LOOKED: Final = 1_024
+"""Names that are looked at for one page of a listing: a MiB of the longest."""
+_LISTINGS: Final = 4
+"""Listings at once. Each keeps eight bytes a key."""
 
 
 Answered: TypeAlias = bytes | Slices[bytes]
@@ -299,6 +306,30 @@ def pins(
         return reply(header.code, header.sequence, PinsReply(service.epoch, pending, dropped), header.flags)
 
     return in_parts(len(message.keys), handle, answer, now)
+
+
+def list_keys(
+    service: Service, peer: Peer, header: Header, message: ListKeysRequest, payload: bytes, now: float
+) -> bytes:
+    """List a page of the keys that begin with a prefix, as far as they are the tenant's own."""
+    session_id = _enter(service, peer, message, now)
+    directory, listings = service.directory, service.listings
+    if not message.cursor:
+        listings.pop(session_id, None)
+        if len(listings) >= _LISTINGS:
+            raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
+        listings[session_id] = directory.list_keys()
+    names = listings.get(session_id)
+    if names is None:
+        raise Refused(Word.FENCED, "this listing is over: begin again")
+    tenant, ends = directory.tenant_of(message.session), message.cursor + _LOOKED
+    found = [name for name in names[message.cursor : ends] if name.startswith(message.prefix)]
+    keys = [name for name in found if tenant_of(name) == tenant]
+    if ends >= len(names):
+        ends = 0
+        del listings[session_id]
+    pending = directory.pending(session_id, now)
+    return reply(header.code, header.sequence, ListKeysReply(service.epoch, pending, keys, ends), header.flags)
 
 
 def place_of(location: Location) -> bytes:

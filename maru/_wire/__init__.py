@@ -37,6 +37,8 @@ from .messages_own import place as place
 from .messages_own import FindRequest as FindRequest
 from .messages_own import OwnReply as OwnReply
 from .messages_own import OwnRequest as OwnRequest
+from .messages_own import ListKeysReply as ListKeysReply
+from .messages_own import ListKeysRequest as ListKeysRequest
 from .messages_own import PinsReply as PinsReply
 from .messages_own import PinsRequest as PinsRequest
 from .messages_own import ReclaimReply as ReclaimReply

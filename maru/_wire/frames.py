@@ -66,6 +66,7 @@ class Code(enum.IntEnum):
     REGION = 0x48
     DESCRIBE = 0x49
     PINS = 0x4A
+    LIST_KEYS = 0x4B
     GET_STATS = 0xF0
     HEARTBEAT = 0xF1
     REPORT_STATS = 0xF2

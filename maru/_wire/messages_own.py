@@ -17,7 +17,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from .frames import MAX_KEYS
+from .frames import MAX_KEY_BYTES, MAX_KEYS
 from .messages_v1 import Bools, Key, Keys, Message, Token
 
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
@@ -302,6 +302,25 @@ class RegionReply(OwnReply, frozen=True):
     writable: bool
 
 
+class ListKeysRequest(OwnRequest, frozen=True):
+    """List the keys of this tenant that begin with a prefix, a page at a time.
+
+    A listing shows the keys of its first page's moment; those that have gone meanwhile may be among them.
+    """
+
+    prefix: Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
+    cursor: Annotated[int, Meta(ge=0)] = 0
+    """0 for the first page; later that of the page before."""
+
+
+class ListKeysReply(OwnReply, frozen=True):
+    """A page of keys, which may be empty before the last one."""
+
+    keys: Keys
+    cursor: int
+    """For the next page; 0 behind the last one."""
+
+
 class DescribeRequest(Message, frozen=True):
     """What is there to know about this server; and about a key, if one is named. A map, and without a session."""
 
@@ -321,6 +340,7 @@ AnyOwnRequest: TypeAlias = (
     | FindRequest
     | UnpinRequest
     | PinsRequest
+    | ListKeysRequest
     | DropRequest
     | ReclaimRequest
     | ResolveRequest
@@ -334,6 +354,7 @@ AnyOwnReply: TypeAlias = (
     | FindReply
     | UnpinReply
     | PinsReply
+    | ListKeysReply
     | DropReply
     | ReclaimReply
     | ResolveReply

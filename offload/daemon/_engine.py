@@ -7,7 +7,8 @@ any other size is refused from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -27,6 +28,7 @@ from ._messages import Refusal
 from ._page_keys import PageKeys
 
 if TYPE_CHECKING:
+    from backends.maru import MaruTier
     from maru import MaruServer
 
 _log = logging.getLogger("offload.daemon")
@@ -59,6 +61,7 @@ class DaemonEngine:
         page_store: the page store that the daemon runs itself, if it does.
         engine: ``None`` until the tiers are open.
         opened: set when they are.
+        before_opened: awaited when they are, before anything is looked up or stored. Must not raise.
         on_opened: called when they are, before anything is stored. Must not raise.
         on_settled: called for each container of the first pipeline that has settled. Must not raise.
     """
@@ -70,6 +73,7 @@ class DaemonEngine:
         self.engine: Engine | None = None
         self.opened: trio.Event = trio.Event()
         self.on_opened: Callable[[Engine], None] = lambda engine: None
+        self.before_opened: Callable[[Engine], Awaitable[None]] | None = None
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
         self.config: EngineConfig = config
         self._wanted = trio.Event()
@@ -140,6 +144,8 @@ class DaemonEngine:
         config = attrs.evolve(self.config, source=self.caches, block_bytes=0, tiers=unpopulated(self.config.tiers))
         async with open_engine(config, instruments=self.instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
+            if self.before_opened is not None:
+                await self.before_opened(engine)
             self.engine = engine
             self.opened.set()
             self.on_opened(engine)
@@ -177,6 +183,19 @@ class DaemonEngine:
         await attempt.over.wait()
         if attempt.error is not None:
             raise BadLayout(f"the tiers cannot hold blocks of {block_bytes} bytes: {attempt.error}")
+
+    def listers(self, engine: Engine) -> dict[str, MaruTier]:
+        """Return the tiers that list their keys when asked, and do not tell of them: page stores of other processes."""
+        if "backends.maru" not in sys.modules:  # it brings ZeroMQ, and is here already if there is such a tier
+            return {}
+        from backends.maru import MaruTier
+
+        own = () if self.page_store is None else self.page_store.endpoints
+        return {
+            name: tier
+            for name, tier in engine.tiers.items()
+            if isinstance(tier, MaruTier) and not isinstance(tier, KeyBook) and _url_of(tier) not in own
+        }
 
     def books(self) -> dict[str, KeyBook[Key]]:
         """The tiers that tell which keys they hold. A page store that the daemon runs itself does, for all that is there."""

@@ -10,7 +10,8 @@ Rule 2. What does not fit makes the tenant's own least recently used blocks go, 
         Of what does not fit even then, the blocks behind are refused.
 Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is believed, and nothing else is: an answer to a
         deletion may be older than what has come since. In one that does not, such as a page store, a block counts until it is
-        deleted, or is missing when it is its turn to go: there, what is counted is never too little.
+        deleted, or is missing when it is its turn to go: there, what is counted is never too little. At the start it
+        is asked to list what it has.
 Rule 4. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
 """
 
@@ -44,6 +45,8 @@ class Account:
     """Blocks that did not fit, although what may go was gone."""
     evicted: int = 0
     """Blocks that went to make room for others of this tenant."""
+    is_listed: bool = False
+    """Whether the tiers that list their keys, but do not tell of them, were asked what they have of it."""
     _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
     """The tiers that have each, as bits; the least recently used first."""
     _coming: dict[Key, int] = attrs.field(factory=dict, repr=False)
@@ -183,6 +186,10 @@ class Quotas:
         for prefix, account in self._accounts.items():
             self._charge(prefix, account)
         self._watch()
+
+    def listed(self, account: Account, keys: Iterable[Key]) -> None:
+        """Charge an account with keys that a tier has listed."""
+        account.stored(keys, _UNTOLD)
 
     def settled(self, account: Account, coming: Iterable[Key], there: Iterable[Key]) -> None:
         """A store has ended, with which some blocks came to be there."""

@@ -208,6 +208,7 @@ class Daemon:
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
+        self._nursery.start_soon(service.charge_later)  # what a page store has of a tenant that had no quota
         service.stores.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config

@@ -77,7 +77,7 @@ from ._requests import UnderWay
 from ._sessions import Limits, Session, Sessions, Stage
 from ._statistics import counters
 from ._stores import Stores
-from ._tenants import Tenants, stored_keys
+from ._tenants import Tenants, prefix_of, stored_keys
 
 _log = logging.getLogger("offload.daemon")
 
@@ -88,6 +88,10 @@ _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, Unregist
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
 _KEY_COSTS: Final = 64
 """Bytes that a key of a request takes beside its own."""
+_LISTING: Final = 5.0
+"""Seconds for which a start waits for page stores to list what tenants with a quota have there."""
+_LIST_AGAIN: Final = 30.0
+"""Seconds until one that did not answer is asked again."""
 _REGISTERING: Final = 4
 """Threads that list and open caches: what takes long for some engines takes no thread from the copies of others."""
 
@@ -150,10 +154,46 @@ class Service:
             if name != "hello"
         }
         engine.on_opened = self._opened
+        engine.before_opened = self._charge_at_first
 
     def _opened(self, opened: Engine) -> None:
         books = self._engine.books()
         self.quotas.open(self._engine.block_bytes, books.values(), all_told=len(books) == len(opened.tiers))
+
+    async def _charge_at_first(self, opened: Engine) -> None:
+        """Charge the quotas with what page stores list, before anything is stored; behind, if that takes long."""
+        with trio.move_on_after(_LISTING):
+            await self._charge(opened)
+        if not all(account.is_listed for account in self.quotas):
+            self._nursery.start_soon(self.charge_later)
+
+    async def charge_later(self) -> None:
+        """Charge the quotas that were not charged yet with what page stores list, until all are."""
+        while not all(account.is_listed for account in self.quotas):
+            if self._engine.engine is not None:
+                await self._charge(self._engine.engine)
+                self.stores.trim()
+            await trio.sleep(_LIST_AGAIN)
+
+    async def _charge(self, engine: Engine) -> None:
+        for account in self.quotas:
+            if account.is_listed:
+                continue
+            is_listed = True
+            for name, tier in self._engine.listers(engine).items():
+                try:
+                    keys = await tier.list_stored(prefix_of(account.tenant))
+                except Exception as exc:
+                    is_listed = False
+                    _log.warning("what %s has of tenant %s is not counted yet: %r", name, account.tenant, exc)
+                    continue
+                if keys is None:
+                    _log.warning(
+                        "%s cannot list keys: what it has of tenant %s counts when it is found", name, account.tenant
+                    )
+                self.quotas.listed(account, keys or ())
+            account.is_listed = is_listed
+        await trio.lowlevel.checkpoint()
 
     @property
     def under_way(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from backends.abc import Deletion
+from maru import ServerConfig, open_server
 from offload import NO_WAIT, ConfigError
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
@@ -313,6 +314,61 @@ async def test_a_quota_holds_over_the_embedded_page_store_as_well_and_behind_a_c
                     await trio.sleep(0.1)
             told = (await his.tiers["daemon"].connection.ask(lambda seq: Stats(seq), Counters)).values
             assert told["tenant.a.used_bytes"] <= 8 * SIZE
+
+
+def beside(tmp_path):
+    """A page store of a process of its own, as far as a daemon can tell, and the tiers of a daemon that uses it."""
+    server = ServerConfig(pool_path=str(tmp_path / "pool"), capacity_bytes=64 << 20, rm_address="")
+    url = f"ipc://{tmp_path}/pool/maru.sock"
+    place = {"type": "maru", "server_url": url, "pool_size": 64 * SIZE, "instance_id": "daemon"}
+    return server, engine_config(tiers={"maru": place})
+
+
+async def test_quota_counts_a_separate_page_store_after_restarts(path, tmp_path):
+    server, tiers = beside(tmp_path)
+    file = tenants(tmp_path, 8 * SIZE)
+    async with open_server(server):
+        for life in range(3):
+            async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+                assert running.statistics()["tenant.a.used_bytes"] == min(life, 1) * 8 * SIZE
+                cache = cache_of()
+                async with open_client(cache, running.url, credential=HIS) as his:
+                    assert len((await store(his, cache, keys_of(8, 8 * life))).completed) == 8
+                    assert await there(his, keys_of(8 * (life + 1))) == 8
+                assert running.statistics()["tenant.a.used_bytes"] == 8 * SIZE
+
+
+async def test_quota_given_again_counts_a_separate_page_store(path, tmp_path):
+    server, tiers = beside(tmp_path)
+    file = tenants(tmp_path, 8 * SIZE)
+    async with open_server(server), daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+        cache = cache_of()
+        async with open_client(cache, running.url, credential=HIS) as his:
+            await store(his, cache, keys_of(8))
+            tenants(tmp_path, None)
+            running.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
+            assert "tenant.a.used_bytes" not in running.statistics()
+            tenants(tmp_path, 8 * SIZE)
+            running.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
+            await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
+
+
+async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monkeypatch, caplog):
+    server, tiers = beside(tmp_path)
+    monkeypatch.setattr("offload.daemon._service._LIST_AGAIN", 0.01)
+    file = tenants(tmp_path, 8 * SIZE)
+    async with open_server(server) as page_store:
+        async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+            cache = cache_of()
+            async with open_client(cache, running.url, credential=HIS) as his:
+                await store(his, cache, keys_of(8))
+        listings = page_store._service.listings
+        listings.update({-number: [] for number in range(1, 5)})  # of other clients
+        async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+            assert running.statistics()["tenant.a.used_bytes"] == 0
+            assert "is not counted yet" in caplog.text
+            listings.clear()
+            await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
 
 
 async def test_a_block_that_was_used_stays_and_one_that_was_not_goes(path, tmp_path):

@@ -33,6 +33,7 @@ from maru._wire import (
     HandshakeRequest,
     KeyRequest,
     KeysRequest,
+    ListKeysRequest,
     ListRequest,
     PinsRequest,
     ReclaimRequest,
@@ -853,6 +854,7 @@ OWN_REQUESTS = {
     Code.CLOSE: CloseRequest(b"?" * 16, 0),
     Code.REGION: RegionRequest(b"?" * 16, 0, 1, False),
     Code.PINS: PinsRequest(b"?" * 16, 0, 1, ["k"], [1], True),
+    Code.LIST_KEYS: ListKeysRequest(b"?" * 16, 0, "k"),
 }
 
 
@@ -870,6 +872,48 @@ def test_an_acknowledgement_of_what_was_never_sent_changes_nothing(world):
     other = world.shake(b"other").session
     world.send(b"other", Code.DROP, DropRequest(other, 0, 1, ["a"]))
     assert world.beat(token, -1).returns.first_number == 1
+
+
+def test_keys_are_listed_by_prefix_in_pages(world):
+    token, region = world.ours()
+    names = [f"a{number:04}" for number in range(1500)]
+    for at in range(0, 1500, 500):
+        world.store(token, region, names[at : at + 500], offsets=list(range(at, at + 500)), length=1)
+    world.store(token, region, ["b"], offsets=[1500], length=1)
+    found, cursor, pages = [], 0, 0
+    while True:
+        answer = world.send(b"ours", Code.LIST_KEYS, ListKeysRequest(token, 0, "a", cursor))
+        found += answer.keys
+        cursor, pages = answer.cursor, pages + 1
+        assert len(answer.keys) <= 1024
+        if not cursor:
+            break
+        world.send(b"ours", Code.DROP, DropRequest(token, 0, pages, [names[-1]]))  # it was there when this began
+    assert found == names and pages == 2
+    later = ListKeysRequest(token, 0, "a", 1024)
+    assert refused(world.send(b"ours", Code.LIST_KEYS, later), Word.FENCED)
+
+
+def test_listing_names_own_tenant_only(world):
+    token, region = world.ours()
+    salted = "\x1f3:one0:\x1fk"
+    world.store(token, region, ["k", salted])
+    assert world.send(b"ours", Code.LIST_KEYS, ListKeysRequest(token, 0, "")).keys == ["k"]
+    assert world.send(b"ours", Code.LIST_KEYS, ListKeysRequest(token, 0, "\x1f3:one")).keys == []
+    other = world.shake(b"other", tenant="one").session
+    assert world.send(b"other", Code.LIST_KEYS, ListKeysRequest(other, 0, "")).keys == [salted]
+
+
+def test_listings_at_once_are_bounded(world):
+    token, region = world.ours()
+    for at in range(0, 1500, 500):
+        world.store(token, region, [f"k{n}" for n in range(at, at + 500)], offsets=list(range(at, at + 500)), length=1)
+    sessions = [world.shake(b"%d" % number).session for number in range(5)]
+    for number, session in enumerate(sessions[:4]):
+        assert world.send(b"%d" % number, Code.LIST_KEYS, ListKeysRequest(session, 0, "k")).cursor
+    assert refused(world.send(b"4", Code.LIST_KEYS, ListKeysRequest(sessions[4], 0, "k")), Word.TOO_MANY)
+    world.send(b"0", Code.CLOSE, CloseRequest(sessions[0], 0))
+    assert world.send(b"4", Code.LIST_KEYS, ListKeysRequest(sessions[4], 0, "k")).cursor
 
 
 # --- leases -------------------------------------------------------------------------------------------------------
@@ -929,7 +973,7 @@ def test_watermarks_reclaim_ahead_of_need(world):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x3F, 0x4B, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
+@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x3F, 0x4C, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
 def test_an_unknown_code_is_answered_under_its_own_sequence(world, code):
     frame = world.service.handle(b"a", frame_of(code, 77, b"\x80", 5), world.now)
     header = read_header(frame)

@@ -77,7 +77,7 @@ def test_a_published_reply_that_says_less_than_ours_is_read(code, body, message)
 def test_every_code_has_a_vector_in_both_directions():
     assert {row[0] for row in V1_REQUESTS} | {row[0] for row in OWN_REQUESTS} == set(Code) == set(wire.MESSAGES)
     assert {row[0] for row in V1_REPLIES + V1_PUBLISHED_REPLIES} == wire.V1_CODES
-    assert {row[0] for row in OWN_REPLIES} == wire.OWN_CODES == set(range(0x40, 0x4B))
+    assert {row[0] for row in OWN_REPLIES} == wire.OWN_CODES == set(range(0x40, 0x4C))
 
 
 def test_lookup_replies_are_spliced_from_entries_encoded_once():
@@ -162,7 +162,7 @@ def test_codes_from_0xf0_on_carry_the_reply_bit_already():
     assert wire.reply(Code.LOOKUP_KV, 3, wire.LookupReply(False))[3] == 0x91
 
 
-@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x16, 0x25, 0x3F, 0x4B, 0x70, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
+@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x16, 0x25, 0x3F, 0x4C, 0x70, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
 def test_an_unknown_code_is_a_bad_message_and_no_bad_frame(code):
     with pytest.raises(BadMessage, match="unknown code"):
         read_request(frame(code, 1, b"\x80"))

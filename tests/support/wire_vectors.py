@@ -249,6 +249,7 @@ OWN_REQUESTS = [
         wire.PinsRequest(TOKEN, 5, 3, ["a", "b"], [1, 2], True),
     ),
     (Code.PINS, b"\x96" + OPENING + b"\x03\x90\x90\xc2", wire.PinsRequest(TOKEN, 5, 3, [], [], False)),
+    (Code.LIST_KEYS, b"\x94" + OPENING + b"\xa1a\x07", wire.ListKeysRequest(TOKEN, 5, "a", 7)),
     (Code.DROP, b"\x95" + OPENING + b"\x0b\x91\xa1a\xc0", wire.DropRequest(TOKEN, 5, 11, ["a"])),
     (
         Code.DROP,
@@ -281,6 +282,11 @@ OWN_REPLIES = [
     ),
     (Code.UNPIN, b"\x93" + EPOCH_BYTES + b"\xc0\x92\xc3\xc2", wire.UnpinReply(EPOCH, None, [True, False])),
     (Code.PINS, b"\x93" + EPOCH_BYTES + b"\xc0\x07", wire.PinsReply(EPOCH, None, 7)),
+    (
+        Code.LIST_KEYS,
+        b"\x94" + EPOCH_BYTES + b"\xc0\x92\xa1a\xa1b\x00",
+        wire.ListKeysReply(EPOCH, None, ["a", "b"], 0),
+    ),
     (
         Code.DROP,
         b"\x93" + EPOCH_BYTES + b"\xc0\x94\x00\x01\x02\x03",

@@ -33,8 +33,9 @@ from .pinned import Pin, Pinned
 
 _log = logging.getLogger(__name__)
 
-USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS}
-"""Our own codes are used if the server lists all of these, and otherwise none. PINS came later, and is used if it is listed."""
+USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS, Code.LIST_KEYS}
+"""Our own codes are used if the server lists all of these, and otherwise none. PINS and LIST_KEYS came later,
+and each is used if it is listed."""
 
 
 _PINNING = frozenset((int(Code.FIND), int(Code.UNPIN)))
@@ -165,7 +166,7 @@ class ClientState:
         # keys
         self.pinned = Pinned()
         self.pin_epochs = PinEpochs()
-        self.settles_pins = False
+        self.settles_pins = self.lists_keys = False
         self.beats = 0
         self._attempt = self._request = 0
         self.index = IndexState("index = off" if config.index == "off" else why_not_here())
@@ -283,6 +284,7 @@ class ClientState:
             if not own or self.epoch != self._settled:  # it may stand over another pool, where all numbers begin anew
                 self.counters.views_lost += self.pinned.lose_all()
         self.settles_pins = own and Code.PINS in reply.codes
+        self.lists_keys = own and Code.LIST_KEYS in reply.codes
         self._settled = self.epoch = reply.epoch  # 0 from a published server: then any epoch is news of another one
         self.own = own
         self.is_connected = True
