@@ -18,6 +18,7 @@ from .._commands import age
 from .._config import ServerConfig
 from .._console import identifier
 from .._printable import LineFormatter
+from .garbage import short_collections
 from .server import MaruServer, open_server
 
 _log = logging.getLogger("maru.server")
@@ -59,15 +60,14 @@ async def serve(config: ServerConfig) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_server(config) as server:
             print(ready_line(server), flush=True)
-            # What is here now stays: no collection need ever look at it again. Until here there was none at all.
-            gc.freeze()
-            gc.enable()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_until_asked, server, nursery.cancel_scope)
-                async for number in signals:
-                    _log.info("%s: leaving", signal.Signals(number).name)
-                    nursery.cancel_scope.cancel()
-                    break
+            with short_collections():
+                gc.enable()  # until here there was none at all
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_until_asked, server, nursery.cancel_scope)
+                    async for number in signals:
+                        _log.info("%s: leaving", signal.Signals(number).name)
+                        nursery.cancel_scope.cancel()
+                        break
 
 
 def _raise_descriptor_limit() -> None:
