@@ -89,6 +89,8 @@ def request_alloc(
         return alloc_reply(service, header, None, f"a region cannot have {message.size} bytes")
     if token is None and not peer.session and not service.has_standing(message.instance_id):
         return alloc_reply(service, header, None, service.too_many_sessions)
+    if token is None:
+        service.speaker(peer)  # it has spoken now: memory may take longer than a silent connection is kept
     service.allocate(peer, header, message.size, message.instance_id, token)
     return None
 

@@ -267,6 +267,13 @@ def test_requests_for_memory_of_one_peer_are_bounded():
     assert world.send(b"a", Code.REQUEST_ALLOC, AllocRequest("one", PAGE)) is None
 
 
+def test_who_waits_for_memory_is_admitted_at_once(world):
+    admitted = []
+    world.service.admit = admitted.append
+    assert world.send(b"v1", Code.REQUEST_ALLOC, AllocRequest("theirs", REGION)) is None
+    assert admitted == [b"v1"]
+
+
 @pytest.mark.parametrize("who", ["published", "ours"])
 def test_a_region_for_somebody_who_has_gone_is_removed(world, who):
     token = world.shake(b"a").session if who == "ours" else None
