@@ -124,9 +124,20 @@ def _device_fact(path: str) -> DeviceFact:
         return DeviceFact(path, str(exc))
 
 
+def memory_limit(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Return the memory limit of this process's container in bytes: of its control group or one above; None without one."""
+    least = min((most for most, _ in _memory_of_groups(proc, cgroup)), default=None)
+    return None if least is None or least >= 1 << 60 else least
+
+
 def _memory_left(proc: str, cgroup: str) -> int | None:
     """The least that this control group, or one above it, has left. What the kernel would drop by itself counts as left."""
-    left: list[int] = []
+    least = min((most - taken for most, taken in _memory_of_groups(proc, cgroup)), default=None)
+    return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 says "no limit" as a huge number
+
+
+def _memory_of_groups(proc: str, cgroup: str) -> Iterator[tuple[int, int]]:
+    """Yield the limit of this control group and of each above it, and the bytes taken of it."""
     for line in _read(f"{proc}/self/cgroup").splitlines():
         _, kinds, group = line.split(":", 2)
         if not kinds:
@@ -141,12 +152,10 @@ def _memory_left(proc: str, cgroup: str) -> int | None:
                     r"^(?:total_)?inactive_file ([0-9]+)$", _read(f"{root}{group}/memory.stat"), re.MULTILINE
                 )
                 taken = int(_read(f"{root}{group}/{used}")) - (int(cached[1]) if cached else 0)
-                left.append(int(_read(f"{root}{group}/{most}")) - taken)
+                yield int(_read(f"{root}{group}/{most}")), taken
             if group in ("", "/"):
                 break
             group = os.path.dirname(group)
-    least = min(left, default=None)
-    return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 says "no limit" as a huge number
 
 
 def memlock_limit(proc: str = "/proc") -> int | None:

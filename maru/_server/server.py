@@ -40,6 +40,7 @@ from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
 from .._own_directory import LOOK
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
+from .._pool.facts import memory_limit
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._process_limits import DESCRIPTORS
@@ -329,6 +330,14 @@ class MaruServer:
     def _warn(self) -> None:
         """Of what whoever runs the server should know from the start."""
         config, everywhere = self.config, ", ".join(self.endpoints)
+        total, limit = self._pool.totals().total_bytes, memory_limit()
+        is_memory = self._pool.kind == "memfd" or self._pool.path.startswith("/dev/shm/")
+        if limit is not None and is_memory and total > limit:
+            _log.warning(
+                "capacity_bytes = %d: this container may use %d bytes of memory, and the kernel kills its processes beyond "
+                "that; lower capacity_bytes, or raise the memory limit",
+                total, limit,
+            )  # fmt: skip
         if config.insecure:
             _log.warning("insecure: whoever reaches %s may read, drop and map", everywhere)
         if not (config.relayed or config.rm_host):

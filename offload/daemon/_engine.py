@@ -17,6 +17,7 @@ import trio
 from backends.abc import Key, Tier
 from backends.memory import MemoryTier
 from backends.threads import run_in_thread
+from maru._pool.facts import memory_limit
 from maru.kv_events import KeyBook
 
 from .._engine import Engine, EngineConfig, TierLike, open_engine
@@ -151,6 +152,7 @@ class DaemonEngine:
             self.on_opened(engine)
             self._attempt.over.set()
             task_status.started()
+            _check_limit(engine)
             # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.
             for tier in engine.tiers.values():
                 if isinstance(tier, MemoryTier):
@@ -216,6 +218,20 @@ class DaemonEngine:
             except Exception as exc:
                 _log.info("%s could not be asked for %d blocks: %r", name, len(keys), exc)
         return [key in there for key in keys]
+
+
+def _check_limit(engine: Engine) -> None:
+    """Warn of memory tiers beyond the limit of this container, before they are populated: that would end the daemon."""
+    wanted = {
+        name: tier.statistics().capacity_bytes for name, tier in engine.tiers.items() if isinstance(tier, MemoryTier)
+    }
+    limit = memory_limit()
+    if limit is not None and sum(wanted.values()) > limit:
+        _log.warning(
+            "capacity_bytes of %s: %d bytes, and this container may use %d: the kernel kills its processes beyond that; lower "
+            "capacity_bytes (host_bytes of the daemon), or raise the memory limit",
+            " and ".join(wanted), sum(wanted.values()), limit,
+        )  # fmt: skip
 
 
 def _url_of(tier: object) -> str:

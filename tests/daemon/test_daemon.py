@@ -635,3 +635,10 @@ async def test_caches_on_a_device_are_copied_in_place(path):
             async with await engine.lookup(KEYS) as hit:
                 assert (await engine.load(hit, device.into(range(8, 16)))).loaded == 8
         assert all(torch.equal(layer[:, :8], layer[:, 8:]) for layer in layers)
+
+
+async def test_memory_beyond_the_containers_limit_is_logged(path, monkeypatch, caplog):
+    monkeypatch.setattr("offload.daemon._engine.memory_limit", lambda: 1 << 20)
+    async with daemon(path, block_bytes=SIZE):
+        pass
+    assert caplog.text.count(f"capacity_bytes of host: {16 << 20} bytes, and this container may use {1 << 20}") == 1

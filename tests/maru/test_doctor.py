@@ -270,6 +270,7 @@ def test_a_memory_limit_is_the_least_of_all_groups_above(tmp_path):
     assert facts_module._memory_left(str(proc), str(group)) is None
     say(group / "a", 8 * GIB, 5 * GIB, cached=GIB)  # a cache is given up for regions
     assert facts_module._memory_left(str(proc), str(group)) == 4 * GIB
+    assert facts_module.memory_limit(str(proc), str(group)) == 8 * GIB
     say(group / "a" / "b", GIB, 3 * GIB)
     assert facts_module._memory_left(str(proc), str(group)) == 0
 

@@ -48,6 +48,7 @@ from maru._wire import (
     read_header,
     request,
 )
+from maru.testing import open_test_server
 from maru.transport import new_key_pair, save_key_pair
 from tests.support.maru_processes import PATIENCE
 from tests.support.maru_processes import eventually as eventually_blocking
@@ -1053,3 +1054,15 @@ def test_the_command_imports_nothing_it_does_not_need(pool):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+async def test_capacity_beyond_the_containers_memory_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr("maru._server.server.memory_limit", lambda: 32 << 20)
+    async with open_test_server():
+        pass
+    text = f"capacity_bytes = {64 << 20}: this container may use {32 << 20} bytes of memory"
+    assert caplog.text.count(text) == 1
+    caplog.clear()
+    async with open_test_server(capacity_bytes=16 << 20):
+        pass
+    assert "this container" not in caplog.text
