@@ -5,6 +5,7 @@ However it is ended, and whatever it raises: :mod:`maru._ending`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -77,6 +78,13 @@ def check_descriptors() -> None:
         raise EnvironmentFault(
             f"this process may have {soft} files open at once, and needs {LEAST_DESCRIPTORS}: raise `ulimit -n`"
         )
+
+
+def raise_descriptor_limit() -> None:
+    """Allow a server as many descriptors as it may have: peers have shares of them, and ZeroMQ ends a process without any."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ProgramGroup(Program, click.Group):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 from typing import Any, Final
@@ -14,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from .._commands import age
+from .._commands import age, raise_descriptor_limit
 from .._config import ServerConfig
 from .._console import identifier
 from .._printable import LineFormatter
@@ -56,7 +54,7 @@ def configure_logging(config: ServerConfig) -> None:
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message. Prints one line once everything answers."""
     configure_logging(config)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_server(config) as server:
             print(ready_line(server), flush=True)
@@ -68,13 +66,6 @@ async def serve(config: ServerConfig) -> None:
                         _log.info("%s: leaving", signal.Signals(number).name)
                         nursery.cancel_scope.cancel()
                         break
-
-
-def _raise_descriptor_limit() -> None:
-    """To what this process may have: each client takes some, and ZeroMQ ends the process where there is none left."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _until_asked(server: MaruServer, scope: trio.CancelScope) -> None:

@@ -20,7 +20,7 @@ import attrs
 import click
 
 from maru._all_bytes import write_all
-from maru._commands import age, given_knobs, knob_option
+from maru._commands import age, given_knobs, knob_option, raise_descriptor_limit
 from maru._ending import ExitCode
 from maru._errors import MaruError
 from maru._printable import LineFormatter, printable
@@ -88,6 +88,7 @@ def run(settings: Settings) -> int:
     from ._engine import CannotOpen
 
     _configure_logging(settings.daemon.log_level)
+    raise_descriptor_limit()
     if settings.pinned_pool is not None:
         logging.getLogger("backends.pinned_pool").setLevel(settings.pinned_pool.log_level.upper())
     for note in notes_on_page_stores(settings):
