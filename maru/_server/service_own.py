@@ -176,6 +176,11 @@ def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, p
     """One pin of this session less for each key."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
+    if len(message.keys) <= KEYS_AT_ONCE:
+        _check_pin_epoch(service, session_id, message.turn)
+        results = service.directory.unpin(session_id, message.keys)
+        pending = service.directory.pending(session_id, now)
+        return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
 
     def handle(at: slice, now: float) -> list[bool]:
         service.check_session(message.session, session_id)
@@ -186,8 +191,6 @@ def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, p
         pending = service.directory.pending(session_id, now)
         return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
 
-    if len(message.keys) <= KEYS_AT_ONCE:
-        return answer(handle(slice(0, KEYS_AT_ONCE), now))
     return in_parts(len(message.keys), handle, answer, now)
 
 

@@ -246,23 +246,31 @@ def batch_lookup(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
     """Where keys lie."""
-
-    def handle(keys: list[str], now: float) -> list[bytes]:
-        return [
-            MISS if location is None else location.entry or service.entry_of(location)
-            for location in service.directory.find(service.speaker(peer), keys, now)
-        ]
+    if len(message.keys) <= KEYS_AT_ONCE:
+        service.check_keys(message.keys)
+        entries = _entries_of(service, peer, message.keys, now)
+        return batch_lookup_reply(header.sequence, service.epoch, entries, header.flags)
 
     def answer(entries: list[bytes]) -> bytes:
         return batch_lookup_reply(header.sequence, service.epoch, entries, header.flags)
 
-    return _each(service, peer, message.keys, handle, answer, now)
+    return _each(service, peer, message.keys, partial(_entries_of, service, peer), answer, now)
+
+
+def _entries_of(service: Service, peer: Peer, keys: list[str], now: float) -> list[bytes]:
+    return [
+        MISS if location is None else location.entry or service.entry_of(location)
+        for location in service.directory.find(service.speaker(peer), keys, now)
+    ]
 
 
 def batch_exists(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
     """Which keys are there: all of them are looked at."""
+    if len(message.keys) <= KEYS_AT_ONCE:
+        service.check_keys(message.keys)
+        return _results(service, header, service.directory.exists(message.keys))
 
     def handle(keys: list[str], now: float) -> list[bool]:
         return service.directory.exists(keys)
