@@ -12,6 +12,7 @@ import ctypes
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from time import perf_counter
 
 import attrs
@@ -22,7 +23,9 @@ from backends.pages import Pages
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 
-from .._engine import Engine, open_engine
+from .._engine import Engine, Route, open_engine
+from .._engine.factories import leads_on
+from .._engine.opening import _named
 from .._errors import DestinationFull
 from .._keys import block_key
 from .._pipeline.lifecycle import Status
@@ -255,5 +258,8 @@ async def open_replayer(
     size = in_flight * max(most_blocks, 1)
     source = MemoryTier(size * block_bytes, block_bytes, checksums=False)
     config = engine_config(size)
-    async with open_engine(source, tiers, policies=policies, config=config) as engine:
+    named = _named(tiers)
+    # Required, so that a replay finds the same blocks each time, however fast a disk is today.
+    routes = [Route(name, required=True) for above, name in pairwise(named) if leads_on(named[above], "on_store")]
+    async with open_engine(source, named, policies=policies, config=config, routes=routes) as engine:
         yield Replayer(engine, source, most_blocks, in_flight, check)
