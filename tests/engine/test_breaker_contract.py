@@ -18,7 +18,6 @@ from backends.testing import FakeTier, check_tier, payload_of
 from maru import MaruHandler, NoAnswer
 from maru.testing import Fate, open_lossy_wire, open_test_server
 from offload import BreakerConfig, HealthState, TierUnavailable, with_breaker
-from offload._health.attribution import ErrorAttribution
 from tests.support.maru_actors import impatient
 
 BLOCK = 256 << 10
@@ -104,9 +103,36 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
             assert tier.health.state is HealthState.CLOSED and tier.health.faults == 0
 
 
-@pytest.mark.parametrize("protocol", [Source, ChecksummedSource, PaddedSource, DepthTier, TenantTier])
-def test_an_observed_source_keeps_its_kinds(protocol: type, tmp_path: Path) -> None:
+class Noting:
+    """Room in a tier, which notes of which kinds its sources are."""
+
+    def __init__(self, inner: Any, kinds: set[type]) -> None:
+        self.kinds = kinds
+        self.granted, self.keep, self.release = inner.granted, inner.keep, inner.release
+
+    async def transfer(self, source: Any, refs: Any) -> Any:
+        self.kinds.update(kind for kind in KINDS if isinstance(source, kind))
+        return []
+
+
+class Kinds(FakeTier):
+    """A tier with such room."""
+
+    async def reserve(self, request: RoomRequest) -> Any:
+        self.kinds: set[type] = set()
+        return Noting(await super().reserve(request), self.kinds)
+
+
+KINDS = (Source, ChecksummedSource, PaddedSource, DepthTier, TenantTier)
+
+
+async def test_a_source_behind_breakers_keeps_its_kinds(tmp_path: Path) -> None:
     for tier in (MemoryTier(4 * 256, 256), FileTier(tmp_path, 4 * 256, block_bytes=256), FakeTier(4, 256)):
-        behind = with_breaker(tier, "tier")
-        assert isinstance(behind, protocol) is isinstance(tier, protocol)
-        assert isinstance(ErrorAttribution().observe(behind), protocol) is isinstance(tier, protocol)
+        kinds = {kind for kind in KINDS if isinstance(tier, kind)}
+        source, destination = with_breaker(tier, "source"), Kinds(4, 256)
+        assert {kind for kind in KINDS if isinstance(source, kind)} == kinds
+        async with source, with_breaker(destination, "destination") as behind:
+            reservation = await behind.reserve(RoomRequest([b"key"], 256, "fail"))
+            await reservation.transfer(source, [])
+            reservation.release()
+        assert destination.kinds == kinds

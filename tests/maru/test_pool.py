@@ -25,7 +25,6 @@ from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.spans import Spans
 from maru._pool.state_directory import StateDirectory
 from maru._pool.threads import GivenUp, Workers
-from maru._threads import NoThread
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import Stall, is_there, until
 from tests.support.steps import AtStep
@@ -755,7 +754,7 @@ def refuse_threads(monkeypatch, times):
 async def test_refused_thread_is_an_os_error(monkeypatch, autojump_clock):
     workers, done = Workers(1), []
     left = refuse_threads(monkeypatch, 1)
-    with pytest.raises(NoThread, match="can't start new thread: raise pids"):
+    with pytest.raises(OSError, match="can't start new thread: raise pids"):
         await workers.make(lambda go_on: done.append("made"), lambda _: None)
     left[0] = 3
     await workers.do(lambda: done.append("removed"))
