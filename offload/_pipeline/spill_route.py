@@ -55,7 +55,7 @@ def what_is_new(tier: ReadableTier, config: PipelineConfig) -> Policy | AsyncPol
     """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
     if isinstance(tier, Tier):
         return PresenceFilter(tier)
-    # Half of the policy's time, so that it is always this that answers, never the deadline.
+    # Half of the policy's time, so that it is always this that answers, never the deadline: if both are over, too.
     return _AskInTime(tier, config.policy_timeout / 2)
 
 
@@ -70,7 +70,9 @@ class _AskInTime(AsyncPolicy):
         return f"what is new in {self._place!r}"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        with trio.move_on_after(self._patience):
+        # Shielded: where the event loop stood still beyond both deadlines, the policy's would win, and filter the block. A
+        # cancellation waits for the shorter one at most.
+        with trio.move_on_after(self._patience, shield=True):
             try:
                 return dict.fromkeys(await self._place.contains(keys), "present")
             except Exception as error:

@@ -483,6 +483,25 @@ async def test_one_that_does_not_say_is_given_all(autojump_clock, seconds, error
     assert await batches_of_one_that_is_asked(seconds, error) == [(b"d", b"c")]
 
 
+class AskedByAStalledLoop(Asked):
+    """The event loop stands still for a second when it is asked, on a busy machine: all deadlines are over at once."""
+
+    async def contains(self, keys):
+        self.clock.jump(1.0)
+        return await super().contains(keys)
+
+
+async def test_a_stalled_loop_filters_no_victim(autojump_clock):
+    stairs = Stairs(4, 8)
+    asked = stairs.faces[1] = AskedByAStalledLoop(stairs.lower, 60.0, None)
+    asked.clock = autojump_clock
+    async with stairs.open():
+        await stairs.stored(keys_of("abcd"))
+        await stairs.stored(keys_of("xy"))
+    assert stairs.spilling.statistics().spilled == 2
+    assert stairs.lower.contains_nowait(keys_of("abcd")) == set(keys_of("cd"))
+
+
 # --- any order --------------------------------------------------------------------------------------------------------
 
 
