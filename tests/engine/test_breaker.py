@@ -431,7 +431,7 @@ def test_what_outcomes_say(outcomes: list[Any], verdict: Verdict) -> None:
 def test_a_cause_is_one_line_and_not_long() -> None:
     assert describe(OSError("a\n  b")) == "OSError: a b"
     assert describe(OSError()) == "OSError"
-    assert len(describe(ValueError("x" * 1000))) < 250
+    assert describe(ValueError("x" * 1000)) == f"ValueError: {'x' * 600}"
 
 
 def test_the_error_says_who_since_when_why_and_when_again() -> None:
