@@ -103,6 +103,8 @@ class HostMemory:
         self._sources: dict[str, dict[Key, str]] = {}  # of each request, the tiers that rows were filled from for it
         self._generation = Generation(version_file)
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.has_lost_track: bool = False
+        """Whether an error came between what ended and what is known of it, so that a request could wait for ever."""
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -135,6 +137,8 @@ class HostMemory:
             preempted: requests that are not computed any more; they may load again.
             started: requests that are computed from now on.
         """
+        if self.has_lost_track:
+            self._start_over()
         for request_id in preempted:
             self.begin(request_id)
         for request_id in started:
@@ -345,6 +349,13 @@ class HostMemory:
         self.table.reset()
         self._sources = {request_id: {} for request_id in self._sources}
         self._generation.reset()
+
+    def _start_over(self) -> None:
+        """Know nothing of any row: chunks are asked for anew. At the end of a step, when no hit is about to be loaded."""
+        for request_id in list(self._lookups):
+            self._cancel_lookups(request_id)
+        self.table.reset()
+        self.has_lost_track = False
 
     def close(self) -> None:
         """Let what is being stored arrive, for a while, and close the engine."""

@@ -114,7 +114,12 @@ class OffloadSpec(OffloadingSpec):
         )
 
 
+def _lose_track(manager: HostManager, *args: Any) -> None:
+    manager.memory.has_lost_track = True
+
+
 def _end_request(manager: HostManager, req_context: ReqContext) -> None:
+    manager.memory.has_lost_track = True
     manager.memory.table.end(req_context.req_id)
 
 
@@ -133,14 +138,14 @@ def _switch_off(manager: HostManager) -> None:
 _MANAGER_HOOKS: Final = {
     "on_new_request": Hook(lambda *args: RequestOffloadingContext()),
     "on_request_finished": Hook(nothing, _end_request),
-    "on_schedule_end": NOTHING,
-    "lookup": Hook(lambda *args: LookupResult.MISS),
+    "on_schedule_end": Hook(nothing, _lose_track),
+    "lookup": Hook(lambda *args: LookupResult.MISS, _lose_track),
     "get_load_source": Hook(lambda *args: CacheHitSource.HOST),
     # vLLM was told of a hit, and has no word for one that is none: other bytes would be worse than its end.
     "prepare_load": PASSES,
     "complete_load": Hook(nothing, _let_go),
     "touch": NOTHING,
-    "prepare_store": NOTHING,
+    "prepare_store": Hook(nothing, _lose_track),
     "complete_store": Hook(nothing, _not_written),
     "stored": NOTHING,
     "removed": NOTHING,

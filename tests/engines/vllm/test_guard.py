@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from backends.memory import MemoryTier
 from offload import from_thread
@@ -32,6 +35,7 @@ from tests.engines.test_vllm_halves import (
     hashes_of,
     new_cache,
 )
+from tests.engines.test_vllm_host_memory import bytes_of, disk, opened
 
 TOKENS = 256
 NONE = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
@@ -183,3 +187,71 @@ def test_exits_pass_and_leave_nothing_held(exit_error: type[BaseException]):
         engine.drain(SOON)
         assert engine.statistics().unreleased_hits == 0
         assert not source._chunks
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_spec_goes_on_with_right_bytes(tmp_path: Path, error: type[BaseException]):
+    """Chunks are stored by one request and wanted by the next. Only what was promised and is lost may raise."""
+    with opened(disk(tmp_path), rows=1024) as memory:  # a fault may cost the rows of what it met
+        manager = HostManager.__new__(HostManager)
+        manager.memory, manager._events, manager._is_off = memory, [], False
+        manager._hit_sources = {"": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        nothing_happened = SimpleNamespace(preempted_req_ids=(), new_req_ids=())
+
+        def run(name: str, keys: list[bytes]) -> int:
+            context = SimpleNamespace(req_id=name, get_offload_key_position=keys.index)
+            manager.on_new_request(context)
+            deadline, found = time.monotonic() + 20, 0
+            while True:  # vLLM asks for all of them in one step, and loads in the same
+                answers = [manager.lookup(key, context) for key in keys]
+                found = next((at for at, one in enumerate(answers) if one is not LookupResult.HIT), len(keys))
+                if found == len(keys) or answers[found] is LookupResult.MISS:
+                    break
+                manager.on_schedule_end(nothing_happened)
+                assert time.monotonic() < deadline, f"vLLM asks for ever: {where()}"
+            for key in keys[:found]:
+                assert isinstance(manager.get_load_source(key, context), CacheHitSource)
+            if found:
+                try:
+                    places = manager.prepare_load(keys[:found], context)
+                except error:  # vLLM was told of a hit, and has no word for one that is none
+                    assert where()
+                else:
+                    pages = rows_of(places)
+                    assert [bytes(page) for page in pages] == [bytes_of(key) for key in keys[:found]], where()
+                    manager.complete_load(keys[:found], context)
+            wanted = manager.prepare_store(keys, context)
+            if wanted is not None:
+                for key, page in zip(wanted.keys_to_store, rows_of(wanted.store_spec), strict=True):
+                    page[:] = bytes_of(key)
+                manager.complete_store(wanted.keys_to_store, context)
+            manager.touch(keys, context)
+            manager.on_request_finished(context)
+            manager.on_schedule_end(nothing_happened)
+            assert isinstance(list(manager.take_events()), list)
+            return found
+
+        def rows_of(places: Any) -> list[Any]:
+            """As a worker sees them: nothing raises there."""
+            return [memory.arena._pages[row] for row in places.block_ids.tolist()]
+
+        def where() -> str:
+            return raising.where
+
+        for n in range(400):
+            keys = [f"{n}/{at}".encode() for at in range(3)]
+            raised = []
+            for request in range(3):
+                with raise_in_call(n, error) as raising:
+                    run(f"{n}/{request}", keys)
+                raised.append(raising.where)
+            if not any(raised):
+                break
+        else:
+            raise AssertionError("there is no end of functions")
+        assert n > 40
+        assert run("last", keys) == 3
+        memory.engine.drain(SOON)
+        manager.on_schedule_end(nothing_happened)
+        manager.reset_cache()
+        assert run("behind a reset", keys) == 0
