@@ -29,6 +29,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import attrs
 import trio
 
+from maru import _threads as maru_threads
 from maru._all_bytes import clear_wake, wake
 
 from ._errors import Unproven
@@ -339,7 +340,7 @@ async def wait_abandoned() -> None:
     await trio.lowlevel.checkpoint()
     for lost in list(_threads().lost):
         if lost.thread.is_alive():
-            await trio.to_thread.run_sync(lost.thread.join, abandon_on_cancel=True)
+            await maru_threads.run_in_thread(lost.thread.join, abandon_on_cancel=True)
 
 
 def thread_statistics() -> ThreadStatistics:

@@ -186,7 +186,7 @@ async def daemon_process(runtime: str, options: Options) -> AsyncIterator[Daemon
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)
+                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)  # noqa: TID251
             )
             try:
                 async with aclosing(lines_of(process)) as lines:
@@ -215,7 +215,7 @@ async def engine_process(role: str, directory: Path, url: str, options: Options)
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
                 partial(
-                    trio.run_process,
+                    trio.run_process,  # noqa: TID251
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

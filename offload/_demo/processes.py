@@ -83,7 +83,7 @@ async def run_engine_process(
     with trio.move_on_after(PROCESS_TIMEOUT) as scope:
         async with trio.open_nursery() as nursery:  # leaving it in any way kills the process
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)
+                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)  # noqa: TID251
             )
             async for line in lines_of(process):
                 event: dict[str, Any] = json.loads(line)

@@ -40,6 +40,7 @@ import trio
 from backends.abc import Capabilities, Key, TenantTier
 from backends.closing import close, close_beside, closing
 from backends.forwarding import ForwardingTier
+from maru._threads import run_in_thread
 
 from .._errors import TierTooSlow
 from .._health.faults import describe, is_absence
@@ -314,7 +315,7 @@ async def _made_in_thread(make: Callable[[], Any], limiter: trio.CapacityLimiter
         close(one)
 
     try:
-        await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+        await run_in_thread(work, abandon_on_cancel=True, limiter=limiter)
         return made.pop()
     except BaseException as error:
         with lock:

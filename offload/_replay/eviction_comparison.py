@@ -174,7 +174,7 @@ async def _share_out(
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
                 partial(
-                    trio.run_process,
+                    trio.run_process,  # noqa: TID251
                     [sys.executable, "-c", f"from {__name__} import serve; serve()"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -25,6 +25,7 @@ import msgspec
 import trio
 
 from backends.abc import Deletion
+from maru._threads import run_in_thread
 
 from .._engine import Engine
 from ._cuda import CudaMemories
@@ -399,9 +400,7 @@ class Service:
 
     async def _register(self, session: Session, request: RegisterKVCache) -> Answer:
         if request.cuda:
-            memories: list[Any] = await trio.to_thread.run_sync(
-                CudaMemories.open, request.cuda, limiter=self._registering
-            )
+            memories: list[Any] = await run_in_thread(CudaMemories.open, request.cuda, limiter=self._registering)
             tensors = request.tensors
         else:
             numbers = sorted({tensor.memory for tensor in request.tensors})
@@ -415,11 +414,11 @@ class Service:
         pieces = count_pieces(tensors, sizes)
         with granted(self.shares.pieces, session.number, pieces, "pieces of blocks") as keep:
             # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports torch.
-            layout = await trio.to_thread.run_sync(check_layout, tensors, sizes, limiter=self._registering)
+            layout = await run_in_thread(check_layout, tensors, sizes, limiter=self._registering)
             await self._engine.wait_open(layout.block_bytes)
             for tensor in request.tensors if not request.cuda else ():
                 session.memories.pop(tensor.memory, None)  # the cache has it from here on
-            storage = await trio.to_thread.run_sync(memories[0].storage, layout, memories, limiter=self._registering)
+            storage = await run_in_thread(memories[0].storage, layout, memories, limiter=self._registering)
             keep(storage)
         cache = self._engine.caches.add(storage, layout.blocks)
         session.caches.add(cache)

@@ -111,7 +111,7 @@ async def a_cancelled_load_leaves_when_it_is_over(case: Case) -> None:
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(load)
-                    await trio.to_thread.run_sync(places.started.wait)
+                    await trio.to_thread.run_sync(places.started.wait)  # noqa: TID251
                     scope.cancel()
                     with trio.CancelScope(shield=True):
                         await trio.testing.wait_all_tasks_blocked()
@@ -162,7 +162,7 @@ async def is_a_source(case: Case) -> None:
     held = [refs[0], refs[2]]
     views = tier.views(held)
     pages = pages_of([bytearray(case.block_bytes) for _ in held])
-    await trio.to_thread.run_sync(tier.copy_out, held, pages)
+    await trio.to_thread.run_sync(tier.copy_out, held, pages)  # noqa: TID251
     for shown in (pages, views):
         if shown is not None:
             expected = [payload_of(key, case.block_bytes) for key in keys[:2]]

@@ -136,7 +136,7 @@ async def a_cancelled_store_leaves_nothing(case: Case) -> None:
             source.started, source.go_on = threading.Event(), threading.Event()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(reservation.transfer, source, refs)
-                await trio.to_thread.run_sync(source.started.wait)
+                await trio.to_thread.run_sync(source.started.wait)  # noqa: TID251
                 must(await case.contains(keys) == set(), "a block must not be found before its bytes are there")
                 scope.cancel()  # it leaves at once: its thread cannot end before go_on
         else:
@@ -148,7 +148,7 @@ async def a_cancelled_store_leaves_nothing(case: Case) -> None:
         must(await case.room() == BLOCKS - 3, "its room is not reused before its end is proven")
     if source.go_on is not None:
         source.go_on.set()
-        await trio.to_thread.run_sync(source.copied.wait)
+        await trio.to_thread.run_sync(source.copied.wait)  # noqa: TID251
         await wait_abandoned()  # what the thread does behind the source, encoding perhaps, still writes there
     reservation.release()
     if cut_off:

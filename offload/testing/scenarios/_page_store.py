@@ -290,7 +290,7 @@ class PageStoreModel(RealTierModel):
     async def _again(self, when: float) -> None:
         await trio.sleep_until(when)
         self.store.launch()
-        await trio.to_thread.run_sync(self.store.wait_ready)
+        await trio.to_thread.run_sync(self.store.wait_ready)  # noqa: TID251
         self._up.set()
 
     def _stop(self, window: FaultWindow) -> None:

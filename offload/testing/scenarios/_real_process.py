@@ -189,10 +189,10 @@ class _RemotePipelines:
         await trio.sleep_until(when)
         old = self._child
         assert old is not None
-        await trio.to_thread.run_sync(old.end)
+        await trio.to_thread.run_sync(old.end)  # noqa: TID251
         if self._closing:
             return
-        child = await trio.to_thread.run_sync(ChildProcess, self._world)
+        child = await trio.to_thread.run_sync(ChildProcess, self._world)  # noqa: TID251
         self._stack.callback(child.end)
         if not self._closing:
             self.begin(child)

@@ -162,7 +162,7 @@ class _System(BridgedSystem):
 
     async def in_thread(self, call: Callable[..., Any], *args: object, leave: bool = False) -> Any:
         """Call in a worker thread; ``leave``: who is cancelled does not wait for its end."""
-        return await trio.to_thread.run_sync(call, *args, abandon_on_cancel=leave, limiter=self._limiter)
+        return await trio.to_thread.run_sync(call, *args, abandon_on_cancel=leave, limiter=self._limiter)  # noqa: TID251
 
     async def call(self, call: Callable[..., Any], *args: object) -> Any:
         """Call in a worker thread; a cancel waits for its end."""
