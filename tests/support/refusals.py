@@ -18,6 +18,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -181,7 +182,7 @@ class RefusingServer:
     """
 
     def __init__(self, serve: str, directory: str) -> None:
-        self.log = open(f"{directory}.log", "w+")  # noqa: SIM115
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the block
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.refusals", serve, directory],
             stdin=subprocess.PIPE,
