@@ -287,6 +287,9 @@ class Service:
     def go_on(self, now: float) -> tuple[bytes, bytes] | None:
         """Do one slice of what has waited longest; whom to answer, and what, if that was the last one."""
         one = self._under_way.popleft()
+        peer = self._peers.get(one.identity)
+        if peer is not None and peer.session:  # its client waits for the answer, and is not silent
+            self.directory.renew(peer.session, now)
         answer = self._advance(one, now)
         return None if answer is None else (one.identity, answer)
 

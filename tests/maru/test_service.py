@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from maru import ServerConfig
 from maru._directory import Directory, Limits
 from maru._directory.records import Deleted, Fenced, Registered, decode
-from maru._directory.slices import finish
+from maru._directory.slices import AT_ONCE, finish
 from maru._journal.registrations import recorded_columns
 from maru._server.peers import MAX_ANSWER_BYTES, Word
 from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
@@ -806,6 +806,19 @@ def test_a_reclaim_gives_back_the_least_recently_used_pages_once(world):
     assert list(world.find(token, ["a", "b", "c"]).positions) == [2]
     assert world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 4, -5)).dropped == 0
     assert world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 5, 1 << 60)).dropped == 1
+
+
+def test_who_waits_for_a_long_reclaim_is_not_silent(world):
+    token, region = world.ours()
+    n = 4 * AT_ONCE
+    world.store(token, region, [f"k{at}" for at in range(n)], list(range(n)), length=1)
+    assert world.service.handle(b"ours", request(Code.RECLAIM, 1, ReclaimRequest(token, 0, 1, n)), world.now) is None
+    answer = None
+    while world.service.is_busy:
+        world.now += 8.0
+        world.service.expire(world.now)
+        answer = world.service.go_on(world.now)
+    assert decode_reply(Code.RECLAIM, body_of(answer[1], read_header(answer[1]))).dropped == n
 
 
 def test_a_resolved_attempt_is_refused_when_it_arrives_after_all(world):
