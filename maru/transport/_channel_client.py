@@ -122,6 +122,12 @@ class ChannelClient:
         """
         await self._room.park()
 
+    def drop_unsent(self) -> None:
+        """Send nothing of what waits, and have those look again that wait for room. For ``on_lost``."""
+        self._outbox.clear()
+        self._outbox_bytes = 0
+        self._room.unpark_all()
+
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:
@@ -251,8 +257,8 @@ async def open_channel(
         path: of the server's Unix socket.
         on_messages: gets the received frames, each as a list of one, in the task that waits for one. If it raises, the
             channel is closed and that task gets the error.
-        on_lost: called with the unsent frames when the connection is lost: they are sent over the next one. Frames that were
-            sent are never answered. Synchronous; must not raise.
+        on_lost: called with the unsent frames when the connection is lost: they are sent over the next one, unless it drops
+            them. Frames that were sent are never answered. Synchronous; must not raise.
     """
     client = ChannelClient(path, on_messages, on_lost)
     # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.

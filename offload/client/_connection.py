@@ -378,6 +378,8 @@ class DaemonConnection:
     def _on_lost(self, unsent: object) -> None:
         session, self.session = self.session, None
         self._due.clear()
+        # Of the session that is lost, or a greeting: its answer would not be waited for, and the next greeting be one too many.
+        self._channel.drop_unsent()
         self._cause = "the connection is lost"
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:

@@ -489,6 +489,65 @@ async def test_nothing_waits_for_room_into_another_session(path):
         assert connection.sessions == 2 and not asked and not connection._due
 
 
+async def test_nothing_waits_for_room_to_a_daemon_that_is_gone(path):
+    async with open_connection_to_daemon_that_ends(path) as (connection, end):
+        errors = []
+
+        async def run():
+            with pytest.raises(DaemonUnavailable) as caught:
+                await connection.ask(lambda seq: Lookup(seq, KEYS, 1.0), Found)
+            errors.append(caught.value)
+
+        async with trio.open_nursery() as nursery:
+            with full_channel(connection):
+                nursery.start_soon(run)
+                await trio.testing.wait_all_tasks_blocked()
+                await end()
+                with trio.fail_after(PATIENCE):
+                    await until(lambda: connection.look() or errors)
+
+
+async def test_client_that_waits_for_place_outlives_daemon(path):
+    """Its greeting is not sent twice: the daemon would refuse the second one as that of a connection with a session."""
+    waiting = []
+
+    async def wait_for_place():
+        async with open_connection(f"ipc://{path}/daemon.sock") as connection:
+            waiting.append(connection)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        async with daemon(path, max_sessions=1) as server, open_connection(server.url):
+            nursery.start_soon(wait_for_place)
+            await until(lambda: server.sessions.turned_away)
+        async with daemon(path):
+            with trio.fail_after(PATIENCE):
+                await until(lambda: waiting and waiting[0].session is not None)
+            nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def open_connection_to_daemon_that_ends(path):
+    """A connection, and what ends its daemon."""
+    ends, ended = trio.Event(), trio.Event()
+
+    async def serve(*, task_status):
+        async with daemon(path) as server:
+            task_status.started(server)
+            await ends.wait()
+        ended.set()
+
+    async def end():
+        ends.set()
+        await ended.wait()
+
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(serve)
+        async with open_connection(server.url) as connection:
+            yield connection, end
+        ends.set()
+
+
 async def test_a_tier_without_a_size_of_blocks_has_that_of_its_daemon(path):
     async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as tier:
         assert tier.block_bytes == SIZE  # else its first load makes a staging area of single bytes
