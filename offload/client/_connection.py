@@ -186,7 +186,12 @@ class DaemonConnection:
             DaemonBusy: the session has too much under way.
             Unproven: the session was lost, and with it the end of a copy.
         """
-        seq, call = await self._begin(make, session, touches_memory, ended)
+        try:
+            seq, call = await self._begin(make, session, touches_memory, ended)
+        except trio.Cancelled:
+            if ended is not None:  # it has never begun
+                ended()
+            raise
         if sent is not None:
             sent(seq)
         try:

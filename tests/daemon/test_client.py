@@ -548,6 +548,22 @@ async def open_connection_to_daemon_that_ends(path):
         ends.set()
 
 
+async def test_store_cancelled_before_it_is_sent_gives_slots_back(path):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        staging = client._its_places().staging
+        before = len(staging._free)
+        source = MemoryTier(16 * SIZE, SIZE)
+        first = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+        await first.transfer(source, range(2))  # from here on the staging area is registered
+        second = await client.reserve(RoomRequest(KEYS[2:4], SIZE, "evict"))
+        with full_channel(client.connection):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(second.transfer, source, range(2))
+                await until(lambda: client.connection._channel._room.statistics().tasks_waiting)
+                nursery.cancel_scope.cancel()
+        assert len(staging._free) == before
+
+
 async def test_a_tier_without_a_size_of_blocks_has_that_of_its_daemon(path):
     async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as tier:
         assert tier.block_bytes == SIZE  # else its first load makes a staging area of single bytes
