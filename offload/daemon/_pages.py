@@ -27,6 +27,7 @@ import trio
 from backends._keys import distinct_keys
 from backends.abc import Key, check_keys
 
+from .._pipeline.containment import give_back
 from ._engine import DaemonEngine
 from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut
 from ._onward import OnwardCommits
@@ -170,7 +171,7 @@ class Pages:
                 await self._stores.make_room(account, [key for key in keys if key not in reasons])
         except BaseException:
             if unlock is not None:
-                unlock()
+                give_back(unlock)
             raise
         # No checkpoint from here on: what has gone makes room for these.
         return self._announce(session, request, epoch, name, keys, reasons, unlock)
@@ -249,7 +250,7 @@ class Pages:
         if announced.account is not None:
             self._quotas.settled(announced.account, announced.coming, there)
         if announced.unlock is not None:
-            announced.unlock()
+            give_back(announced.unlock)  # of whoever wrote the policy
 
     async def _there(self, tier: MaruTier, keys: Sequence[Key], *, unless: Collection[Key]) -> Collection[Key]:
         """Those that the page store has; ``unless`` it does not answer."""

@@ -226,6 +226,9 @@ class Service:
             answer = self._refused(request, refusal)
         except (BadFrame, ValueError, TypeError) as exc:
             answer = self._refused(request, Refusal("invalid", str(exc)))
+        except Exception as exc:  # of a tier or a policy: it is the answer to this request, and no end of the others
+            _log.exception("%s: %s failed", session or "an engine", NAME_OF[type(request)])
+            answer = self._refused(request, Refusal("unavailable", f"{type(exc).__name__}: {exc}"))
         if answer is not None:
             if session is not None and request.seq in session.costs:
                 self.sessions.refund(session, session.costs.pop(request.seq))

@@ -554,6 +554,37 @@ async def test_what_policies_reject_of_a_store_they_reject_of_a_reservation(path
         del lost
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_daemon_outlives_lock_whose_release_raises(path, waits):
+    class Raising(OddWhenAsked if waits else Odd):
+        def unlock(self):
+            super().unlock()
+            raise RuntimeError("a test")
+
+    raising = Raising()
+    async with with_policy(path, raising if waits else raising.judge) as running, opened(running) as pages:
+        assert list(await store(pages, keys_of(4))) == [STORED] * 2
+        lost = await pages.reserve_write(keys_of(4, "lost"))
+        for session in running.sessions:
+            running._service.end(session, "a test")
+        await running._service.wait_given_back()
+        assert raising.asked == 2 and not raising.locked
+        del lost
+
+
+async def test_fault_behind_request_is_its_answer_alone(path, monkeypatch):
+    async with paged(path) as running, open_connection(running.url) as connection:
+
+        def broken(*arguments):
+            raise OSError("a test")
+
+        monkeypatch.setattr(running._service.pages, "reserve_nowait", broken)
+        with pytest.raises(DaemonUnavailable, match="a test"):
+            await connection.ask(lambda seq: ReserveWrite(seq, keys_of(2)), Reserved)
+        assert not running._service.sessions.bytes
+        await connection.ask(lambda seq: Commit(seq, 7, b""), Done)
+
+
 async def test_a_reservation_that_is_cancelled_while_a_policy_waits_locks_nothing(path):
     odd = OddWhenAsked()
     odd.go_on = trio.Event()
