@@ -154,10 +154,7 @@ class DaemonEngine:
             task_status.started()
             _check_limit(engine)
             # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.
-            for tier in engine.tiers.values():
-                if isinstance(tier, MemoryTier):
-                    for start in tier.unpopulated():
-                        await run_in_thread(tier.populate, start)
+            await _populate(engine)
             await trio.sleep_forever()
 
     def _refuse(self, error: Exception) -> None:
@@ -218,6 +215,17 @@ class DaemonEngine:
             except Exception as exc:
                 _log.info("%s could not be asked for %d blocks: %r", name, len(keys), exc)
         return [key in there for key in keys]
+
+
+async def _populate(engine: Engine) -> None:
+    """Touch the memory of all tiers, so that no first write is slow. Without a thread for it, first writes are."""
+    try:
+        for tier in engine.tiers.values():
+            if isinstance(tier, MemoryTier):
+                for start in tier.unpopulated():
+                    await run_in_thread(tier.populate, start)
+    except (OSError, RuntimeError) as exc:
+        _log.warning("memory of the tiers is not populated, so that the first stores into it are slow: %s", exc)
 
 
 def _check_limit(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """A daemon and its engines in one trio run: what is stored is found and loaded again, and what ends gives back what it held."""
 
 import contextlib
+import errno
 import threading
 
 import pytest
@@ -329,6 +330,19 @@ async def test_engines_are_served_while_memory_is_populated_behind_the_start(pat
                 assert len(list(server.engine.tiers["host"].unpopulated())) >= 1
         finally:
             over.set()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptor"), RuntimeError("can't start new thread")])
+async def test_daemon_outlives_memory_that_cannot_be_populated(path, monkeypatch, caplog, error):
+    async def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr("offload.daemon._engine.run_in_thread", refuse)
+    async with daemon(path, block_bytes=SIZE) as server:
+        await until(lambda: "is not populated" in caplog.text)
+        cache = cache_of()
+        async with open_client(cache, server.url) as engine:
+            assert (await store(engine, cache)).completed == tuple(KEYS)
 
 
 async def test_a_store_waits_for_its_signal(path):
