@@ -162,14 +162,15 @@ class Quotas:
     def configure(self, quotas: Mapping[str, int]) -> None:
         """Have these quotas from now on, in bytes by tenant. A tenant that had none is charged with what is there."""
         before, self._accounts = self._accounts, {}
+        new: dict[bytes, Account] = {}
         for tenant, quota_bytes in quotas.items():
             prefix = prefix_of(tenant)
             account = before.get(prefix)
             if account is None:
-                account = Account(tenant, quota_bytes)
-                self._charge(prefix, account)
+                account = new[prefix] = Account(tenant, quota_bytes)
             account.quota_bytes = quota_bytes
             self._accounts[prefix] = account
+        self._charge(new)
         self._watch()
 
     def open(self, block_bytes: int, books: Iterable[KeyBook[Key]], *, all_told: bool) -> None:
@@ -183,8 +184,7 @@ class Quotas:
         self.block_bytes = block_bytes
         self._books = list(books)
         self.all_told = all_told
-        for prefix, account in self._accounts.items():
-            self._charge(prefix, account)
+        self._charge(self._accounts)
         self._watch()
 
     def listed(self, account: Account, keys: Iterable[Key]) -> None:
@@ -227,9 +227,17 @@ class Quotas:
 
     # --- what tiers tell --------------------------------------------------------------------------------------------
 
-    def _charge(self, prefix: bytes, account: Account) -> None:
+    def _charge(self, accounts: Mapping[bytes, Account]) -> None:
+        """Charge accounts with what the tiers have. In one pass for all, since nobody is served meanwhile."""
+        if not accounts:
+            return
         for at, book in enumerate(self._books):
-            account.stored([key for key in book.list_keys() if key.startswith(prefix)], _bit(at))
+            found: dict[bytes, list[Key]] = {prefix: [] for prefix in accounts}
+            for key in book.list_keys():
+                if (its := found.get(key[:PREFIX_BYTES])) is not None:
+                    its.append(key)
+            for prefix, keys in found.items():
+                accounts[prefix].stored(keys, _bit(at))
 
     def _watch(self) -> None:
         """Follow the tiers from the first quota on: without one, what comes and goes costs nothing here."""

@@ -180,6 +180,24 @@ def test_what_a_tier_has_kept_from_before_counts_for_its_tenant():
     assert quotas.of("a") is None
 
 
+def test_all_new_quotas_are_charged_in_one_pass():
+    """A pass over a million keys takes a second, in which nobody is served."""
+
+    class Counted(Book):
+        asked = 0
+
+        def list_keys(self):
+            self.asked += 1
+            return super().list_keys()
+
+    names = [f"tenant {n}" for n in range(16)]
+    book, quotas = Counted([key for name in names for key in stored_keys(name, keys_of(3))]), Quotas()
+    quotas.open(SIZE, [book], all_told=True)
+    quotas.configure(dict.fromkeys(names, 8 * SIZE))
+    assert book.asked == 1
+    assert {quotas.counters()[f"tenant.{name}.used_bytes"] for name in names} == {3 * SIZE}
+
+
 def test_tiers_are_followed_from_the_first_quota_on_and_once():
     book, quotas = Book(), Quotas()
     quotas.open(SIZE, [book], all_told=True)
