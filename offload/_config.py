@@ -169,6 +169,11 @@ class PipelineConfig:
                 f"must be at most budget_blocks, {self.budget_blocks}: such a batch could never fill",
             )
 
+    def time_to_copy(self, copied_bytes: int) -> float:
+        """Return how long a copy of so many bytes may take, in seconds."""
+        each = self.transfer_bytes_per_second
+        return self.transfer_timeout + (copied_bytes // each if each else 0)
+
 
 @_knob.checks_names
 @attrs.frozen

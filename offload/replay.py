@@ -20,7 +20,6 @@ from ._replay.engine_cache import open_engine_cache as open_engine_cache
 from ._replay.engine_cache import places_in as places_in
 from ._replay.engine_cache import source_of as source_of
 from ._replay.laps import Laps as Laps
-from ._replay.options import UNLIMITED as UNLIMITED
 from ._replay.options import ReplayError as ReplayError
 from ._replay.options import ReplayOptions as ReplayOptions
 from ._replay.options import TierSpec as TierSpec
@@ -33,3 +32,4 @@ from ._replay.trace import Request as Request
 from ._replay.trace import TraceError as TraceError
 from ._replay.trace import parse_request as parse_request
 from ._replay.trace import read_trace as read_trace
+from ._replay.units import UNLIMITED as UNLIMITED

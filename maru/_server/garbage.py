@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import Final
 
 THOROUGH_EVERY: Final = 3600.0
@@ -18,7 +17,7 @@ THOROUGH_EVERY: Final = 3600.0
 
 
 @contextlib.contextmanager
-def short_collections(clock: Callable[[], float] = monotonic) -> Iterator[None]:
+def short_collections(clock: Callable[[], float]) -> Iterator[None]:
     """Keep full collections short for the length of the block. What is here when it begins is frozen."""
     thorough_at = clock() + THOROUGH_EVERY
 

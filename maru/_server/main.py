@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import Any, Final
 
 import msgspec
@@ -58,7 +59,7 @@ async def serve(config: ServerConfig) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_server(config) as server:
             print(ready_line(server), flush=True)
-            with short_collections():
+            with short_collections(time.monotonic):
                 gc.enable()  # until here there was none at all
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_until_asked, server, nursery.cancel_scope)

@@ -30,7 +30,6 @@ import trio
 from backends.abc import STORED, Failed, Key, Outcome, Reservation, RoomRequest, Unproven
 from maru.exception_groups import holds, unwrap
 
-from .._config import PipelineConfig
 from .._errors import (
     DestinationFull,
     DrainUnproven,
@@ -176,7 +175,7 @@ class Slot:
                 if (leaving := escaping_part(error)) is not None:
                     raise leaving from leaving.__cause__
             if reservation is not None and flat is not None:
-                seconds = time_to_copy(stage.config, len(flat.keys) * self._block_bytes)
+                seconds = stage.config.time_to_copy(len(flat.keys) * self._block_bytes)
                 self._ends_at = min(stage.clock.current_time() + seconds, stage.cutoff)
                 stage.expire_at(self._ends_at)
                 await self._copy(batch, flat, reservation)
@@ -465,12 +464,6 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
         container.announced = True
     if news or not batch.containers:  # also that none was left to be claimed
         hooks.fire("post_claim", news)
-
-
-def time_to_copy(config: PipelineConfig, copied_bytes: int) -> float:
-    """Return how long a copy of so many bytes may take, in seconds."""
-    each = config.transfer_bytes_per_second
-    return config.transfer_timeout + (copied_bytes // each if each else 0)
 
 
 def hold_until_released(reservation: Reservation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
@@ -14,9 +14,7 @@ from .._engine import presence_filter
 from .._errors import OffloadError
 from ..abc import AsyncPolicy, Policy
 from ..policies import FrequencyFilter
-
-UNLIMITED: Final = math.inf
-"""A capacity: room for all of the trace."""
+from .units import UNLIMITED
 
 
 class ReplayError(OffloadError, ValueError):

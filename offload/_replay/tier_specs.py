@@ -14,7 +14,8 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from .options import UNLIMITED, ReplayError, TierSpec
+from .options import ReplayError, TierSpec
+from .units import UNLIMITED
 
 
 def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:

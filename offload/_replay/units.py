@@ -7,7 +7,8 @@ from typing import Final
 
 import click
 
-from .options import UNLIMITED
+UNLIMITED: Final = math.inf
+"""A capacity: room for all of the trace."""
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power

@@ -18,7 +18,6 @@ from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
 from offload.client import DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
-from offload.client._connection import _Call
 from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
 from offload.daemon._tenants import Tenants
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
@@ -309,7 +308,8 @@ async def test_another_start_of_a_daemon_proves_nothing(path):
             calls = []
             for descriptor in (-1, os.pidfd_open(process.pid)):
                 before = attrs.evolve(connection.session, epoch=server.epoch + 1, process=descriptor)
-                call = _Call(7, connection._channel.expect(), touches_memory=True)
+                number, call = await connection._begin(lambda seq: Release(seq, [0]), None, touches_memory=True)
+                del connection._calls[number]  # lost with its session
                 call.session = before
                 connection._unproven.append(call)
                 connection._nursery.start_soon(connection._until_dead, before)

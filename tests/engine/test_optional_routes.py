@@ -14,7 +14,6 @@ import offload
 from backends.abc import Key
 from backends.testing import FakeTier
 from offload import NO_WAIT, BatchConfig, BreakerConfig, EngineConfig, HealthState, PipelineConfig, Route, Status
-from offload._pipeline.slot import time_to_copy
 from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, keys_of
 
 EVICTS = PipelineConfig(on_destination_full="evict", batch_config=BatchConfig(flush_interval=0.0))
@@ -239,5 +238,5 @@ async def test_optional_spill_drops_victims_beyond_its_share(autojump_clock: obj
 
 @pytest.mark.parametrize(("megabytes", "seconds"), [(0, 5.0), (49, 5.0), (50, 6.0), (1_000, 25.0)])
 def test_time_of_a_copy_grows_with_its_bytes(megabytes: int, seconds: float) -> None:
-    assert time_to_copy(PipelineConfig(), megabytes * 1_000_000) == seconds
-    assert time_to_copy(PipelineConfig(transfer_bytes_per_second=0), megabytes * 1_000_000) == 5.0
+    assert PipelineConfig().time_to_copy(megabytes * 1_000_000) == seconds
+    assert PipelineConfig(transfer_bytes_per_second=0).time_to_copy(megabytes * 1_000_000) == 5.0

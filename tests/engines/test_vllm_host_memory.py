@@ -18,9 +18,8 @@ import trio
 
 from backends.testing import FakeTier
 from offload.abc import AsyncPolicy
-from offload.engines.vllm._arena import Arena, link_of
 from offload.engines.vllm._manager import HostMemory, open_host_memory
-from offload.engines.vllm._naming import ChunkNaming
+from offload.engines.vllm._naming import ChunkNaming, arena_link
 from offload.engines.vllm._rows import Answer
 from offload.engines.vllm._settings import SpecSettings
 from tests.support.maru_processes import eventually
@@ -44,6 +43,13 @@ def opened(engine: dict[str, Any], rows: int = 8, **more: Any) -> Iterator[HostM
         yield memory
     finally:
         memory.close()
+
+
+def arena_of(name: str, rows: int, row_bytes: int, rank: int | None = None) -> Any:
+    """Open the arena of an instance as one of its processes does."""
+    with opened({"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}) as memory:
+        kind: Any = type(memory.arena)
+    return kind(name, rows, row_bytes) if rank is None else kind(name, rows, row_bytes, rank)
 
 
 def bytes_of(key: bytes) -> bytes:
@@ -300,7 +306,7 @@ ALIKE = ["kv.1", "kv_1", "kv/1", "kv-1", "Kv.1", "kv.1 ", "x" * 64, "x" * 65, "x
 
 
 def test_instances_with_similar_names_share_no_rows():
-    arenas = [Arena(f"test-{os.getpid()}-{name}", 2, ROW) for name in ALIKE]
+    arenas = [arena_of(f"test-{os.getpid()}-{name}", 2, ROW) for name in ALIKE]
     try:
         for at, arena in enumerate(arenas):
             arena.write(0, bytes([at + 1]) * ROW)
@@ -313,15 +319,15 @@ def test_instances_with_similar_names_share_no_rows():
 def test_second_process_of_one_rank_is_refused():
     name = f"test-{os.getpid()}-{next(NAMES)}"
     ranks: list[int | None] = [None, 0, 1]
-    arenas = [Arena(name, 2, ROW, rank) for rank in ranks]
+    arenas = [arena_of(name, 2, ROW, rank) for rank in ranks]
     arenas[0].write(1, b"\1" * ROW)
     assert arenas[2].read(1) == b"\1" * ROW
     for rank in ranks:
         with pytest.raises(ValueError, match="give each instance an engine_id of its own"):
-            Arena(name, 2, ROW, rank)
+            arena_of(name, 2, ROW, rank)
     del arenas[1]
     gc.collect()
-    again = Arena(name, 2, ROW, 0)  # its process has ended, and started once more
+    again = arena_of(name, 2, ROW, 0)  # its process has ended, and started once more
     assert again.read(1) == b"\1" * ROW
     again.unlink()
 
@@ -330,9 +336,9 @@ def test_link_to_arena_of_another_instance_is_not_followed():
     """The process that made a link has died, and its number is another instance's."""
     one, two = (f"test-{os.getpid()}-{next(NAMES)}" for _ in range(2))
     links = Path(f"/dev/shm/offload-{os.geteuid()}")
-    first = Arena(one, 2, ROW)
-    (links / link_of(two)).symlink_to(os.readlink(links / link_of(one)))
-    second = Arena(two, 2, ROW)
+    first = arena_of(one, 2, ROW)
+    (links / arena_link(two)).symlink_to(os.readlink(links / arena_link(one)))
+    second = arena_of(two, 2, ROW)
     second.write(0, b"\2" * ROW)
     assert first.read(0) == bytes(ROW)
     first.unlink()
@@ -341,7 +347,7 @@ def test_link_to_arena_of_another_instance_is_not_followed():
 
 @pytest.mark.parametrize("rows", [1, 3, 4096, 4097])
 def test_rows_end_before_the_marks(rows: int):
-    arena = Arena(f"test-{os.getpid()}-{next(NAMES)}", rows, 32)
+    arena = arena_of(f"test-{os.getpid()}-{next(NAMES)}", rows, 32)
     assert len(arena) == rows
     arena.mark_unwritten([rows - 1])
     arena.write(rows - 1, bytes(32))
@@ -368,25 +374,21 @@ def test_a_step_of_an_instance_that_runs_waits_for_no_other_one_that_starts(tmp_
 
 def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():
     name = f"test-{os.getpid()}-{next(NAMES)}"
-    with opened({"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}) as memory:
-        kind = type(memory.arena)
     links = Path(f"/dev/shm/offload-{os.geteuid()}")
     for target in ("/proc/999999999/fd/3", "/proc/self/fd/0"):
-        (links / link_of(name)).symlink_to(target)
-        arena = kind(name, 2, ROW)
+        (links / arena_link(name)).symlink_to(target)
+        arena = arena_of(name, 2, ROW)
         arena.pages([1])[0][:] = b"\1" * ROW
         arena.unlink()
 
 
 def test_the_links_of_others_that_died_while_they_started_are_removed_and_those_of_others_that_start_are_not():
-    with opened({"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}) as memory:
-        kind = type(memory.arena)
-    starting = kind(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
+    starting = arena_of(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
     links = Path(f"/dev/shm/offload-{os.geteuid()}")
     dead = links / f"test-{os.getpid()}-{next(NAMES)}"
     dead.symlink_to("/proc/999999999/fd/3")
     before = {path for path in links.iterdir() if path != dead}
-    arena = kind(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
+    arena = arena_of(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
     assert not dead.is_symlink()
     assert len({path for path in links.iterdir() if f"test-{os.getpid()}-" in path.name} - before) == 1
     arena.unlink()

@@ -10,10 +10,9 @@ import sys
 import attrs
 import pytest
 
-from maru._own_directory import locked_inodes
 from maru._pool import facts as facts_module
 from maru._pool.doctor import DeviceFact, Facts, PathFact, PoolFact, Wanted, examine, worst
-from maru._pool.facts import file_system_of, read_facts
+from maru._pool.facts import file_system_of, locked_inodes, read_facts
 from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.state_directory import StateDirectory
 

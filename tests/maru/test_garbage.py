@@ -44,6 +44,6 @@ def test_a_collection_leaves_out_what_outlived_the_last():
 @pytest.mark.usefixtures("thawed")
 def test_collections_are_as_before_behind_the_block():
     before = list(gc.callbacks)
-    with short_collections():
+    with short_collections(lambda: 0.0):
         assert len(gc.callbacks) == len(before) + 1
     assert gc.callbacks == before

@@ -290,7 +290,7 @@ async def _serve(steps: Steps, pool: str, keys: int, sessions: int) -> dict[str,
         gc.callbacks.append(steps.on_collection)
         try:
             path = server.endpoints[-1].removeprefix("ipc://").rpartition("/")[0]
-            with short_collections():  # as the command does
+            with short_collections(time.monotonic):  # as the command does
                 return await trio.to_thread.run_sync(play, steps, path, server.endpoints[-1], keys, sessions)
         finally:
             gc.callbacks.remove(steps.on_collection)

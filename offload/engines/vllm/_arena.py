@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from maru._private_directory import open_private_directory
 
 from ...client._shared import SharedMemory, sealed_memfd
 from ...client._shared_blocks import SharedBlocks
+from ._naming import arena_digest, arena_link
 
 _NAME: Final = "offload-arena"
 _PAGE: Final = 4096
@@ -55,8 +54,8 @@ class Arena(SharedBlocks):
     """
 
     def __init__(self, name: str, n: int, block_bytes: int, rank: int | None = None) -> None:
-        self._link = link_of(name)
-        identity = _IDENTITY.pack(_digest(name), n, block_bytes)
+        self._link = arena_link(name)
+        identity = _IDENTITY.pack(arena_digest(name), n, block_bytes)
         rows_end = n * block_bytes
         last_page = -(-(rows_end + n) // _PAGE) * _PAGE
         with _links() as links:
@@ -118,15 +117,6 @@ def _links() -> Iterator[int]:
         yield links
     finally:
         os.close(links)
-
-
-def link_of(name: str) -> str:
-    """Return the name of the link of an arena: a readable part, and a hash that no other name has."""
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:64]}.{_digest(name).hex()}"
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=32, person=b"offload-arena").digest()
 
 
 def _opened(link: str, links: int, identity: bytes) -> int | None:

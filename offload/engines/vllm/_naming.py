@@ -1,4 +1,4 @@
-"""What a chunk is called. Pure.
+"""Names of chunks, and of the memory that the processes of an instance share. Pure.
 
 A chunk is some neighbouring blocks of one sequence, in the layers of one worker. Its key is made of vLLM's hash of its last
 block (which covers every token before it, the adapter, the images and the cache salt of the request) and of everything else
@@ -7,6 +7,8 @@ that its bytes depend on: model, dtype, layout, rank, and how many blocks a chun
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -80,3 +82,13 @@ def layout_text(layers: Sequence[tuple[str, str, Sequence[int], Sequence[int]]],
     """
     said = [f"{name}:{dtype}:{tuple(shape)}:{tuple(strides)}" for name, dtype, shape, strides in layers]
     return f"{chunk_tokens} tokens/" + ";".join(said)
+
+
+def arena_link(name: str) -> str:
+    """Return the name of the link of an arena: a readable part, and a hash that no other name has."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:64]}.{arena_digest(name).hex()}"
+
+
+def arena_digest(name: str) -> bytes:
+    """Return 32 bytes that no other name of an arena has."""
+    return hashlib.blake2b(name.encode(), digest_size=32, person=b"offload-arena").digest()

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from backends.memory import MemoryTier
 from offload import from_thread
 from offload.engines._guard import GUARD_ATTRIBUTE
-from offload.engines.vllm._connector import OffloadConnector, StepMetadata, WorkerFacts
+from offload.engines.vllm import OffloadConnector
 from offload.engines.vllm._page_kinds import ChunkPages
 from offload.engines.vllm._requests import BlockGroup, RequestTable
 from offload.engines.vllm._scheduler import SchedulerHalf
@@ -88,7 +89,7 @@ class Connector:
                 preempted_req_ids=set(),
             )
         )
-        assert isinstance(meta, StepMetadata)
+        assert isinstance(meta, KVConnectorMetadata)
         self.face._connector_metadata = meta
         self.face.handle_preemptions(meta)
         if forward:
@@ -164,7 +165,8 @@ def test_vllm_goes_on_with_right_bytes(error: type[BaseException]):
 def test_workers_with_other_weights_are_refused():
     face = OffloadConnector.__new__(OffloadConnector)
     face._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    facts = {(0, rank): WorkerFacts([], 1, 0, "", weights=f"weights {rank}") for rank in range(2)}
+    fact = {"names": [], "chunk_bytes": 1, "process": 0, "name": ""}
+    facts = {(0, rank): SimpleNamespace(**fact, weights=f"weights {rank}") for rank in range(2)}
     with pytest.raises(ValueError, match="the workers have different weights"):
         face.set_xfer_handshake_metadata_pp_aware(facts)
 
