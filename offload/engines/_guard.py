@@ -6,13 +6,15 @@ that no request waits for ever and no block holds other bytes than its key says,
 Rule 1. Each public method of an adapter has an entry: one without is an error when the class is made.
 Rule 2. Every ``Exception`` is answered, unless the entry names it. ``SystemExit`` and ``KeyboardInterrupt`` pass, since engines
         end by them, once the entry has put things right.
-Rule 3. An answer is never that something went well that did not.
+Rule 3. An answer is never that something went well that did not. So what puts things right is tried twice, and passes where it
+        raises both times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -25,7 +27,7 @@ from ._faults import FaultLog
 C = TypeVar("C", bound=type)
 
 Answer: TypeAlias = Callable[..., Any]
-"""Called with the adapter and the arguments of the hook. Returns the hook's answer."""
+"""Called with the adapter and the arguments of the hook, by position where that can be. Returns the hook's answer."""
 
 _log = logging.getLogger("offload.engines")
 
@@ -91,7 +93,7 @@ def guard_faults(adapter: Any, logger: logging.Logger = _log) -> FaultLog:
 
 
 def insist(function: Callable[[], None]) -> None:
-    """Call what tells an engine that something has ended; once more if it raises, since the engine waits for it."""
+    """Call what has to be done, such as to tell an engine that something has ended; once more if it raises."""
     try:
         function()
     except Exception:
@@ -99,20 +101,31 @@ def insist(function: Callable[[], None]) -> None:
 
 
 def _guard(method: Callable[..., Any], hook: Hook, owner: str, logger: logging.Logger) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    def in_order(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return arguments by position, as answers take them, however the engine has passed them."""
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # it is that which was raised
+            return args, kwargs
+        return bound.args, bound.kwargs
+
     @functools.wraps(method)
     def guard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
+            ordered, named = in_order(self, *args, **kwargs)
             if isinstance(error, Exception) and not isinstance(error, hook.passes):
                 with contextlib.suppress(Exception):  # without memory for a count, the answer still counts
                     guard_faults(self, logger).note(method.__name__, error)
                 if hook.put_right is not None:
-                    hook.put_right(self, *args, **kwargs)
-                return hook.answer(self, *args, **kwargs)
+                    insist(functools.partial(hook.put_right, *ordered, **named))
+                return hook.answer(*ordered, **named)
             if hook.put_right is not None:
                 with contextlib.suppress(Exception):  # the one that passes says why
-                    hook.put_right(self, *args, **kwargs)
+                    insist(functools.partial(hook.put_right, *ordered, **named))
             raise
 
     setattr(guard, GUARD_ATTRIBUTE, hook)

@@ -25,7 +25,7 @@ from tests.support.maru_processes import eventually
 
 def adapter_that_raises(error: BaseException | None, log: list[str]) -> Any:
     hooks = {
-        "found": Hook(lambda adapter, n: [False] * n, lambda adapter, n: log.append(f"put right {n}")),
+        "found": Hook(lambda one, count: [False] * count, lambda one, count: log.append(f"put right {count}")),
         "wrong": Hook(nothing, passes=(ValueError,)),
     }
 
@@ -62,6 +62,29 @@ def test_exits_pass_once_things_are_put_right(kind: type[BaseException]):
     with pytest.raises(kind):
         adapter_that_raises(kind(), log).found(2)
     assert log == ["put right 2"]
+
+
+def test_arguments_by_name_reach_answers_by_position():
+    log: list[str] = []
+    assert adapter_that_raises(OSError(), log).found(n=2) == [False] * 2
+    assert log == ["put right 2"]
+
+
+def test_things_are_put_right_at_second_attempt():
+    attempts: list[int] = []
+
+    def put_right(adapter: object) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise MemoryError
+
+    @guarded({"found": Hook(lambda adapter: 0, put_right)})
+    class Adapter:
+        def found(self) -> int:
+            raise OSError
+
+    assert Adapter().found() == 0
+    assert len(attempts) == 2
 
 
 def test_exception_that_interface_names_passes():
