@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,6 +316,28 @@ def test_load_that_fails_is_tried_again_and_never_passes(server: Server, times: 
         (copied,) = one.finished(idle=False)
         assert (copied.error is None) == (times < 3)
         assert copied.error is not None or cache[:2].view(torch.uint8).eq(1).all()
+        one.close()
+
+
+def test_job_that_is_refused_is_never_done(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """Its rows are given to another chunk when vLLM is told that it is over."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(server) as memory:
+        source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
+        one = RowCopies(memory.arena, 0, [source], lambda: lambda: None)
+        [row] = memory.arena.pages([0])
+        row[:] = b"\1" * ROW
+        with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+            patch.setattr(threading.Thread, "start", refuse)
+            one.store(1, range(2), [2], [0], [0])
+            one.wait({1})  # else it was refused, and is over
+            row[:] = b"\1" * ROW
+        one.store(2, range(2), [2], [0], [1])
+        one.wait({2})
+        assert bytes(row) == b"\1" * ROW
         one.close()
 
 

@@ -128,8 +128,14 @@ class LazyEngine:
             if ready is None and error is None:
                 self._waiting.append(task)
                 if self._opener is None:
-                    self._opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
-                    self._opener.start()
+                    opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
+                    try:
+                        opener.start()
+                    except RuntimeError as exc:  # there is none: else this task, and all behind it, would wait for ever
+                        self._waiting.pop()
+                        error = exc
+                    else:
+                        self._opener = opener
         if ready is not None:
             task.begin(ready)
         elif error is not None:

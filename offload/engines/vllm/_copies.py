@@ -67,6 +67,10 @@ class RowCopies:
         self._arena, self._offset, self._groups, self._computed = arena, offset, groups, computed
         self._stores = ThreadPoolExecutor(1, "offload-store")
         self._loads = ThreadPoolExecutor(1, "offload-load")
+        for thread in (self._stores, self._loads):
+            # Started here: a job that finds no thread raises, and is done all the same by the thread that a later one finds. By
+            # then its rows and blocks are others'.
+            thread.submit(bool)
         self._jobs: dict[int, Future[Copied]] = {}
         self._stored_rows: dict[int, Sequence[int]] = {}  # of each store, until it has ended
         self.ended: list[Copied] = []

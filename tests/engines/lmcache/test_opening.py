@@ -121,6 +121,22 @@ def test_one_that_does_not_open_refuses_all_that_wait_and_what_comes_soon_after(
     assert (lazy.state, opening.sizes) == ("failed", [1])
 
 
+def test_task_without_thread_is_refused_alone(opening, log, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    lazy = LazyEngine(opening)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        lazy.run(log.task("one"))
+    assert log.refused == [("one", "can't start new thread")]
+    opening.proceed.set()
+    lazy.run(log.task("two", 2))
+    log.wait(2)
+    assert log.begun == [("two", 2)]
+    lazy.close()
+
+
 def test_it_is_tried_again_a_while_later_and_the_while_grows(opening, log):
     now = [0.0]
     lazy = LazyEngine(opening, clock=lambda: now[0])
