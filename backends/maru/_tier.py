@@ -11,6 +11,7 @@ Rule 4. What was found damaged is not found any more, and is deleted once it is 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -45,6 +46,8 @@ from ._held_pages import HeldPages
 from ._lease import DamagedPage, MaruLease, MaruThreadLease
 from ._names import KeyNames, KeyNaming
 from ._reservation import MaruReservation
+
+_log = logging.getLogger("backends.maru")
 
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
@@ -117,17 +120,20 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self._opening = trio.Lock()
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
-        """Found damaged, and not deleted yet."""
+        """Found damaged, or of another size, and not deleted yet."""
         self.held_pages: HeldPages = HeldPages(self)
         """What is held to be copied on, as a source; see :class:`backends.abc.PageTier`."""
         self.stored = self.duplicates = 0
         """What became of the blocks of its reservations."""
         self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
+        self._said_other_size = False
         handler.on_pages_freed(self.wake_first)
 
     def __repr__(self) -> str:
-        return f"<MaruTier of blocks of {self.block_bytes} bytes, {self.handler!r}>"
+        config = self.handler.config
+        first = f"pool_size = {config.pool_size}" + (" at first (auto_expand)" if config.auto_expand else "")
+        return f"<MaruTier of blocks of {self.block_bytes} bytes, {first}, {self.handler!r}>"
 
     async def __aenter__(self) -> MaruTier:
         async with self._opening:
@@ -292,7 +298,8 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     async def pin(self, keys: Sequence[Key]) -> MaruLease:
         """Hold the longest prefix of ``keys`` that is there, wherever its pages lie. Cancelled, it holds nothing.
 
-        A block of another size than ``block_bytes``, which only another layout could have stored, ends the prefix.
+        A block of another size than ``block_bytes``, which only another layout could have stored, ends the prefix; unless keys
+        are named as texts, it is not found any more, and deleted.
 
         Raises:
             maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
@@ -303,9 +310,25 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         held = await self.handler.hold_pages(self.naming.names(keys))
         lengths = held.lengths
         if lengths.count(self.block_bytes) != len(lengths):
-            held.keep_first(next(at for at, length in enumerate(lengths) if length != self.block_bytes))
+            at = next(at for at, length in enumerate(lengths) if length != self.block_bytes)
+            self._note_other_size(keys[at], lengths[at], held.generations[at])
+            held.keep_first(at)
             self._missed["size"] += 1
         return MaruLease(self, keys[: len(held)], held)
+
+    def _note_other_size(self, key: Key, length: int, generation: int) -> None:
+        """Let go of a block of another size, such as an earlier block size: while it is found, no store replaces it."""
+        # Names that are texts are shared with integrations whose sizes are their own.
+        if self.naming.characters_per_byte == 1:
+            return
+        if not self._said_other_size:
+            self._said_other_size = True
+            _log.warning(
+                "%r: blocks under its keys have another size (%d bytes): each goes when it is asked for, and is stored again; if "
+                "processes with both sizes run at the same time, give each its own namespace",
+                self, length,
+            )  # fmt: skip
+        self.damaged.add([DamagedPage(key, generation, self.handler.era)])
 
     async def _load(
         self, lease: MaruLease, destination: Destination, there: Pages | None

@@ -230,6 +230,27 @@ async def test_what_another_layout_stored_ends_the_prefix() -> None:
         assert tier.statistics().held_blocks == 0
 
 
+async def test_a_block_of_an_earlier_size_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    [key] = keys_of(1)
+    async with open_tier() as tier:
+        await tier.handler.batch_put([key.hex()], [b"a few bytes"])
+        assert await tier.contains([key]) == {key}
+        async with await tier.pin([key]) as lease:
+            assert not lease.keys
+        assert await tier.contains([key]) == set()
+        assert await store(tier, [key]) == [STORED]
+        assert await load(tier, [key]) == ([LOADED], payloads([key]))
+        assert caplog.text.count("another size (11 bytes)") == 1
+
+
+async def test_a_block_of_another_size_under_a_text_stays() -> None:
+    async with open_test_server() as server, MaruTier(handler_to(server.endpoints[0]), key_names="text") as tier:
+        await tier.handler.batch_put(["theirs"], [b"a few bytes"])
+        async with await tier.pin([b"theirs"]) as lease:
+            assert not lease.keys
+        assert await tier.contains([b"theirs"]) == {b"theirs"}
+
+
 async def test_a_key_is_named_so_that_the_name_says_the_key_and_passes_for_no_salted_one() -> None:
     key = b"\x1f3:abc" + bytes(range(256))[:20]
     async with open_tier(tenant="abc") as tier:
@@ -438,6 +459,20 @@ async def test_a_pipeline_stores_into_it_and_an_engine_of_it_loads_back() -> Non
             assert buffers == payloads(keys)
             assert set(await engine.delete(keys)) == {Deletion.DELETED}
         assert not tier.handler.connected
+
+
+async def test_a_store_without_room_names_its_knobs() -> None:
+    keys = keys_of(BLOCKS + 1)
+    async with open_test_server(capacity_bytes=BLOCKS * BLOCK, high_watermark=1.0) as server:
+        tier = MaruTier(handler_to(server.endpoints[0], auto_expand=True, pool_size=4 * BLOCK))
+        source, config = memory(keys), offload.PipelineConfig(destination_timeout=0.05)
+        async with offload.open_engine(source, [tier], config=config) as engine:
+            handle = await engine.store(source.weak(keys[:BLOCKS]), precondition=offload.NO_WAIT)
+            assert (await handle.wait()).status is offload.Status.COMPLETE
+            handle = await engine.store(source.weak(keys[BLOCKS:]), precondition=offload.NO_WAIT)
+            text = str((await handle.wait()).error)
+    assert f"pool_size = {4 * BLOCK} at first (auto_expand)" in text and f"room for {BLOCKS} blocks in all" in text
+    assert "destination_timeout = 0.05 s" in text and 'on_destination_full = "wait" evicts nothing: set "evict"' in text
 
 
 async def test_whoever_leaves_it_last_closes_what_was_opened_by_entering_it() -> None:
