@@ -324,8 +324,8 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         if not self._said_other_size:
             self._said_other_size = True
             _log.warning(
-                "%r: blocks under its keys have another size (%d bytes): each goes when it is asked for, and is stored again; if "
-                "processes with both sizes run at the same time, give each its own namespace",
+                "%r: blocks under its keys have another size (%d bytes): each goes when it is asked for, and is stored again; "
+                "if processes with both sizes run at the same time, give each its own namespace",
                 self, length,
             )  # fmt: skip
         self.damaged.add([DamagedPage(key, generation, self.handler.era)])

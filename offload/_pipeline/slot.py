@@ -42,9 +42,11 @@ from .._instruments import Hooks
 from .container import FlatBlocks, OffloadBatch, OffloadContainer, depths_of
 from .containment import escaping_part, give_back, only_cancelled
 from .lifecycle import Phase, Status
+from .offer import blocks_of
 from .outcomes import all_failed, assign_outcomes, unproven_among
 
 if TYPE_CHECKING:
+    from .._config import PipelineConfig
     from .transfer import Transfer
 
 _TRANSFERRING = Status.TRANSFERRING
@@ -220,7 +222,7 @@ class Slot:
                 if reservation is not None:
                     return await self._yield_to_loads(batch, reservation)
                 if all(container.phase.proceeds for container in batch.containers):
-                    self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
+                    self._end(batch, _no_room(stage.destination, stage.config))
             except Exception as error:
                 match unwrap(error):
                     case TierUnavailable() as unavailable:
@@ -480,6 +482,20 @@ def note_depths(reservation: Reservation, containers: Sequence[OffloadContainer]
         note = getattr(reservation, "note_depths", None)
         if note is not None:
             note(depths)
+
+
+def _no_room(destination: object, config: PipelineConfig) -> DestinationFull:
+    """Return the error of a batch that waited for room in vain: what was waited for, and how there would have been room."""
+    text = f"no room in {destination!r} within destination_timeout = {config.destination_timeout:g} s"
+    blocks = blocks_of(destination)
+    if blocks:
+        text += f": it has room for {blocks:,} blocks in all"
+    if config.on_destination_full == "wait":
+        return DestinationFull(
+            f'{text}, and on_destination_full = "wait" evicts nothing: set "evict", delete blocks, or give it more room '
+            "(capacity_bytes; with a page store that of its server, or pool_size if auto_expand is off)"
+        )
+    return DestinationFull(f"{text}, and too many of its blocks are held: give it more room, or hold fewer")
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:
