@@ -61,7 +61,7 @@ def test_a_bad_knob_is_named(make, knob):
 
 
 def test_an_unknown_keyword_is_no_knob():
-    with pytest.raises(TypeError, match="max_concurrent_transfer"):
+    with pytest.raises(ConfigError, match="did you mean max_concurrent_transfers"):
         PipelineConfig(max_concurrent_transfer=1)
 
 
