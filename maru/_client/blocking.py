@@ -136,8 +136,13 @@ class MaruHandler(HandlerBase):
                 beat = beat_of(self._state)
                 name = f"maru-lease-{self._instance_id[:8]}"
                 args = (weakref.ref(self), self._stop, beat)
-                self._heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
-                self._heart.start()
+                heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
+                try:
+                    heart.start()
+                except BaseException:  # nothing would renew the lease: it greets anew when there is a thread
+                    self._state.is_connected, self._state.unsettled = False, True
+                    raise
+                self._heart = heart
         return True
 
     def close(self) -> None:

@@ -591,6 +591,26 @@ def test_a_forgotten_handler_ends_its_thread_and_its_sockets(published_server):
     assert lines.is_closed
 
 
+def test_handler_without_thread_for_its_lease_is_not_connected(published_server, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    handler = maru._client.blocking.MaruHandler(server_url=published_server.address, auto_connect=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            handler.connect()
+        assert not handler.connected
+    assert not handler.exists("k")
+    assert handler.connected and handler._heart.is_alive()
+    handler.close()
+    never = maru._client.blocking.MaruHandler(server_url=published_server.address)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", refuse)
+        never.connect()
+    never.close()
+
+
 def test_it_connects_when_first_used_if_told_to(published_server):
     handler = maru._client.blocking.MaruHandler(server_url=published_server.address, auto_connect=True)
     assert not handler.connected
