@@ -155,6 +155,28 @@ def test_more_rows_than_budget_are_stored_in_parts(tmp_path: Path):
         assert counts["chunks stored"] + counts.get("chunks dropped, since too many are on their way", 0) == 4
 
 
+@pytest.mark.parametrize("refused", [1, 2])
+def test_rows_of_store_cut_short_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int):
+    with opened(
+        {**disk(tmp_path), "pipeline": {"budget_blocks": 2, "batch_config": {"min_batch_size": 1, "max_batch_size": 2}}}
+    ) as memory:
+        store, left = memory.engine.store, [refused]
+
+        def short_of_memory(*arguments: Any, **more: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                raise MemoryError
+            return store(*arguments, **more)
+
+        monkeypatch.setattr(memory.engine, "store", short_of_memory)
+        taken = memory.take_for_store(KEYS[:6])
+        assert taken is not None
+        with pytest.raises(MemoryError):
+            memory.stored(KEYS[:6])
+        memory.engine.drain(SOON)
+        assert eventually(lambda: nothing_is_held(memory), SOON)
+
+
 def test_what_was_evicted_from_host_memory_comes_back_from_a_tier(tmp_path: Path):
     with opened(disk(tmp_path), rows=2) as memory:
         for at in range(0, 6, 2):

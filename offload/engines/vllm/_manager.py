@@ -313,11 +313,15 @@ class HostMemory:
         there, rows = self.table.stored([key for key, row in written.items() if row not in unwritten], success)
         together = min(STORED_TOGETHER, self.engine.budget_blocks)  # a larger store is refused as a whole
         for start in range(0, len(there), together):
-            self._store(there[start : start + together], rows[start : start + together])
+            try:
+                self._store(there[start : start + together], rows[start : start + together])
+            except BaseException:
+                self.table.let_go(rows[start + together :])  # nothing has begun to copy these
+                raise
 
     def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
-        named = self._naming.keys(keys, self._generation.current())
         try:
+            named = self._naming.keys(keys, self._generation.current())
             storing = self.engine.store(ExternalBlocks(self.arena, named, list(rows)), NO_WAIT, tenant=self._tenant)
         except BaseException as error:
             self.table.let_go(rows)
