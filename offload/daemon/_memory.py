@@ -422,7 +422,13 @@ class CacheBlocks:
         """Overwrite these blocks with zeros. In a copy thread.
 
         Raises:
-            OSError: their engine has cut off its memory.
+            OSError: their engine has cut off its memory. What it has left of them is zeros.
         """
-        zeros = new_pages(1, self.block_bytes).at([0] * len(positions))
-        self._storage.copy_in([self._ids[at] for at in positions], zeros)
+        zeros, error = new_pages(1, self.block_bytes), None
+        for at in positions:  # one by one: it may have cut off the first one alone
+            try:
+                self._storage.copy_in([self._ids[at]], zeros)
+            except (OSError, RuntimeError) as exc:  # of torch, for a device
+                error = exc
+        if error is not None:
+            raise error

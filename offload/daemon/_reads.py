@@ -48,6 +48,8 @@ from ._tenants import stored_keys
 
 _EXPLAINED: Final = 2_048
 """Blocks that are explained in one step, which other engines wait for: some 5 us each."""
+_CLEAR_AGAIN: Final = 0.1
+"""Seconds until blocks are cleared for which there was no thread."""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -147,11 +149,21 @@ class Reads:
         """
         if not session.tenant or not positions:
             return
+        begun: list[bool] = []
+
+        def clear() -> None:
+            begun.append(True)
+            destination.clear(positions)
+
         with trio.CancelScope(shield=True):  # one pass over memory, of at most one request
-            try:
-                await run_in_thread_to_the_end(destination.clear, positions)
-            except (OSError, RuntimeError) as exc:  # its engine has cut it off; of torch, for a device
-                _log.info("%s: %d blocks that were not loaded stay as they are: %s", session, len(positions), exc)
+            while not begun:
+                try:
+                    await run_in_thread_to_the_end(clear)
+                except (OSError, RuntimeError) as exc:
+                    if begun:  # its engine has cut it off; of torch, for a device
+                        _log.info("%s: of %d blocks that were not loaded some stay: %s", session, len(positions), exc)
+                    else:  # there is no thread or descriptor for it now
+                        await trio.sleep(_CLEAR_AGAIN)
 
     def release(self, session: Session, request: Release) -> Answer | None:
         """Let go of holds: at once where all of it is in memory, else in a task."""

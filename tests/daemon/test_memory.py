@@ -192,6 +192,20 @@ def test_memory_that_is_cut_off_fails_its_blocks_and_ends_nothing():
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("order", [[3, 0, 1], [0, 3, 1], [0, 1, 3]])
+def test_clearing_memory_that_is_cut_off_leaves_none_of_the_rest(order):
+    """An engine says which of its blocks come first, and where it cuts its memory off."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(b"x" * 4 * SIZE)
+        file.flush()
+        caches, number = caches_over(adopted(os.open(file.name, os.O_RDWR)), 4)
+        os.truncate(file.name, 3 * SIZE)
+        with pytest.raises(OSError, match="ends before"):
+            caches.into(number, order).clear(range(3))
+        file.seek(0)
+        assert file.read() == bytes(2 * SIZE) + b"x" * SIZE
+
+
 @pytest.mark.parametrize("most", [1, SIZE // 2 + 1])
 def test_short_writes_and_reads_leave_whole_blocks(monkeypatch, most):
     descriptor = memfd(4 * SIZE)

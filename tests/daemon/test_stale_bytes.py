@@ -1,5 +1,6 @@
 """No byte that one tenant has stored comes into the memory of another one, however copies fail, and wherever pages go."""
 
+import errno
 import os
 import random
 from functools import partial
@@ -8,6 +9,7 @@ import pytest
 import trio
 
 from backends.slots import SlotTier
+from backends.threads import run_in_thread_to_the_end
 from offload import NO_WAIT
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon._messages import (
@@ -174,6 +176,32 @@ async def test_bytes_that_a_late_copy_of_another_tenant_has_put_into_a_page_are_
                 assert result.loaded == 1
             assert into.read(0) == b"b" * SIZE
             assert into.read(1) == bytes(SIZE)  # and not the secret
+
+
+async def test_load_that_failed_is_answered_behind_its_zeros(path, tmp_path, monkeypatch):
+    """Also where there is no thread to write them for a while."""
+    async with daemon(
+        path, engine=engine_config(tiers=tiers(tmp_path, "memory")), tenants_file=tenants(tmp_path)
+    ) as server:
+        mine, refused = cache_full_of(b"b"), []
+
+        async def scarce(function, *arguments):
+            if len(refused) < 2:
+                refused.append(function)
+                raise OSError(errno.EMFILE, "no descriptor")
+            return await run_in_thread_to_the_end(function, *arguments)
+
+        monkeypatch.setattr("offload.daemon._reads.run_in_thread_to_the_end", scarce)
+        async with open_client(mine, server.url, credential=HERS) as hers:
+            keys = keys_of(3)
+            await store(hers, mine, keys)
+            tier = server._engine.engine.tiers["host"]
+            (slot,) = tier.pool.slots(stored_keys("b", keys[1:2]))
+            tier._storage.pages([slot])[0][:] = (SECRET * SIZE)[:SIZE]
+            into = cache_full_of(b"x")
+            async with open_client(into, server.url, credential=HERS) as other, await other.lookup(keys) as hit:
+                assert (await other.load(hit, into.into(range(3)))).loaded == 1
+            assert len(refused) == 2 and SECRET not in memory_of(into)
 
 
 async def test_a_load_that_is_cancelled_leaves_zeros_and_is_confirmed_behind_them(path, tmp_path, monkeypatch):
