@@ -175,8 +175,8 @@ def started(case: Case, home: Path) -> Iterator[Running]:
 
 def _write_trace(path: Path) -> None:
     """Requests enough for minutes: nothing of it is played to its end."""
-    line = '{{"timestamp": {0}, "input_length": 1, "output_length": 1, "hash_ids": [{0}, {1}, {2}]}}'
-    path.write_text("\n".join(line.format(3 * n, 3 * n + 1, 3 * n + 2) for n in range(60_000)))
+    line = '{{"timestamp": {3}, "input_length": 1, "output_length": 1, "hash_ids": [{0}, {1}, {2}]}}'
+    path.write_text("\n".join(line.format(3 * n, 3 * n + 1, 3 * n + 2, 30 * n) for n in range(60_000)))
 
 
 def wait_for(condition: Callable[[], object], why: Callable[[], str]) -> None:

@@ -77,7 +77,7 @@ async def test_a_full_disk_is_shown_by_all_faces_until_it_is_over(path, tmp_path
         view = await trio.to_thread.run_sync(fetch_view, f"unix:{path}/status.sock")
         assert "4 KiB left" in view.degraded[0]
         shown = await trio.to_thread.run_sync(run, "describe", "--runtime-dir", path)
-        assert "4 KiB left" in done(shown)
+        assert "4 KiB left" in " ".join(done(shown).split())  # a table may break the line
         shown = await trio.to_thread.run_sync(run, "doctor", "--runtime-dir", path)
         assert shown.exit_code == 1
         assert "degraded: full_disk disk" in shown.stdout and "free some" in shown.stdout

@@ -232,7 +232,7 @@ async def test_what_has_gone_by_itself_is_not_deleted() -> None:
         del there[name]
         await lease.release()
         assert not a.damaged
-        assert a.statistics().missed == {"gone": 0, "damaged": 1}
+        assert a.statistics().missed == {"gone": 0, "damaged": 1, "short": 0}
 
 
 async def test_what_is_stored_anew_between_the_reading_and_the_deletion_costs_a_miss_and_no_wrong_byte() -> None:
