@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 from backends.abc import ReadableTier
 from backends.direct import DirectTier
 
-from ._errors import TierUnavailable
+from ._errors import TierBehindFailed, TierUnavailable
 from ._policy_thread import ThreadedPolicy
 from .abc import AsyncPolicy, Key, Leased, Policy, Reasons
 
@@ -64,7 +64,8 @@ def PresenceFilter(tier: ReadableTier) -> Policy | AsyncPolicy: ...
 def PresenceFilter(tier: Any) -> Policy | AsyncPolicy:
     """Rejects blocks that a tier has already, with the reason ``present``.
 
-    For a broken tier nothing is known and nothing is rejected: the tier decides when it is asked for room.
+    For a broken tier, or a daemon one of whose tiers is silent, nothing is known and nothing is rejected: the tier decides when
+    it is asked for room.
 
     Args:
         tier: a tier of any kind. With ``contains_nowait`` (:class:`backends.abc.Tier`) the filter never waits; any other tier
@@ -107,7 +108,7 @@ class _PresentWhenAsked(AsyncPolicy):
         """Return the keys that the tier had when it was asked."""
         try:
             found = await self._tier.contains(keys)
-        except TierUnavailable:
+        except (TierUnavailable, TierBehindFailed):  # one of several in one: the others take the blocks
             return NOTHING_REJECTED
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 

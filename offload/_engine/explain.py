@@ -26,14 +26,14 @@ from typing import Any, Literal, TypeAlias
 import attrs
 import trio
 
-from backends.abc import Key, Tier
+from backends.abc import Key
 
 from .._keys import BlockKey
 from .._pipeline.container import OffloadContainer
 from .._pipeline.lifecycle import Status
 from .._pipeline.pipeline import Pipeline
 from .history import Event, History
-from .lookup import Place
+from .lookup import Place, ask_each
 
 Differs: TypeAlias = Literal["nothing", "layout", "salt"]
 
@@ -278,10 +278,12 @@ class BlockInspector:
             keys: the keys in question.
             others: the same blocks under other keys, position by position.
         """
-        there, unavailable = await self._where(keys)
+        there, unavailable = await self._where(keys, self.places)
         in_flight = self.in_flight(keys)
         missing = [at for at, key in enumerate(keys) if key not in there and key not in in_flight]
-        elsewhere = await self._elsewhere(missing, others)
+        # A tier that was silent is not asked again for each naming: each time costs its timeout.
+        answering = [place for place in self.places if place[0] not in unavailable]
+        elsewhere = await self._elsewhere(missing, others, answering)
         gone = [keys[at] for at in missing] + [key for key in keys if key in self.withheld]
         history = self.history
         records = (history.tombstones, history.deletions, history.refusals, history.failures, history.mismatches)
@@ -306,29 +308,22 @@ class BlockInspector:
         ]
         return explain(facts, trio.current_time())
 
-    async def _where(self, keys: Sequence[Key]) -> tuple[dict[Key, list[str]], dict[str, str]]:
-        """Which tiers have which of these keys, and which tiers did not answer."""
+    async def _where(self, keys: Sequence[Key], places: Sequence[Place]) -> tuple[dict[Key, list[str]], dict[str, str]]:
+        """Find which tiers have which of these keys, and which tiers did not answer."""
         there: dict[Key, list[str]] = {}
-        unavailable: dict[str, str] = {}
-        await trio.lowlevel.checkpoint()
-        for name, tier in self.places:
-            place: Any = tier
-            try:
-                found = place.contains_nowait(keys) if isinstance(place, Tier) else await place.contains(keys)
-            except Exception as error:
-                unavailable[name] = str(error) or repr(error)
-                continue
-            for key in found:
+        found, silent = await ask_each(places, keys)
+        for name, _ in places:
+            for key in found.get(name, ()):
                 there.setdefault(key, []).append(name)
-        return there, unavailable
+        return there, {name: str(error) or repr(error) for name, error in silent.items()}
 
     async def _elsewhere(
-        self, missing: Sequence[int], others: Iterable[tuple[KeyMaker, Sequence[Key]]]
+        self, missing: Sequence[int], others: Iterable[tuple[KeyMaker, Sequence[Key]]], places: Sequence[Place]
     ) -> dict[int, list[Elsewhere]]:
-        """The other keys under which the missing blocks are stored, by position."""
+        """Find the other keys under which the missing blocks are stored, by position."""
         found: dict[int, list[Elsewhere]] = {}
         for maker, keys in others:
-            there, _ = await self._where([keys[at] for at in missing if at < len(keys)])
+            there, _ = await self._where([keys[at] for at in missing if at < len(keys)], places)
             for at in missing:
                 if at < len(keys) and keys[at] in there:
                     found.setdefault(at, []).append(Elsewhere(maker.name, maker.differs, there[keys[at]]))

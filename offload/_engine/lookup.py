@@ -347,6 +347,41 @@ class _TimedQueries:
         return now, seconds
 
 
+async def ask_each(
+    places: Sequence[Place], keys: Sequence[Key], *, within: float = inf
+) -> tuple[dict[str, AbstractSet[Key]], dict[str, Exception]]:
+    """Ask each tier for the keys that it has; those that have to be awaited side by side, without a pin.
+
+    Args:
+        places: the tiers.
+        keys: the keys.
+        within: seconds; lowers ``call_timeout`` for each tier.
+
+    Returns:
+        What each tier has, and the errors of those that did not answer, by name. No answer is not a miss.
+    """
+    found: dict[str, AbstractSet[Key]] = {}
+    silent: dict[str, Exception] = {}
+
+    async def ask(name: str, tier: BreakerTier) -> None:
+        try:
+            found[name] = await tier.contains(keys, within=within)
+        except Exception as error:
+            silent[name] = error
+
+    await trio.lowlevel.checkpoint()
+    async with trio.open_nursery() as nursery:
+        for name, tier in places:
+            if isinstance(tier, Tier):
+                try:
+                    found[name] = tier.contains_nowait(keys)
+                except Exception as error:
+                    silent[name] = error
+            else:
+                nursery.start_soon(ask, name, tier)
+    return found, {name: silent[name] for name, _ in places if name in silent}
+
+
 # --- how long each tier may take --------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from maru.kv_events import KeyBook
 
 from .._engine import Engine, EngineConfig, TierLike, open_engine
 from .._engine.config import TierTable
+from .._engine.lookup import Place, ask_each
 from .._pipeline.container import OffloadContainer
 from ._layout import BadLayout
 from ._memory import Caches
@@ -207,14 +208,27 @@ class DaemonEngine:
         return books
 
     async def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these keys a tier has. A tier that does not answer is left out."""
-        there: set[Key] = set()
-        for name, tier in self.engine._places if self.engine is not None else ():
-            try:
-                there |= tier.contains_nowait(keys) if isinstance(tier, Tier) else await tier.contains(keys)
-            except Exception as exc:
-                _log.info("%s could not be asked for %d blocks: %r", name, len(keys), exc)
-        return [key in there for key in keys]
+        """Find which of these keys a tier has. Cancelled, nothing has changed.
+
+        Raises:
+            Refusal: the tiers are not open yet; or one did not answer, and no other has all of the keys.
+        """
+        places = self.require()._places
+        # First those that cost no wait: where they have all, a slow tier behind them holds nobody up.
+        there, silent = await self._there([place for place in places if isinstance(place[1], Tier)], keys)
+        if missing := [key for key in keys if key not in there]:
+            slow, errors = await self._there([place for place in places if not isinstance(place[1], Tier)], missing)
+            there, silent = there | slow, silent | errors
+        present = [key in there for key in keys]
+        if silent and not all(present):
+            why = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in silent.items())
+            raise Refusal("unavailable", f"{present.count(False)} of {len(keys)} keys may be in a silent tier ({why})")
+        return present
+
+    async def _there(self, places: Sequence[Place], keys: Sequence[Key]) -> tuple[set[Key], dict[str, Exception]]:
+        """Ask these tiers side by side, each as long as in a lookup; return their keys, and the errors of silent ones."""
+        found, silent = await ask_each(places, keys, within=self.config.lookup_timeout)
+        return set().union(*found.values()), silent
 
 
 async def _populate(engine: Engine) -> None:

@@ -44,7 +44,7 @@ from offload.daemon._messages import (
     packed,
 )
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
-from tests.support.ill_tiers import Ill
+from tests.support.ill_tiers import Ill, RemoteIll
 
 KEYS = [b"key %d" % at for at in range(8)]
 
@@ -518,6 +518,41 @@ async def test_failing_tier_keeps_client_breaker_closed(path):
         async with await engine.lookup(KEYS) as hit:
             assert list(hit.keys) == KEYS and not hit.unavailable
         assert engine.statistics().health["daemon"].state is HealthState.CLOSED
+
+
+async def test_silent_tiers_are_no_miss(path):
+    ill, ill_too = RemoteIll(64, SIZE), RemoteIll(64, SIZE)
+    ill.hang = ill_too.hang = True
+    tiers = {"host": MemoryTier(8 * SIZE, SIZE), "ill": ill, "ill too": ill_too}
+    cache = cache_of()
+    config = engine_config(tiers=tiers, chain="none", lookup_timeout=0.3)
+    async with daemon(path, engine=config) as server, open_client(cache, server.url) as engine:
+        assert (await store(engine, cache)).status is Status.COMPLETE
+        tier = engine.tiers["daemon"]
+        asked = len(ill.asked)
+        assert await tier.contains(KEYS) == set(KEYS)  # the memory tier has them all
+        assert len(ill.asked) == asked
+        began = trio.current_time()
+        with pytest.raises(DaemonTierFailed, match=r"1 of 9 keys .* silent tier \(.*ill: .*; .*ill too: TierTooSlow"):
+            await tier.contains([*KEYS, b"nowhere"])
+        assert trio.current_time() - began < 0.55  # side by side
+        assert await offload.PresenceFilter(tier).evaluate([b"nowhere"]) == {}
+        ill.hang = ill_too.hang = False
+        ill.ill = OSError("the disk is gone")
+        with pytest.raises(DaemonTierFailed, match="OSError: the disk is gone"):
+            await tier.contains([b"nowhere"])
+
+
+async def test_cancelled_contains_leaves_nothing(path):
+    ill = RemoteIll(64, SIZE)
+    ill.hang = True
+    tiers = {"host": MemoryTier(8 * SIZE, SIZE), "ill": ill}
+    async with daemon(path, engine=engine_config(tiers=tiers, chain="none"), block_bytes=SIZE) as server:
+        with trio.move_on_after(0.05) as scope:
+            await server._engine.contains([b"nowhere"])
+        assert scope.cancelled_caught and ill.asked == ["contains"]
+        ill.hang = False
+        assert await server._engine.contains([b"nowhere"]) == [False]
 
 
 async def test_failed_stores_keep_client_breaker_closed(path):

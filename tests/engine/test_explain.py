@@ -340,6 +340,26 @@ async def test_a_tier_that_does_not_answer_is_no_miss(autojump_clock):
         ]
 
 
+async def test_silent_tiers_are_asked_side_by_side(autojump_clock):
+    asked = []
+
+    class Silent(Remote):
+        async def contains(self, keys):
+            asked.append(keys)
+            await trio.sleep_forever()
+
+    source, tiers = places(2)
+    far = {"far": Silent(8, SIZE), "farther": Silent(8, SIZE)}
+    async with open_engine(source, {**tiers, **far}, config=CONFIG, chain=False) as engine:
+        began = trio.current_time()
+        naming = attrs.evolve(OURS, tenant="")
+        explanation = await engine.explain(TOKENS, naming=naming, others=[attrs.evolve(naming, rank=1)])
+        assert trio.current_time() - began == 5.0  # call_timeout, once for all
+        assert len(asked) == 2
+        (_, text), *_ = [(block.cause, block.text) for block in explanation.blocks]
+        assert text.startswith("not known: no answer from far (") and "and farther (" in text
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 TOKENS = list(range(12))
