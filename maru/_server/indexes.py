@@ -158,16 +158,12 @@ class Indexes:
             raise CannotMap(self.why_not or "there is no such session")
         try:
             async with self._making:
-                if tenant not in self._files:
-                    if len(self._files) >= MOST_TENANTS:
-                        await self._drop_unused()
-                    if len(self._files) >= MOST_TENANTS:
-                        raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
-                    await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
-                if tenant not in self._files:  # it gave way while it was made
-                    raise CannotMap("the disk of the pool is full")
-                number = self._files[tenant].number
-                fd = await run_in_thread(open_index_file, self._home, number)
+                try:
+                    fd = await self._open(tenant)
+                except FileNotFoundError:  # it was removed under this server: its readers look for the next one
+                    if tenant in self._files:
+                        self._drop(tenant)
+                    fd = await self._open(tenant)
         except OSError as exc:
             raise CannotMap(f"no index can be made: {exc}") from exc
         self._handed_out += 1
@@ -209,6 +205,23 @@ class Indexes:
         self._boards.open(holder, tenant, memory)
         self._directory.heed(self._boards)
         return fd
+
+    async def _open(self, tenant: str) -> int:
+        """Open this tenant's file, made if there is none. To be called by one at a time.
+
+        Raises:
+            CannotMap: there is none, and is not to be one now.
+            OSError: it cannot be made or opened.
+        """
+        if tenant not in self._files:
+            if len(self._files) >= MOST_TENANTS:
+                await self._drop_unused()
+            if len(self._files) >= MOST_TENANTS:
+                raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
+            await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
+        if tenant not in self._files:  # it gave way while it was made
+            raise CannotMap("the disk of the pool is full")
+        return await run_in_thread(open_index_file, self._home, self._files[tenant].number)
 
     def _is_too_small(self, tenant: str) -> bool:
         return tenant in self._files and self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys

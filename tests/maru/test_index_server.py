@@ -61,6 +61,10 @@ async def until(holds) -> None:
             await trio.sleep(0.001)
 
 
+def list_indexes(pool: Path) -> list[Path]:
+    return list(pool.glob("maru.index.*"))
+
+
 def names_of(handler: MaruHandler, keys: list[str]) -> list[str]:
     return handler._state.names(keys)
 
@@ -111,6 +115,19 @@ async def test_what_is_evicted_is_gone_before_its_owner_writes_there(pool: Path)
             ]
             assert set(wrong) <= set(reader.changed(before))
         assert len(reader.find(keys)) <= PAGES
+
+
+async def test_a_removed_file_is_made_again(pool: Path) -> None:
+    async with open_server(config(pool)), client(pool) as handler:
+        await put(handler, ["k"])
+        before = await filled(handler)
+        for path in list_indexes(pool):
+            path.unlink()
+        after = await filled(handler)
+        assert len(after.find(["k"])) == 1
+        assert before.is_retired
+        async with client(pool) as other:
+            assert len((await filled(other)).find(["k"])) == 1
 
 
 async def test_what_is_there_already_is_filled_in(pool: Path) -> None:
