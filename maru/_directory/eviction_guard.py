@@ -137,10 +137,12 @@ class EvictionGuard:
             self._state.chores.append(self._let_go())
 
     def _let_go(self) -> Slices[None]:
-        while self._pins.is_leaving:
-            yield
-            self._note_unpinned(self._pins.let_go_some())
-        self._is_letting_go = False
+        try:
+            while self._pins.is_leaving:
+                yield
+                self._note_unpinned(self._pins.let_go_some())
+        finally:
+            self._is_letting_go = False
 
     def next_expiry(self) -> float:
         """When :meth:`expire_pins` may have something to do, or earlier; ``math.inf`` if there is nothing."""

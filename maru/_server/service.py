@@ -220,8 +220,8 @@ class Service:
         self.stopping = False
         """Somebody has asked this server to end, and may."""
         self.closed = False
-        self.listings: dict[int, list[str]] = {}
-        """The keys of listings that are under way, by session."""
+        self.listings: dict[int, tuple[list[str], float]] = {}
+        """The keys of listings that are under way, and when a page was asked for last, by session."""
         self._peers: dict[bytes, Peer] = {}
         self._handles: dict[int, Handle] = {}
         self._handle_bytes: dict[int, bytes] = {}
@@ -266,8 +266,7 @@ class Service:
         except Refused as exc:
             text, word = str(exc), exc.word
         except MemoryError:
-            # Something may have been done, so "refused" could be a lie: without an answer its client finds out (RESOLVE, PINS).
-            self.note(WARNING, f"no memory left for a request of code {code:#04x}: it is not answered")
+            self._note_unanswered(code)
             return None
         self._refused += 1
         return error_reply(code, sequence, text, word, self.epoch, flags)
@@ -302,11 +301,18 @@ class Service:
         except Refused as exc:
             self._refused += 1
             answer = error_reply(code, sequence, str(exc), exc.word, self.epoch, flags)
+        except MemoryError:
+            self._note_unanswered(code)
+            answer = None
         else:
             self._under_way.append(one)
             return None
         self._under_way_bytes -= length
         return answer
+
+    def _note_unanswered(self, code: int) -> None:
+        # Something may have been done, so "refused" could be a lie: without an answer its client finds out (RESOLVE, PINS).
+        self.note(WARNING, f"no memory left for a request of code {code:#04x}: it is not answered")
 
     def begin_chores(self) -> None:
         """Have what the directory has left for later done in further steps."""

@@ -59,6 +59,8 @@ _LOOKED: Final = 1_024
 """Names that are looked at for one page of a listing: a MiB of the longest."""
 _LISTINGS: Final = 4
 """Listings at once. Each keeps eight bytes a key."""
+LISTING_IDLE: Final = 10.0
+"""Seconds until a listing of which no page was asked for makes room for another one: its client was cancelled, perhaps."""
 
 
 Answered: TypeAlias = bytes | Slices[bytes]
@@ -319,12 +321,15 @@ def list_keys(
     directory, listings = service.directory, service.listings
     if not message.cursor:
         listings.pop(session_id, None)
+        for other in [other for other, (_, asked_at) in listings.items() if now - asked_at >= LISTING_IDLE]:
+            del listings[other]
         if len(listings) >= _LISTINGS:
             raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
-        listings[session_id] = directory.list_keys()
-    names = listings.get(session_id)
-    if names is None:
+        listings[session_id] = directory.list_keys(), now
+    if session_id not in listings:
         raise Refused(Word.FENCED, "this listing is over: begin again")
+    names, _ = listings[session_id]
+    listings[session_id] = names, now
     tenant, ends = directory.tenant_of(message.session), message.cursor + _LOOKED
     found = [name for name in names[message.cursor : ends] if name.startswith(message.prefix)]
     keys = [name for name in found if tenant_of(name) == tenant]

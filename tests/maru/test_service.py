@@ -17,6 +17,7 @@ from maru._journal.registrations import recorded_columns
 from maru._server.peers import MAX_ANSWER_BYTES, Word
 from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
 from maru._server.service import Service
+from maru._server.service_own import LISTING_IDLE
 from maru._wire import (
     KEYS_AT_ONCE,
     MAX_KEYS,
@@ -936,6 +937,28 @@ def test_listings_at_once_are_bounded(world):
     assert world.send(b"4", Code.LIST_KEYS, ListKeysRequest(sessions[4], 0, "k")).cursor
 
 
+def test_a_listing_that_was_left_makes_room(world):
+    token, region = world.ours()
+    for at in range(0, 1500, 500):
+        world.store(token, region, [f"k{n}" for n in range(at, at + 500)], offsets=list(range(at, at + 500)), length=1)
+    sessions = [world.shake(b"%d" % number).session for number in range(6)]
+
+    def page(number, cursor=0):
+        return world.send(b"%d" % number, Code.LIST_KEYS, ListKeysRequest(sessions[number], 0, "k", cursor))
+
+    for number in range(4):
+        assert page(number).cursor
+    world.now += LISTING_IDLE / 2
+    for number in range(1, 4):
+        assert len(page(number).keys) == 1024  # these begin again
+    assert refused(page(4), Word.TOO_MANY)
+    world.now += LISTING_IDLE / 2
+    assert page(4).cursor
+    assert refused(page(5), Word.TOO_MANY)
+    assert refused(page(0, 1024), Word.FENCED)
+    assert [len(page(number, 1024).keys) for number in range(1, 5)] == [476] * 4
+
+
 # --- leases -------------------------------------------------------------------------------------------------------
 
 
@@ -1049,6 +1072,22 @@ def test_an_unreadable_frame_of_a_published_client_is_as_its_disconnection(world
     world.now += world.limits.published_lease + 0.01
     world.service.expire(world.now)
     assert world.send(b"b", Code.DELETE_KV, KeyRequest("k")).success
+
+
+@pytest.mark.parametrize("n", [1, 2 * KEYS_AT_ONCE])
+def test_want_of_memory_costs_one_request_in_slices(world, monkeypatch, n):
+    token, region = world.ours()
+
+    def no_memory(*_):
+        raise MemoryError
+
+    message = ResolveRequest(token, 0, 1, [region] * n, list(range(n)))
+    with monkeypatch.context() as patch:
+        patch.setattr(world.service.directory, "resolve", no_memory)
+        assert world.send(b"ours", Code.RESOLVE, message) is None
+    assert "not answered" in world.service.take_events()[-1].text
+    assert world.service._under_way_bytes == 0
+    assert world.send(b"ours", Code.RESOLVE, message).held == [0] * n
 
 
 def test_batches_larger_than_configured_are_refused():
