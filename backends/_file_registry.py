@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maru.eviction import EvictionPolicy
 
@@ -82,6 +82,11 @@ class FileRegistry(Registry):
             slot = self._slot_of[key]
             uses.pop(slot, None)
             uses[slot] = key
+
+    def keep_uses(self, uses: Mapping[int, Key]) -> None:
+        """Note these uses again, older than all others: it is not known whether they were written."""
+        newer = self.uses
+        self.uses = {slot: key for slot, key in uses.items() if slot in self.keys and slot not in newer} | newer
 
     def find(self, key: Key, number: int, size: int, depth: int | None) -> None:
         """Register a file that was found at the start. The last one found is the most recently used."""

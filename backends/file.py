@@ -202,6 +202,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         except BaseException:
             job.abandoned = True
             self.pool.litter += job.litter  # also if the job never began
+            self.pool.keep_uses(job.uses)
             raise
 
     def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
@@ -235,7 +236,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         if len(self.pool.uses) >= _MANY_USES:
             work.uses = self._uses()
         work.bad = {at: _OTHER_SIZE for at, (_, slot) in enumerate(blocks) if sizes[slot] != size}
-        await run_in_thread_or_leave(work.run, destination, there)
+        try:
+            await run_in_thread_or_leave(work.run, destination, there)
+        except BaseException:
+            self.pool.keep_uses(work.uses)
+            raise
         return work.bad
 
     def _note_bad(self, lease: Lease, bad: Mapping[int, Missed | Failed]) -> None:

@@ -203,6 +203,30 @@ async def test_uses_are_kept_over_a_restart(directory, store_last):
         assert tier.contains_nowait(KEYS) == set(left[gone:])
 
 
+@pytest.mark.parametrize("by", ["run_in_thread", "run_in_thread_or_leave"])
+async def test_a_thread_refused_costs_no_uses(directory, monkeypatch, by):
+    async def refuse(*_):
+        raise OSError(errno.EAGAIN, "no thread")
+
+    tier = open_tier(directory, 4 * SIZE, eviction=LRU())
+    for key in KEYS[:3]:
+        await store(tier, [key])
+    await use(tier, KEYS[1:2])
+    await use(tier, KEYS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(file_module, "_MANY_USES", 1)
+        patch.setattr(file_module, by, refuse)
+        if by == "run_in_thread":
+            with pytest.raises(OSError, match="no thread"):
+                await store(tier, KEYS[3:])
+        else:
+            assert isinstance((await load(tier, KEYS[:1]))[0], Failed)
+    tier.close()
+    tier = open_tier(directory, 4 * SIZE, eviction=LRU())
+    await store(tier, [b"x", b"y"], when_full="evict")
+    assert tier.contains_nowait(KEYS) == set(KEYS[:2])
+
+
 async def test_loads_write_uses_when_many_have_gathered(directory, monkeypatch):
     tier = open_tier(directory)
     await store(tier, KEYS)
