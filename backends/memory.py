@@ -50,9 +50,8 @@ class HostPages:
             if len(memory) >= _HUGE_PAGE_BYTES:
                 with contextlib.suppress(OSError):
                     memory.madvise(_MADV_HUGEPAGE)
-            try:
-                memory.madvise(_MADV_POPULATE_WRITE)
-            except OSError:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            if madvise(address, len(memory), _MADV_POPULATE_WRITE):
                 memory[:: mmap.PAGESIZE] = bytes(len(range(0, len(memory), mmap.PAGESIZE)))
         self._run: _Run | None = _Run(memory, pin)
 

@@ -31,6 +31,8 @@ _MADV_POPULATE_READ = 22  # the mmap module knows neither
 _MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 1 << 20
 """So much is touched while holding the interpreter's lock, where the kernel cannot populate (before Linux 5.14)."""
+_STEP_BYTES = 8 << 20
+"""Populated in one system call: some 3 ms where memory is cold."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap, _madvise, _mprotect = _libc.mmap, _libc.munmap, _libc.madvise, _libc.mprotect
@@ -142,11 +144,19 @@ class Memory:
 
 def madvise(address: int, length: int, advice: int) -> int:
     """``madvise(2)`` without the interpreter's lock; again when interrupted. Returns 0 or an errno."""
-    while _madvise(address, length, advice):
-        code = ctypes.get_errno()
-        if code not in (errno.EINTR, errno.EAGAIN):
-            return code
-    return 0
+    done = 0
+    while True:
+        # In steps: the kernel locks the address space meanwhile, so that a thread which maps or unmaps waits, perhaps with the
+        # interpreter's lock, and so does the next page fault of any other thread.
+        step = min(length - done, _STEP_BYTES)
+        if _madvise(address + done, step, advice):
+            code = ctypes.get_errno()
+            if code not in (errno.EINTR, errno.EAGAIN):
+                return code
+        else:
+            done += step
+            if done >= length:
+                return 0
 
 
 def can_populate() -> bool:

@@ -322,6 +322,16 @@ def test_an_interrupted_populate_goes_on(monkeypatch):
     assert not answers
 
 
+def test_memory_is_populated_in_small_steps(monkeypatch):
+    """The kernel locks the address space for the length of a call: the event loop waits for it when it maps or unmaps."""
+    calls = []
+    monkeypatch.setattr(memory_module, "_madvise", lambda address, length, advice: calls.append((address, length)) or 0)
+    assert memory_module.madvise(PAGE_BYTES, (20 << 20) + PAGE_BYTES, 23) == 0
+    assert max(length for _, length in calls) == 8 << 20
+    ends = [PAGE_BYTES, *[address + length for address, length in calls]]
+    assert ends[:-1] == [address for address, _ in calls] and ends[-1] == (20 << 20) + 2 * PAGE_BYTES
+
+
 # --- pinning ------------------------------------------------------------------------------------------------------
 
 
