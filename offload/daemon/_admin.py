@@ -218,8 +218,8 @@ class Admin:
                 self._hello(peer, request)
                 return None
             self.operators.begin(peer)
-        except Refusal as refusal:
-            self._send(peer, self._refused(request, refusal))
+        except Exception as exc:
+            self._send(peer, self._refused(request, _refusal(exc)))
             return None
         try:
             answer = self._handlers[type(request)](peer, request)

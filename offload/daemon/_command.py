@@ -201,6 +201,8 @@ class _Running:
             self.reload()
         except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
+        except Exception:  # of a tier or a policy that is named now; what runs goes on
+            _log.exception("SIGHUP: the settings could not be taken over")
 
 
 def _end_at_last(seconds: float) -> None:

@@ -123,7 +123,7 @@ class Degradations:
                 room, descriptors, unlinked = await run_in_thread(self._look_around, rooms)
             except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
                 self._is_looking = False
-                return attrs.evolve(facts, descriptors=_descriptors())
+                return attrs.evolve(facts, descriptors=find_descriptors())
             return attrs.evolve(facts, rooms=room, descriptors=descriptors, unlinked=unlinked)
         return facts
 
@@ -137,13 +137,13 @@ class Degradations:
                 system = os.statvfs(path)
                 found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
             unlinked = tuple([path for path in self._files if not os.path.lexists(path)])
-            return found, _descriptors(), unlinked
+            return found, find_descriptors(), unlinked
         finally:
             self._is_looking = False
 
 
-def _descriptors() -> tuple[int, int]:
-    """Descriptors that are open, and how many may be."""
+def find_descriptors() -> tuple[int, int]:
+    """Return how many descriptors are open, and how many may be."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return len(os.listdir("/proc/self/fd")), most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,6 +11,7 @@ from maru._pool.facts import memlock_limit
 from maru.configuration import as_size
 
 from ._admin_messages import Fact, SessionFacts, TierFacts
+from ._degraded import find_descriptors
 
 if TYPE_CHECKING:
     from .._engine import Engine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]], list[TierFacts], list[SessionFacts]]:
     """All of it, now. Sizes are in bytes, times in seconds."""
     config = daemon.config
+    is_open, most = find_descriptors()
     sections: dict[str, dict[str, Fact]] = {
         "daemon": {
             "version": version(),
@@ -36,8 +37,8 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
             "max_sessions": config.max_sessions,
             "lease": config.lease,
             "drain_timeout": config.drain_timeout,
-            "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "open_descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": most,
+            "open_descriptors": is_open,
             "memlock_bytes": _or_none(memlock_limit()),
         },
         "page store": {"pool_path": daemon.pool_path, "pages_of_engines": daemon.pages_of_engines},
@@ -90,10 +91,10 @@ def _sessions(daemon: Daemon) -> list[SessionFacts]:
 
 
 def version() -> str:
-    """Of the package; empty where it is not installed."""
+    """Of the package; empty where it is not installed, or cannot be found out for want of a descriptor."""
     import importlib.metadata  # it takes a tenth of the daemon's start
 
     try:
         return importlib.metadata.version("trio-offload")
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, OSError):
         return ""

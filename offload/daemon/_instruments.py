@@ -43,5 +43,5 @@ def make_instrument(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return find_name(find_module(module), attribute, "an instrument")()
-    except (ImportError, AttributeError, TypeError, LookupError, ValueError) as error:
+    except Exception as error:  # of whoever wrote it
         raise ConfigError("daemon.instruments", name, f"makes no instrument: {error}") from error

@@ -11,6 +11,8 @@ import trio
 
 import maru
 from offload.daemon import DaemonConfig, open_daemon
+from offload.daemon._admin_messages import AdminHello, Admitted, Describe, Described
+from offload.daemon._messages import encode
 from offload.status import fetch_view
 from tests.daemon.test_daemon import until
 from tests.daemon.test_operator_commands import done, run
@@ -107,6 +109,23 @@ async def test_descriptors_that_run_short_are_named(path):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert set(server.degradations.texts()) == {"few_descriptors"}
         await until(lambda: not server.degradations.texts())
+
+
+async def test_operators_are_answered_without_descriptor_left(path):
+    """That is when they ask."""
+    async with daemon(path, block_bytes=SIZE, admin="ipc") as server:
+        answers: list[object] = []
+        server.admin._send = lambda peer, answer: answers.append(answer)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(map(int, os.listdir("/proc/self/fd"))), hard))
+        try:
+            server.admin.handle(b"peer", encode(AdminHello(1, server.admin.operators.token)))
+            server.admin.handle(b"peer", encode(Describe(2)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        admitted, told = answers
+        assert isinstance(admitted, Admitted) and isinstance(told, Described)
+        assert told.sections["limits"]["open_descriptors"] == told.sections["limits"]["descriptors"]
 
 
 async def test_a_file_system_that_hangs_costs_one_thread(path, tmp_path, monkeypatch):

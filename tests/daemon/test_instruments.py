@@ -1,6 +1,7 @@
 """What observes the pipelines of a daemon: a flight recorder, and instruments that its settings name."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from offload.instruments import Counting
 from offload.recorder import RecorderBusy, read_ring
 from tests.daemon.test_daemon import KEYS, cache_of, store
 from tests.support.daemons import PATIENCE, daemon, engine_config, host_only, serve
+from tests.support.maru_processes import eventually
 
 made: list[Counting] = []
 
@@ -82,7 +84,33 @@ async def test_an_instrument_that_the_settings_name_is_told_of_stores(path):
     assert made.pop().statistics()["settled"] >= 1
 
 
-@pytest.mark.parametrize("name", ["tests.daemon.elsewhere:counting", "tests.daemon.test_instruments:none", "os:sep"])
+def broken():
+    """No instrument."""
+    raise RuntimeError("no room for a gauge")
+
+
+def test_reload_outlives_instrument_that_cannot_be_made(path, tmp_path):
+    file = tmp_path / "daemon.toml"
+    text = '[daemon]\nblock_bytes = 4096\n[engine.tiers.host]\ntype = "memory"\n'
+    file.write_text(text)
+    with serve(path, str(file)) as process:
+        file.write_text(text.replace("[engine", 'instruments = ["tests.daemon.test_instruments:broken"]\n[engine'))
+        process.kill(signal.SIGHUP)
+        assert eventually(lambda: "no room for a gauge" in process.errors(), PATIENCE)
+        assert "nothing was changed" in process.errors()
+        process.kill(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests.daemon.elsewhere:counting",
+        "tests.daemon.test_instruments:none",
+        "tests.daemon.test_instruments:broken",
+        "os:sep",
+    ],
+)
 async def test_a_name_that_makes_no_instrument_is_a_wrong_setting_and_leaves_nothing(name, path):
     with pytest.raises(ConfigError, match=r"daemon\.instruments"):
         async with daemon(path, instruments=(name,)):
