@@ -324,15 +324,18 @@ def engine_config(
 
 
 def _for_a_daemon(pipeline: PipelineConfig, document: Document, environ: Mapping[str, str] | None) -> PipelineConfig:
-    """Two defaults that are others than an engine's, where neither the file nor the environment says them.
+    """Three defaults that are others than an engine's, where neither the file nor the environment says them.
 
-    A cache that outlives its engines is full most of the time: it evicts. And engines have put their blocks into batches before
-    they come here: waiting for more would only be late.
+    A cache that outlives its engines is full most of the time: it evicts. Engines have put their blocks into batches before
+    they come here: waiting for more would only be late. And no engine waits for the way into a page store, but while that is
+    opening, or on a busy host, its answer takes longer: what it is not asked in time is not stored there.
     """
     said = document.parse().get("engine", {}).get("pipeline", {})
     environ = os.environ if environ is None else environ
     if "on_destination_full" not in said and "OFFLOAD_ENGINE__PIPELINE__ON_DESTINATION_FULL" not in environ:
         pipeline = attrs.evolve(pipeline, on_destination_full="evict")
+    if "policy_timeout" not in said and "OFFLOAD_ENGINE__PIPELINE__POLICY_TIMEOUT" not in environ:
+        pipeline = attrs.evolve(pipeline, policy_timeout=5.0)
     batch = pipeline.batch_config
     if (
         "min_batch_size" not in said.get("batch_config", {})

@@ -96,6 +96,13 @@ def test_a_full_tier_evicts_unless_the_file_says_otherwise(tmp_path):
     assert 'engine.pipeline.on_destination_full = "wait"' in offload("serve", str(file), "--print-config").stdout
 
 
+def test_a_store_waits_for_an_opening_page_store(tmp_path):
+    assert "engine.pipeline.policy_timeout = 5.0" in offload("serve", "--print-config").stdout
+    file = tmp_path / "daemon.toml"
+    file.write_text("[engine.pipeline]\npolicy_timeout = 0.2\n")
+    assert "engine.pipeline.policy_timeout = 0.2" in offload("serve", str(file), "--print-config").stdout
+
+
 # --- from the start to the end --------------------------------------------------------------------------------------------
 
 
