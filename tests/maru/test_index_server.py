@@ -153,7 +153,7 @@ async def test_an_index_grows_into_a_new_file_and_the_old_one_says_so(
         new = await filled(handler)
         assert len(new.find(keys)) == len(keys)
         assert server.statistics().indexes.grown >= 1
-        assert len([name for name in os.listdir(pool) if name.startswith("maru.index.")]) == 1
+        await until(lambda: len(list_indexes(pool)) == 1)
 
 
 async def test_uses_that_were_noted_before_an_index_grew_are_counted(
