@@ -87,13 +87,7 @@ def _end_reads(manager: MaruL1Manager, keys: list[ObjectKey], read_locks: int = 
     """Give back the read locks that a call has taken, of which LMCache was not told."""
     with manager._lock:
         taken, manager._taken = manager._taken, []
-        over = []
-        for key in taken:
-            reading = manager._reading[key]
-            reading.locks -= read_locks
-            if reading.locks <= 0:
-                over.append(manager._reading.pop(key))
-        manager._release(over)
+        manager._unlock(taken, read_locks)
 
 
 def _status_unknown(manager: MaruL1Manager) -> dict[str, Any]:
@@ -475,7 +469,22 @@ class MaruL1Manager:
         self._taken = []
         for row in rows(keys):
             self._hold_row(keys[row.start : row.stop], read_locks)
-        return {key: self._held(key) for key in keys}
+        answers = {key: self._held(key) for key in keys}
+        # LMCache gives back no lock of what it is told is not readable.
+        refused = [key for key in self._taken if answers[key][1] is None]
+        if refused:
+            self._taken = [key for key in self._taken if answers[key][1] is not None]
+            self._unlock(refused, read_locks)
+        return answers
+
+    def _unlock(self, keys: Iterable[ObjectKey], read_locks: int) -> None:
+        over = []
+        for key in keys:
+            reading = self._reading[key]
+            reading.locks -= read_locks
+            if reading.locks <= 0:
+                over.append(self._reading.pop(key))
+        self._release(over)
 
     def _hold_row(self, row: Sequence[ObjectKey], read_locks: int) -> None:
         """What is held already is held once more; of the rest, the prefix that is there."""

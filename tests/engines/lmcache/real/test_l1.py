@@ -13,6 +13,7 @@ from lmcache.v1.distributed.memory_manager.l1_manager_protocol import L1ManagerP
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat
 
+from maru import LeaseLost
 from maru.blocking import MaruHandler
 from offload.engines.lmcache import MaruL1Manager, MaruMemoryAllocator, object_key_to_string
 from offload.engines.lmcache._names import hashed_key
@@ -141,6 +142,26 @@ def test_an_object_is_held_until_each_of_its_read_locks_is_given_back(level):
     level.finish_read(KEYS[:1])
     assert list(level.delete(KEYS[:1]).values()) == [L1Error.SUCCESS]
     assert list(level.finish_read(KEYS).values()) == [L1Error.KEY_NOT_EXIST] * 4
+
+
+def test_read_that_is_refused_leaves_no_lock(level, monkeypatch):
+    """As behind a restart of the page store: what was pinned before is lost, and is pinned anew once its readers are done."""
+    write(level)
+    answers = level.reserve_read(KEYS)
+    assert {error for error, _ in answers.values()} == {L1Error.SUCCESS}
+    lost = [reading.lease for reading in level._reading.values()]
+    check = type(lost[0]).check
+
+    def look(lease):
+        if any(lease is one for one in lost):
+            raise LeaseLost("a test")
+        check(lease)
+
+    monkeypatch.setattr(type(lost[0]), "check", look)
+    assert {error for error, _ in level.reserve_read(KEYS).values()} == {L1Error.KEY_NOT_READABLE}
+    assert set(level.finish_read(KEYS).values()) == {L1Error.SUCCESS}  # of the first reader
+    assert {error for error, _ in level.reserve_read(KEYS).values()} == {L1Error.SUCCESS}
+    level.finish_read(KEYS)
 
 
 def test_finishing_and_reading_in_one_go(level):
