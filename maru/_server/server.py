@@ -212,6 +212,12 @@ class MaruServer:
         await self._stopping.wait()
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that its regions may take; 0 for a pool on a disk or a device."""
+        is_memory = self._pool.kind == "memfd" or self._pool.path.startswith("/dev/shm/")
+        return self._pool.totals().total_bytes if is_memory else 0
+
+    @property
     def journal_trouble(self) -> str:
         """Reason why answers are kept back until the journal can be written; empty if they are not."""
         return self._committer.trouble
@@ -330,9 +336,8 @@ class MaruServer:
     def _warn(self) -> None:
         """Of what whoever runs the server should know from the start."""
         config, everywhere = self.config, ", ".join(self.endpoints)
-        total, limit = self._pool.totals().total_bytes, memory_limit()
-        is_memory = self._pool.kind == "memfd" or self._pool.path.startswith("/dev/shm/")
-        if limit is not None and is_memory and total > limit:
+        total, limit = self.memory_bytes, memory_limit()
+        if limit is not None and total > limit:
             _log.warning(
                 "capacity_bytes = %d: this container may use %d bytes of memory, and the kernel kills its processes beyond "
                 "that; lower capacity_bytes, or raise the memory limit",

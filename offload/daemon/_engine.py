@@ -18,6 +18,7 @@ from backends.abc import Key, Tier
 from backends.memory import MemoryTier
 from backends.threads import run_in_thread
 from maru._pool.facts import memory_limit
+from maru.configuration import as_bytes
 from maru.kv_events import KeyBook
 
 from .._engine import Engine, EngineConfig, TierLike, open_engine
@@ -143,6 +144,8 @@ class DaemonEngine:
 
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
+        # Before they are made: those with populate = true have all of their memory then.
+        _check_limit(self.config.tiers, self.page_store)
         config = attrs.evolve(self.config, source=self.caches, block_bytes=0, tiers=unpopulated(self.config.tiers))
         async with open_engine(config, instruments=self.instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
@@ -153,7 +156,6 @@ class DaemonEngine:
             self.on_opened(engine)
             self._attempt.over.set()
             task_status.started()
-            _check_limit(engine)
             # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.
             await _populate(engine)
             await trio.sleep_forever()
@@ -242,11 +244,11 @@ async def _populate(engine: Engine) -> None:
         _log.warning("memory of the tiers is not populated, so that the first stores into it are slow: %s", exc)
 
 
-def _check_limit(engine: Engine) -> None:
-    """Warn of memory tiers beyond the limit of this container, before they are populated: that would end the daemon."""
-    wanted = {
-        name: tier.statistics().capacity_bytes for name, tier in engine.tiers.items() if isinstance(tier, MemoryTier)
-    }
+def _check_limit(tiers: Mapping[str, TierLike], page_store: MaruServer | None) -> None:
+    """Warn of memory beyond the limit of this container, before it is populated: that would end the daemon."""
+    wanted = {name: size for name, tier in tiers.items() if (size := _memory_of(tier))}
+    if page_store is not None and wanted:  # alone, it has warned itself
+        wanted["the embedded page store"] = page_store.memory_bytes
     limit = memory_limit()
     if limit is not None and sum(wanted.values()) > limit:
         _log.warning(
@@ -254,6 +256,14 @@ def _check_limit(engine: Engine) -> None:
             "capacity_bytes (host_bytes of the daemon), or raise the memory limit",
             " and ".join(wanted), sum(wanted.values()), limit,
         )  # fmt: skip
+
+
+def _memory_of(tier: TierLike) -> int:
+    """Return the bytes of host memory that a tier takes, with wrappers or without."""
+    if isinstance(tier, MemoryTier):
+        return tier.statistics().capacity_bytes
+    size = as_bytes(tier.get("capacity_bytes")) if isinstance(tier, Mapping) and tier.get("type") == "memory" else 0
+    return size if isinstance(size, int) else 0  # anything else is an error when the tier is made
 
 
 def _url_of(tier: object) -> str:

@@ -10,9 +10,10 @@ import trio.testing
 
 import offload
 from backends.abc import Deletion
-from backends.memory import MemoryTier
+from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
+from maru import ServerConfig
 from offload import NO_WAIT, EngineConfig, HealthState, Status
 from offload.client import (
     DaemonRefused,
@@ -24,7 +25,7 @@ from offload.client import (
     open_client,
     open_connection,
 )
-from offload.daemon import DaemonInUse, Dropped
+from offload.daemon import DaemonConfig, DaemonInUse, Dropped, open_daemon
 from offload.daemon._messages import (
     Cancel,
     Cancelled,
@@ -45,6 +46,7 @@ from offload.daemon._messages import (
 )
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
 from tests.support.ill_tiers import Ill, RemoteIll
+from tests.support.maru_processes import temporary_pool
 
 KEYS = [b"key %d" % at for at in range(8)]
 
@@ -691,3 +693,33 @@ async def test_memory_beyond_the_containers_limit_is_logged(path, monkeypatch, c
     async with daemon(path, block_bytes=SIZE):
         pass
     assert caplog.text.count(f"capacity_bytes of host: {16 << 20} bytes, and this container may use {1 << 20}") == 1
+
+
+@pytest.mark.parametrize("more", [{"populate": True}, {"wrappers": ["zstd"]}])
+async def test_memory_is_checked_before_it_is_populated(path, monkeypatch, caplog, more):
+    logged = []
+
+    class Watched(HostPages):
+        def __init__(self, *args, **options):
+            logged.append(caplog.text)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("offload.daemon._engine.memory_limit", lambda: 1 << 20)
+    monkeypatch.setattr("backends.memory.HostPages", Watched)
+    tiers = {"host": {"type": "memory", "capacity_bytes": "16MiB", **more}}
+    async with daemon(path, block_bytes=SIZE, engine=engine_config(tiers=tiers)):
+        pass
+    assert f"capacity_bytes of host: {16 << 20} bytes, and this container may use {1 << 20}" in logged[0]
+
+
+async def test_tiers_and_page_store_count_together(path, monkeypatch, caplog):
+    monkeypatch.setattr("offload.daemon._engine.memory_limit", lambda: 40 << 20)
+    monkeypatch.setattr("maru._server.server.memory_limit", lambda: 40 << 20)
+    with temporary_pool() as pool:
+        store = ServerConfig(pool_path=str(pool), capacity_bytes=32 << 20)
+        async with open_daemon(DaemonConfig(runtime_dir=path, block_bytes=SIZE), engine_config(), maru=store):
+            pass
+    text = (
+        f"capacity_bytes of host and the embedded page store: {48 << 20} bytes, and this container may use {40 << 20}"
+    )
+    assert caplog.text.count(text) == 1
