@@ -199,6 +199,21 @@ def weights_text(
     return f"{model}@{commit}" if commit else named
 
 
+def overrides_text(overrides: object) -> str:
+    """Return what stands in a key for settings that replace some of a checkpoint's own, such as those of its positions.
+
+    Empty where there are none. A function stands there by its name: the workers of one instance have to say the same.
+    """
+    if not overrides:
+        return ""
+    return f"/overrides {json.dumps(overrides, sort_keys=True, default=_name_of)}"
+
+
+def _name_of(value: object) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 _SAID: Final[set[str]] = set()
 
 

@@ -20,6 +20,7 @@ from offload.engines._weights import (
     NoWeights,
     fingerprint,
     hub_commit,
+    overrides_text,
     weights_text,
 )
 
@@ -245,3 +246,12 @@ def test_many_tensors_are_sampled_in_little_time(tmp_path: Path):
     began = time.process_time()
     fingerprint(str(tmp_path))
     assert time.process_time() - began < 2.0
+
+
+def test_overrides_of_checkpoint_are_in_keys():
+    scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert overrides_text({}) == overrides_text(None) == ""
+    assert overrides_text(scaled) == overrides_text({"rope_scaling": {"factor": 4.0, "rope_type": "yarn"}}) != ""
+    assert overrides_text(scaled) != overrides_text({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}})
+    assert overrides_text(fingerprint) == '/overrides "offload.engines._weights.fingerprint"'
+    assert overrides_text({"of": Generation()}) == '/overrides {"of": "offload.engines._weights.Generation"}'

@@ -40,7 +40,7 @@ from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from .._guard import NOTHING, Hook, guarded, nothing
-from .._weights import AdapterWeights, weights_text
+from .._weights import AdapterWeights, overrides_text, weights_text
 from ._chunks import ChunkCanary, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
@@ -258,13 +258,15 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             commit=commit,
         )
         ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+        # Of these files, but computed otherwise: a scaling of its positions, say.
+        computed = f"{model.quantization or ''}{overrides_text(getattr(model, 'hf_overrides', None))}"
         return ChunkNaming(
-            model=f"{weights}/{model.quantization or ''}",
+            model=f"{weights}/{computed}",
             dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",
             layout=f"{self._kv_cache_config.kv_cache_layout or ''}/{ranks}/{layout}",
             rank=parallel.rank,
             tenant=settings.tenant,
-            name=f"{model.model}/{model.quantization or ''}",
+            name=f"{model.model}/{computed}",
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
