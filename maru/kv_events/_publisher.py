@@ -4,7 +4,8 @@ Rule 1. A change of a book is collected where it happens, and published by one t
         same moment leave in one batch. Without changes it publishes a heartbeat.
 Rule 2. A reader that does not read misses events, and never delays the publisher; it will see the gap and ask.
 Rule 3. Each reader is answered by itself, a part at a time, and a bounded number at once. One that takes no part for five
-        seconds gets no more, and where others wait for its place, the one that has taken none for the longest leaves it.
+        seconds gets no more, and where others wait for its place, the one that has taken none for the longest leaves it. Who
+        waits for the list of what is held has been offered none, and stays.
 Rule 4. What is held is listed for one reader at a time, and for a bounded share of the time: that alone grows with the books.
 """
 
@@ -173,7 +174,7 @@ class EventPublisher:
                         before.is_replaced = True
                         before.scope.cancel()
                     await self._wait_for_a_place()
-                    one = self._answering[reader] = _Answering(trio.current_time())
+                    one = self._answering[reader] = _Answering()
                     nursery.start_soon(self._answer, reader, request, one)
 
     async def _wait_for_a_place(self) -> None:
@@ -184,7 +185,7 @@ class EventPublisher:
             if patience <= 0:
                 slowest.scope.cancel()
                 patience = math.inf
-            with trio.move_on_after(patience):
+            with trio.move_on_after(min(patience, _PATIENCE)):
                 await self._place.park()
 
     def _last_requests(self, messages: Iterable[Message]) -> dict[bytes, Request]:
@@ -234,8 +235,8 @@ class EventPublisher:
 class _Answering:
     """A reader that is being answered."""
 
-    since: float
-    """When it took a part last, or was to be answered."""
+    since: float = math.inf
+    """When it took a part last, or could begin to; infinite until what is held was listed for it."""
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     is_replaced: bool = False
     """It has asked for something else."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -202,6 +203,33 @@ async def test_readers_that_read_nothing_delay_no_other(place: Place, readers: i
                     await mirror.wait(holds(host=book.keys))
             assert publisher.statistics().given_up - given_up <= readers
             assert readers > 16 or not publisher.statistics().given_up
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_readers_that_wait_for_a_list_stay(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing large books takes longer for all that ask at once than a reader may leave a part untaken."""
+    monkeypatch.setattr("maru.kv_events._publisher._PATIENCE", 0.01)
+    listed = 0.0
+
+    class SlowBook(LargeBook):
+        def list_keys(self) -> list[bytes]:
+            time.sleep(listed)
+            return self.keys
+
+    context = zmq.Context()
+    readers = [context.socket(zmq.DEALER) for _ in range(24)]
+    try:
+        async with place.publish({"host": SlowBook(16, 8)}) as publisher:
+            listed = 0.003
+            for reader in readers:
+                reader.linger = 0
+                reader.connect(publisher.answers_endpoint)
+                reader.send_multipart(pack_request(Snapshot()))
+            with trio.fail_after(PATIENCE):
+                while not all(reader.poll(0) for reader in readers):  # noqa: ASYNC110 - it tells nobody
+                    await trio.sleep(0.01)
+            assert not publisher.statistics().given_up
     finally:
         context.destroy(linger=0)
 
