@@ -255,18 +255,21 @@ class DaemonConnection:
             )
         frame = encode(request)
         while True:
-            call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
-            try:
-                self._channel.send_nowait([frame])
-                return seq, call
-            except trio.WouldBlock:
-                del self._calls[seq]
-            except BaseException:
-                self._calls.pop(seq, None)
-                raise
-            await self._channel.wait_room()
+            if self._due:
+                self._tell_due()  # first: else a delete overtakes the release of the blocks that it names
             if self.session is not current:
                 raise self._unavailable(_SESSION_OVER)  # rule 4: its numbers would name what is another session's
+            if not self._due:
+                call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
+                try:
+                    self._channel.send_nowait([frame])
+                    return seq, call
+                except trio.WouldBlock:
+                    del self._calls[seq]
+                except BaseException:
+                    self._calls.pop(seq, None)
+                    raise
+            await self._channel.wait_room()
 
     def tell(self, make: Callable[[int], Request]) -> None:
         """Send a request whose answer nothing waits for: now, or once there is room. Never waits.

@@ -18,7 +18,19 @@ from backends.slots import PagesDestination
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
 from offload.client import DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
-from offload.daemon._messages import Done, Found, Load, Loaded, Lookup, Refusal, Release, Signal, packed
+from offload.daemon._messages import (
+    Counters,
+    Done,
+    Found,
+    Load,
+    Loaded,
+    Lookup,
+    Refusal,
+    Release,
+    Signal,
+    Stats,
+    packed,
+)
 from offload.daemon._tenants import Tenants
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
@@ -444,6 +456,16 @@ async def test_a_cancel_reaches_the_daemon_over_a_full_channel(path):
                 with trio.CancelScope(shield=True):
                     await trio.testing.wait_all_tasks_blocked()
         assert not loads(server)
+
+
+async def test_no_request_overtakes_a_release(path):
+    """Else a delete behind it finds the blocks held."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        _, hold = await stored(connection, cache_of())
+        with full_channel(connection):
+            connection.tell(lambda seq: Release(seq, [hold]))
+        counters = await connection.ask(Stats, Counters)
+        assert counters.values["holds"] == 0
 
 
 async def test_a_release_refused_for_now_is_sent_again(path, monkeypatch):
