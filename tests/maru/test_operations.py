@@ -782,6 +782,36 @@ def test_keys_not_restored_yet_go_with_the_next_session():
     at_rest(owner, other)
 
 
+@pytest.mark.parametrize("code", [Code.BATCH_EXISTS_KV, Code.REQUEST_ALLOC])
+def test_restore_ends_with_a_session_lost_meanwhile(code):
+    world, owner, other = joined("a", "b")
+    owner.put(["doc"], [value_of("doc")])
+    world.restart(forgets=True)
+    owner.run(beat(owner.s))
+    ask = owner.call
+
+    def ask_and_stand_still(call):
+        if call.code != code:
+            return ask(call)
+        owner.call = ask
+        try:
+            return ask(call)
+        finally:
+            world.now += 100
+            other.put(["doc"], [b"new"])
+            other.run(delete(other.s, ["doc"]))
+            owner.run(beat(owner.s))
+
+    owner.call = ask_and_stand_still
+    with contextlib.suppress(ServerRefused):
+        owner.run(restore(owner.s))
+    assert owner.call == ask
+    owner.run(restore(owner.s))
+    assert owner.get(["doc"]) == [Loaded.MISSING]
+    assert (owner.s.counters.keys_lost, owner.s.counters.keys_kept) == (1, 0)
+    at_rest(owner, other)
+
+
 def test_restore_drops_a_page_that_was_damaged():
     world, client, reader = joined("a", "b")
     keys = keys_of(4)

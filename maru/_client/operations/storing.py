@@ -32,10 +32,10 @@ from ..copying import copy as copy_all
 from ..copying import copy_and_sum
 from ..page_states import PageEvent, PageState
 from .connecting import alone, resolve, settle, steadily
-from .effects import Call, Operation, Span, Work
+from .effects import Call, Operation, Work
 from .pinning import SESSION_GONE, portions
 from .reclaiming import expand, make_room, take_first
-from .state import ClientState, StoredPage
+from .state import ClientState, Former, StoredPage
 
 Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
@@ -277,19 +277,26 @@ def restore(s: ClientState) -> Operation[None]:
         some = former.pages[: min(RESTORED_AT_ONCE, s.max_keys)]
         names = [stored[0] for _, stored in some]
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
+        if former not in s.former:  # the next session was lost, too, to a server that knows what was deleted since
+            continue
         missing = [one for one, is_there in zip(some, there.results, strict=True) if not is_there]
         summed = [one for one in missing if one[1][2] is not None]
         for group in (summed, [one for one in missing if one[1][2] is None]):  # one STORE has sums for all or none
-            if group:
-                yield from _restore(s, former.span, group)
+            if group and former in s.former:
+                yield from _restore(s, former, group)
+        if former not in s.former:
+            continue
         s.counters.keys_kept += len(some) - len(missing)
         del former.pages[: len(some)]
 
 
-def _restore(s: ClientState, span: Span, some: list[tuple[int, StoredPage]]) -> Operation[None]:
+def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]]) -> Operation[None]:
+    span = former.span
     pages = s.pages.allocate(len(some))
     if pages is None:
         yield from steadily(s, partial(alone, partial(expand, s, len(some)), for_memory=True))
+        if former not in s.former:
+            return
         pages = s.pages.allocate(min(len(some), s.pages.free)) or []
     kept = some[: len(pages)]
     s.counters.keys_lost += len(some) - len(kept)
