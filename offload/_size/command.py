@@ -12,11 +12,11 @@ from maru._console import print_json
 from maru._ending import BadInput
 from maru.configuration import as_bytes, as_size
 
-from .model import ITEM_BYTES, ModelShape, PoolSize
+from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize
 
 
 @click.command(name="size", short_help="Compute the pool for so many tokens of a model.")
-@click.argument("config", type=click.Path(exists=True, path_type=Path))
+@click.argument("config", type=click.Path(exists=True, path_type=Path), required=False)
 @click.option("--tokens", required=True, metavar="N", help="Tokens that shall be there at once: 1000000, 64K, 2M.")
 @click.option(
     "--dtype",
@@ -32,17 +32,40 @@ from .model import ITEM_BYTES, ModelShape, PoolSize
 @click.option(
     "--tensor-parallel", default=1, type=click.IntRange(1), help="Ranks that share the heads.", show_default=True
 )
+@click.option(
+    "--object-bytes",
+    metavar="SIZES",
+    help="In place of CONFIG, for LMCache: bytes of a chunk's object in each group of layers, such as 64KiB,8KiB.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    config: Path, tokens: str, dtype: str, block_size: int, chunk_tokens: int, tensor_parallel: int, as_json: bool
+    config: Path | None,
+    tokens: str,
+    dtype: str,
+    block_size: int,
+    chunk_tokens: int,
+    tensor_parallel: int,
+    object_bytes: str | None,
+    as_json: bool,
 ) -> None:
     """Compute the pool that the KV cache of so many tokens takes.
 
     CONFIG is the config.json of a model, or the directory that it is in. Each rank of tensor parallelism has a pool of its own.
+
+    LMCache stores an object of each chunk for each group of layers; each takes a page as large as the largest: groups of two
+    sizes need a larger pool than their bytes. --object-bytes computes it.
     """
+    if (config is None) == (object_bytes is None):
+        raise BadInput(
+            "name either CONFIG, the config.json of a model, or --object-bytes, the sizes of LMCache's objects"
+        )
     wanted = as_bytes(tokens)  # K and M of tokens are powers of 1,024, as lengths of contexts are
     if isinstance(wanted, str) or wanted < 1:
         raise BadInput(f"--tokens {tokens}: must be a positive number, such as 1000000 or 64K")
+    if object_bytes is not None:
+        _print_groups(GroupSize.of(wanted, _sizes(object_bytes), chunk_tokens, tensor_parallel), as_json)
+        return
+    assert config is not None
     try:
         model = ModelShape.from_config(_read(config))
         item_bytes = ITEM_BYTES[_dtype_of(model, dtype)]
@@ -65,6 +88,26 @@ def command(
     click.echo(f"maru_pool_size: {as_size(size.pool_bytes)}{of_each}")
     if size.workers > 1:
         click.echo(f"of all {size.workers} workers: {as_size(size.total_bytes)}")
+
+
+def _print_groups(size: GroupSize, as_json: bool) -> None:
+    if as_json:
+        print_json(attrs.asdict(size))
+        return
+    of_each = " of each worker" if size.workers > 1 else ""
+    click.echo(f"{size.chunks:,} chunks of {size.chunk_bytes:,} bytes{of_each}, in {size.groups} objects each")
+    ratio = f"the pool is {size.pages_to_bytes:.2f} times the bytes of the objects"
+    click.echo(f"pages of {size.page_bytes:,} bytes, one for each object: {ratio}")
+    click.echo(
+        f"pool_size_gb: {size.pool_bytes / (1 << 30):.3f}, or capacity_bytes: {as_size(size.pool_bytes)}{of_each}"
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [as_bytes(part) for part in text.split(",")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise BadInput(f"--object-bytes {text}: must be positive sizes with commas between them, such as 64KiB,8KiB")
+    return sizes
 
 
 def _read(path: Path) -> dict[str, object]:

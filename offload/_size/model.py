@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -174,6 +174,35 @@ class PoolSize:
         chunk_bytes, chunks = per_token * chunk_tokens, -(-tokens // chunk_tokens)
         pool = -(-chunk_bytes * chunks // MIB) * MIB
         return cls(per_token, chunk_tokens, chunk_bytes, chunks, pool, tensor_parallel, pool * tensor_parallel)
+
+
+@attrs.frozen
+class GroupSize:
+    """What so many tokens take of a pool where each group of layers has an object of its own in each chunk."""
+
+    tokens: int
+    """Tokens that shall be there at once."""
+    groups: int
+    """Objects of a chunk."""
+    chunks: int
+    """Chunks of one worker, for all tokens."""
+    chunk_bytes: int
+    """Bytes of the objects of a chunk."""
+    page_bytes: int
+    """Bytes of a page: of the largest object."""
+    pages_to_bytes: float
+    """How many times the bytes of the objects their pages have."""
+    pool_bytes: int
+    """Bytes of the pool of one worker, whole MiB."""
+    workers: int
+    """Ranks of tensor parallelism, each with a pool of its own."""
+
+    @classmethod
+    def of(cls, tokens: int, object_bytes: Sequence[int], chunk_tokens: int, tensor_parallel: int) -> GroupSize:
+        """Compute the pool for objects of these sizes, one for each group of layers."""
+        chunks, chunk, page, n = -(-tokens // chunk_tokens), sum(object_bytes), max(object_bytes), len(object_bytes)
+        pool = -(-chunks * n * page // MIB) * MIB
+        return cls(tokens, n, chunks, chunk, page, n * page / chunk, pool, tensor_parallel)
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:

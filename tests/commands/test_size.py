@@ -130,3 +130,27 @@ def test_a_model_without_heads_is_none():
     with pytest.raises(ValueError, match="shared out"):
         shape = ModelShape.from_config(LLAMA_8B)
         PoolSize.of(shape, 1, item_bytes=2, block_size=16, chunk_tokens=256, tensor_parallel=5)
+
+
+def test_groups_of_two_sizes_take_whole_pages():
+    said = CliRunner().invoke(main, ["size", "--tokens", "64K", "--object-bytes", "64KiB,8KiB", "--json"])
+    assert said.exit_code == 0, said.output
+    answer = json.loads(said.stdout)
+    assert (answer["chunks"], answer["chunk_bytes"], answer["page_bytes"]) == (256, 72 << 10, 64 << 10)
+    assert answer["pool_bytes"] == 256 * 2 * (64 << 10) and round(answer["pages_to_bytes"], 2) == 1.78
+    text = CliRunner().invoke(main, ["size", "--tokens", "64K", "--object-bytes", "64KiB,8KiB"]).output
+    assert "the pool is 1.78 times the bytes of the objects" in text and "capacity_bytes: 32 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "name either CONFIG"),
+        (["--object-bytes", "64KiB,"], "must be positive sizes"),
+        (["--object-bytes", "0"], "must be positive sizes"),
+        ([".", "--object-bytes", "64KiB"], "name either CONFIG"),
+    ],
+)
+def test_sizes_of_objects_are_checked(options: list[str], why: str):
+    said = CliRunner().invoke(main, ["size", "--tokens", "64K", *options], standalone_mode=False)
+    assert why in str(said.exception)

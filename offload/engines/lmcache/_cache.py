@@ -69,6 +69,7 @@ class ObjectCache:
         self._locks: LockTable[Hit] = LockTable()
         self.layouts: LayoutChecks = LayoutChecks(self.faults)
         """Which layouts of objects have been tried."""
+        self._stored_objects = self._stored_bytes = 0
         lazy.on_replaced = self._release_all
 
     @property
@@ -171,11 +172,16 @@ class ObjectCache:
         """For a status: how the engine is, what is locked, and what went wrong."""
         lazy, opened = self._lazy, self._lazy.opened
         failure = lazy.failure
+        page_bytes = self._page_bytes if opened is None else opened.page_bytes
+        with self._lock:
+            pages, stored = self._stored_objects * page_bytes, self._stored_bytes
         return {
             "is_healthy": lazy.state in ("not connected", "opening", "open") and not self.unavailable,
             "state": lazy.state,
             "open_error": None if failure is None else f"{name_of(failure)}: {failure}",
-            "page_bytes": self._page_bytes if opened is None else opened.page_bytes,
+            "page_bytes": page_bytes,
+            # An object takes a whole page: with groups of two sizes, the capacity holds that much less of them.
+            "page_bytes_per_stored_byte": round(pages / stored, 2) if stored else None,
             "unavailable_tiers": dict(self.unavailable),
             "locked_key_count": self.locked,
             "stores_under_way": 0 if opened is None else len(opened.source),
@@ -221,6 +227,12 @@ class ObjectCache:
         for error in tiers.values():
             self.faults.note("lookup", error, asked)
         self.unavailable = {tier: f"{name_of(error)}: {error}" for tier, error in tiers.items()}
+
+    def note_stored(self, sizes: Sequence[int]) -> None:
+        """Count objects that were stored, by the bytes of each that mean anything."""
+        with self._lock:
+            self._stored_objects += len(sizes)
+            self._stored_bytes += sum(sizes)
 
     def lock(self, hit: Hit) -> None:
         """Keep a hit until its keys are unlocked."""

@@ -209,6 +209,7 @@ class Storing(Operation):
         for name in result.completed:
             for at in positions[name]:
                 self._there[at] = self._written[at] = True
+        self.cache.note_stored([self._spans[positions[name][0]].used for name in result.completed])
         for name, reason in result.filtered.items():
             if reason in THERE:
                 for at in positions[name]:

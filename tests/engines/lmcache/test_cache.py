@@ -203,6 +203,15 @@ def test_the_first_object_says_how_large_a_page_is():
         assert cache.lazy.opened.page_bytes == 512
 
 
+def test_the_status_says_what_groups_of_two_sizes_take():
+    with open_cache(in_memory(chunk_size_bytes=64 << 10)) as cache:
+        assert cache.cache.report()["page_bytes_per_stored_byte"] is None
+        cache.store(chunks(4, object_group_id=0), objects(4, 64 << 10))
+        assert cache.cache.report()["page_bytes_per_stored_byte"] == 1.0
+        cache.store(chunks(4, object_group_id=1), objects(4, 8 << 10))
+        assert cache.cache.report()["page_bytes_per_stored_byte"] == 1.78
+
+
 def test_the_first_object_that_is_loaded_says_so_too():
     with open_cache() as cache:
         assert cache.load(KEYS[:1], objects(1, 512)) == [False]
