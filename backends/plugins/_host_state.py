@@ -138,7 +138,7 @@ class HostRegistry(Registry):
         return [at for at, key in enumerate(keys) if key not in self._slot_of]
 
     def note_gone(self, keys: Iterable[Key]) -> None:
-        """The plugin does not have these any more."""
+        """The plugin does not have these any more: nothing was stored since it said so."""
         known = [key for key in keys if key in self._slot_of]
         if known:
             self.forget(known, self.slots(known))
@@ -331,9 +331,10 @@ class HostState:
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """The same, and nothing stays locked; what the plugin does not have is no longer registered."""
+        asked_at = self.registry.registrations
         bits = await self.find(keys)
         self.driver.unlock([key for key, bit in zip(keys, bits, strict=True) if bit])
-        self.registry.note_gone(key for key, bit in zip(keys, bits, strict=True) if not bit)
+        self.registry.note_gone_by([key for key, bit in zip(keys, bits, strict=True) if not bit], asked_at)
         return bits
 
     def unlock_found(self, operation: Operation) -> None:

@@ -224,13 +224,14 @@ class Reader:
         asked = list(takewhile(lambda key: key not in tombstones, keys))
         if not asked:
             return keys[:0]
+        asked_at = self._state.registry.registrations
         bits = await self._state.find(asked)
         n = 0
         while n < len(asked) and bits[n] and asked[n] not in tombstones:
             n += 1
         self._state.driver.unlock([key for key, bit in zip(asked[n:], bits[n:], strict=True) if bit])
         if n < len(asked) and not bits[n]:
-            self._state.registry.note_gone(asked[n : n + 1])
+            self._state.registry.note_gone_by(asked[n : n + 1], asked_at)
         return keys[:n]
 
     async def load(self, keys: Sequence[Key], destination: Destination, there: Pages | None) -> list[Outcome]:
@@ -248,6 +249,7 @@ class Reader:
         if asked:
             names = [keys[at] for at in asked]
             buffer = state.staging.take(len(asked))
+            asked_at = state.registry.registrations
             bits = await self._get(names, buffer)
             short = [at for at in buffer.unfinished() if bits[at]]
             read = [bit and at not in short for at, bit in enumerate(bits)]
@@ -263,7 +265,8 @@ class Reader:
             for at in short:
                 outcomes[asked[at]] = Missed("short")
                 self._hide(names[at])
-            state.registry.note_gone(name for name, is_read in zip(names, read, strict=True) if not is_read)
+            gone = [name for name, is_read in zip(names, read, strict=True) if not is_read]
+            state.registry.note_gone_by(gone, asked_at)
         for outcome in outcomes:
             if isinstance(outcome, Missed):
                 self.missed[outcome.reason] += 1

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Deletion, Failed, RoomRequest
+from backends.abc import LOADED, STORED, Deletion, Failed, Missed, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from backends.slots import PagesDestination
 from tests.support.plugin_faults import PlayedAdapter, PlayedConnector
@@ -92,6 +92,44 @@ async def in_the_last_moment(tier, plugin, channel, happens, fn, *args):
 
 
 # --- answered in the tick in which nobody waits any more ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["contains", "pin", "load"])
+async def test_a_miss_forgets_nothing_stored_meanwhile(connector, source, look):
+    key = KEYS[:1]
+    async with hosted(connector, capacity_bytes=8 * SIZE) as tier:
+
+        async def ask():
+            if look == "contains":
+                await tier.contains(key)
+            elif look == "pin":
+                async with await tier.pin(key):
+                    pass
+            else:
+                await load(tier, key)
+
+        async with trio.open_nursery() as nursery:
+            if look == "load":  # found by another process's hand, and gone when it is read
+                connector.automatic = False
+                nursery.start_soon(ask)
+                await settle()
+                connector.answer(bits=[True])
+                await settle()
+            else:
+                connector.automatic = False
+                nursery.start_soon(ask)
+                await settle()
+            number, kind, keys, views = connector.waiting.pop(0)
+            said = connector._do(number, kind, keys, views)  # "not there", which is told later
+            assert said["bits"] == [False]
+            connector.automatic = True
+            assert await store(tier, source, key) == [STORED]
+            connector.tell(**said)
+        assert (len(tier.registry), tier.statistics().used_bytes) == (1, SIZE)
+        [name] = connector.blocks
+        connector.blocks[name] = b"\xff" * SIZE
+        outcomes, _ = await load(tier, key)
+        assert outcomes == [Missed("damaged")] and of_host(tier, "unverified") == (0,)
 
 
 @pytest.mark.parametrize("why", ["the deadline", "the line broke"])
