@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack
-from typing import Any, ClassVar, Final, cast
+from contextlib import AsyncExitStack, suppress
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import trio
 
@@ -43,7 +43,7 @@ from backends.abc import (
     check_keys,
 )
 from backends.pages import Pages
-from backends.threads import run_in_thread_to_the_end
+from backends.threads import run_in_thread, run_in_thread_to_the_end
 from backends.tier_base import TierBase, TierLease, TierReservation
 from maru.exception_groups import holds
 
@@ -65,6 +65,8 @@ from ..daemon._messages import (
 from ._connection import DaemonConnection, Session, open_connection
 from ._errors import DaemonBusy, DaemonTierFailed, DaemonUnavailable
 from ._places import MAX_PLACES, Places, Staging
+
+T = TypeVar("T")
 
 _WITHIN: Final = 86_400.0
 """Seconds for the daemon's tiers: the caller's scope ends sooner, and cancels the request."""
@@ -262,12 +264,13 @@ class DaemonTier(TierBase[DaemonLease]):
         depths: Sequence[int | None] | None,
     ) -> list[Outcome]:
         copy = StoreCopy(source, keys, refs, summed=False)
+        thread = _SlotsOfThread(staging, slots)
         try:
-            failed = await copy.into(staging.pages(slots), self._in_place)
+            failed = await copy.into(staging.pages(slots), self._in_place, thread.run)
         except BaseException as error:
-            if isinstance(error, Exception) and not holds(error, Unproven):
-                staging.give_back(slots)
-            raise  # cancelled, or left, a thread may still write to these slots
+            if not holds(error, Unproven):  # else something may write to these slots for ever
+                thread.leave()
+            raise
         good = [at for at in range(len(keys)) if at not in failed]
         answers = await self._ask_store(
             session,
@@ -472,6 +475,45 @@ class DaemonTier(TierBase[DaemonLease]):
         if self._places is None:
             self._places = Places(self.connection, self.block_bytes)
         return self._places
+
+
+class _SlotsOfThread:
+    """Slots that a thread writes to: they go back once it is over and was left, whichever comes last."""
+
+    def __init__(self, staging: Staging, slots: Sequence[int]) -> None:
+        self._staging, self._slots = staging, slots
+        self._trio = trio.lowlevel.current_trio_token()
+        self._first: list[bool] = []
+        """One element while there is a thread, taken by whichever end comes first."""
+
+    async def run(self, function: Callable[[Pages], T], pages: Pages) -> T:
+        """Call this in a thread; see :func:`backends.threads.run_in_thread`."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._first.append(True)
+        try:
+            return await run_in_thread(self._work, function, pages)
+        except Exception:
+            self._first.clear()  # it has raised that, or never begun
+            raise
+
+    def leave(self) -> None:
+        """Give the slots back as soon as nothing writes to them: they are not used."""
+        if not self._is_first():
+            self._staging.give_back(self._slots)
+
+    def _work(self, function: Callable[[Pages], T], pages: Pages) -> T:
+        try:
+            return function(pages)
+        finally:
+            if not self._is_first():
+                with suppress(trio.RunFinishedError):
+                    self._trio.run_sync_soon(self._staging.give_back, self._slots)
+
+    def _is_first(self) -> bool:
+        try:
+            return self._first.pop()
+        except IndexError:
+            return False
 
 
 def _part(depths: Sequence[int | None] | None, part: slice) -> Sequence[int | None] | None:

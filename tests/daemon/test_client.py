@@ -570,6 +570,51 @@ async def open_connection_to_daemon_that_ends(path):
         ends.set()
 
 
+class SlowSource(MemoryTier):
+    """A copy out of it waits until it is told to go on."""
+
+    def __init__(self, n):
+        super().__init__(n * SIZE, SIZE)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def views(self, refs):
+        return None
+
+    def copy_out(self, refs, pages):
+        self.begun.set()
+        assert self.go_on.wait(PATIENCE)
+        super().copy_out(refs, pages)
+
+
+async def test_slots_of_cancelled_copy_go_back_once_it_is_over(path):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        staging, source = client._its_places().staging, SlowSource(16)
+        before = len(staging._free)
+        reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reservation.transfer, source, range(2))
+            await until(source.begun.is_set)
+            nursery.cancel_scope.cancel()
+        assert len(staging._free) == before - 2  # a thread writes to them
+        source.go_on.set()
+        await until(lambda: len(staging._free) == before)
+
+
+async def test_store_can_be_cancelled_at_every_step_and_keeps_no_slot(path):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        staging, source = client._its_places().staging, MemoryTier(16 * SIZE, SIZE)
+        before = len(staging._free)
+        for step in range(30):
+            reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reservation.transfer, source, range(2))
+                for _ in range(step):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            with trio.fail_after(PATIENCE):
+                await until(lambda: len(staging._free) == before)
+
+
 async def test_store_cancelled_before_it_is_sent_gives_slots_back(path):
     async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
         staging = client._its_places().staging
