@@ -298,9 +298,9 @@ class DaemonConnection:
 
     async def _keep_telling(self, session: Session) -> None:
         while self.session is session and self._due:
-            await self._channel.wait_room()
-            if self.session is session:
-                self._tell_due()
+            self._tell_due()  # first: the room that was missing may have come before this task began
+            if self._due:
+                await self._channel.wait_room()
 
     async def _tell_later(self, make: Callable[[int], Request]) -> None:
         session = self.session

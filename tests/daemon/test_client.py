@@ -468,6 +468,16 @@ async def test_no_request_overtakes_a_release(path):
         assert counters.values["holds"] == 0
 
 
+async def test_a_release_is_sent_if_room_came_at_once(path):
+    """Not with the next heartbeat: the channel has room before the task that waits for some has begun."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        _, hold = await stored(connection, cache_of())
+        with full_channel(connection):
+            connection.tell(lambda seq: Release(seq, [hold]))
+        with trio.fail_after(1):
+            await until(lambda: held(server) == {"caches": 1})
+
+
 async def test_a_release_refused_for_now_is_sent_again(path, monkeypatch):
     async with daemon(path) as server, open_connection(server.url) as connection:
         _, hold = await stored(connection, cache_of())
