@@ -79,6 +79,8 @@ class Files(Ledger):
             fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
             try:
                 reserve_all(fd, length, self._reserve, go_on)
+                if self._keep_free:  # once more: others may have reserved at the same time
+                    leave_free(self._fd, 0, self._keep_free)
                 os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             except BaseException:
                 self._unlink(temporary)

@@ -58,6 +58,8 @@ def make_index_file(home: str, number: int, length: int, keep_free: int = 0) -> 
         if keep_free:
             leave_free(fd, length, keep_free)
         os.posix_fallocate(fd, 0, length)
+        if keep_free:  # once more: a region may have been reserved at the same time
+            leave_free(fd, 0, keep_free)
         return mmap.mmap(fd, length)
     except BaseException:
         os.unlink(path)

@@ -987,3 +987,37 @@ def test_files_need_no_more_descriptors_however_many_regions_there_are(tmp_path)
     assert open_descriptors() <= before
     files.close()
     home.close()
+
+
+def test_regions_made_at_once_leave_the_journal_its_room(tmp_path, monkeypatch):
+    free, both, seen = [5 * MIB2], threading.Barrier(2), set()
+    fields = list(os.statvfs(tmp_path))
+    monkeypatch.setattr("os.fstatvfs", lambda fd: os.statvfs_result([fields[0], 1, *fields[2:4], free[0], *fields[5:]]))
+
+    def reserve(fd, start, length):
+        if fd not in seen:
+            seen.add(fd)
+            both.wait(10)
+        free[0] -= length
+
+    made = []
+
+    def make():
+        try:
+            made.append(files.create(2 * MIB2, lambda: None))
+        except PoolFull as exc:
+            made.append(exc)
+
+    home = StateDirectory(tmp_path / "pool")
+    files = Files(home, tmp_path / "pool", 64 * MIB2, reserve, keep_free=2 * MIB2)
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [one for one in made if isinstance(one, PoolFull)]
+    assert refused and "kept for the journal" in str(refused[0])
+    assert len(list((tmp_path / "pool").glob("*.dat*"))) == 2 - len(refused)
+    assert files.allocated_bytes == (2 - len(refused)) * 2 * MIB2
+    files.close()
+    home.close()
