@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -146,6 +148,10 @@ class DaemonEngine:
         """Open the tiers, and keep them open until cancelled."""
         # Before they are made: those with populate = true have all of their memory then.
         _check_limit(self.config.tiers, self.page_store)
+        if any(_is_page_store(tier) for tier in self.config.tiers.values()):
+            # Importing takes a tenth of a second of the loop, and other engines wait. An error is raised when the tier is made.
+            with suppress(ImportError, OSError, RuntimeError):
+                await run_in_thread(import_module, "backends.maru")
         config = attrs.evolve(self.config, source=self.caches, block_bytes=0, tiers=unpopulated(self.config.tiers))
         async with open_engine(config, instruments=self.instruments) as engine:
             engine.pipelines[0].add_instrument(_SettlementWatch(self))
@@ -242,6 +248,11 @@ async def _populate(engine: Engine) -> None:
                     await run_in_thread(tier.populate, start)
     except (OSError, RuntimeError) as exc:
         _log.warning("memory of the tiers is not populated, so that the first stores into it are slow: %s", exc)
+
+
+def _is_page_store(tier: TierLike) -> bool:
+    """Return whether a tier is to be made of the type ``maru``."""
+    return tier == "maru" or (isinstance(tier, Mapping) and tier.get("type") == "maru")
 
 
 def _check_limit(tiers: Mapping[str, TierLike], page_store: MaruServer | None) -> None:

@@ -103,6 +103,37 @@ def test_a_store_waits_for_an_opening_page_store(tmp_path):
     assert "engine.pipeline.policy_timeout = 0.2" in offload("serve", str(file), "--print-config").stdout
 
 
+_WATCHED_IMPORT = """
+import sys, threading, trio
+from maru import ServerConfig
+from offload import EngineConfig
+from offload.daemon import DaemonConfig, open_daemon
+
+threads = []
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "backends.maru._tier":
+            threads.append(threading.current_thread() is threading.main_thread())
+
+async def main(path):
+    tiers = {"maru": {"type": "maru", "server_url": f"ipc://{path}/pool/maru.sock", "pool_size": "4 MiB"}}
+    store = ServerConfig(pool_path=f"{path}/pool", capacity_bytes=8 << 20)
+    async with open_daemon(DaemonConfig(runtime_dir=path, block_bytes=4096), EngineConfig(tiers=tiers), maru=store):
+        print(threads)
+
+sys.meta_path.insert(0, Watch())
+trio.run(main, sys.argv[1])
+"""
+
+
+def test_the_loop_imports_no_page_store(path):
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED_IMPORT, path], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.stdout == "[False]\n", done.stderr
+
+
 # --- from the start to the end --------------------------------------------------------------------------------------------
 
 
