@@ -418,10 +418,12 @@ def full_channel(connection):
         raise trio.WouldBlock
 
     channel = connection._channel
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "send_nowait", full)
-        yield
-    channel._flush()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel, "send_nowait", full)
+            yield
+    finally:
+        channel._flush()
 
 
 @pytest.mark.parametrize("is_full", [True, False])

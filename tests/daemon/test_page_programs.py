@@ -7,6 +7,9 @@ looked at holds in any order:
 - what is found anywhere has the bytes of its key;
 - a tenant never has more than its quota, nor less counted than is there;
 - each block that was committed comes to one end behind the page store: passed on, gone, or not passed on;
+- a session that is over commits nothing, whatever its engine had filled before it stood still;
+- an engine with as many reservations as a session may have keeps no other engine out;
+- nothing that is written waits for the tier behind, which in some programs stands still until all else is over;
 - in the end nothing is announced, reserved, held or pinned: every block can be deleted.
 """
 
@@ -14,15 +17,20 @@ import contextlib
 import gc
 import random
 
+import attrs
 import pytest
 import trio
 
-from backends.abc import LOADED, Deletion
+from backends.abc import DUPLICATE, LOADED, STORED, Deletion
 from backends.maru import MaruLease
 from backends.testing import FakeTier
 from maru.exception_groups import holds
 from offload import BreakerConfig, open_engine
-from offload.client import DaemonTier, SharedBlocks, SharedMemory
+from offload.client import DaemonBusy, DaemonTier, DaemonUnavailable, Pages, SharedBlocks, SharedMemory
+from offload.client._connection import DaemonConnection
+from offload.daemon._messages import Refusal
+from offload.daemon._onward import OnwardCommits
+from tests.daemon.test_client import full_channel
 from tests.daemon.test_pages import bytes_of, fill, keys_of, opened, until
 from tests.daemon.test_pages_of_tenants import HIS, ROOM, tenants, used
 from tests.daemon.test_pages_onward import chained, told
@@ -32,6 +40,10 @@ from tests.support.daemons import until as until_async
 KEYS = keys_of(12)
 ENGINES = 3
 STEPS = 25
+LONGEST = 60.0
+"""Seconds that a program may take, by far."""
+RESERVATIONS = 8
+"""Reservations that a session may have at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +57,26 @@ class Program:
 
     def __init__(self, seed, running, disk, **options):
         self.seed, self.running, self.disk, self.options = seed, running, disk, options
-        self.done = dict.fromkeys(("stored", "read", "loaded", "deleted", "cancelled", "sessions"), 0)
+        ends = ("stored", "read", "loaded", "deleted", "cancelled", "sessions", "full", "late", "busy")
+        self.done = dict.fromkeys(ends, 0)
+        running.sessions.limits = attrs.evolve(running.sessions.limits, holds=RESERVATIONS)
 
     async def run(self):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._break)
-            async with trio.open_nursery() as engines:
-                for number in range(ENGINES):
-                    engines.start_soon(self._engine, random.Random(f"{self.seed} {number}"))
+            with trio.move_on_after(LONGEST) as bound:
+                async with trio.open_nursery() as engines:
+                    for number in range(ENGINES):
+                        engines.start_soon(self._engine, random.Random(f"{self.seed} {number}"))
+            assert not bound.cancelled_caught, "an engine waits for the tier behind"
             nursery.cancel_scope.cancel()
 
     async def _break(self):
         rng, faults = random.Random(f"{self.seed} faults"), self.disk.faults
         try:
+            if rng.random() < 0.3:
+                faults.gate = trio.Event()
+                await trio.sleep_forever()
             while True:
                 faults.gate = trio.Event() if rng.random() < 0.3 else None
                 faults.error = OSError("no disk") if rng.random() < 0.2 else None
@@ -79,9 +98,24 @@ class Program:
             async with opened(self.running, **self.options) as pages:
                 for _ in range(min(steps, rng.randrange(1, STEPS))):
                     steps -= 1
-                    act = rng.choice((self._store, self._store, self._read, self._load, self._delete))
+                    act = rng.choice((self._store, self._store, self._read, self._load, self._delete, self._take_all))
                     await self._cancelled(act, rng, pages)
+                    if rng.random() < 0.1:
+                        await self._stand_still(rng, pages)
                     assert not self.options or used(self.running) <= ROOM
+                await until_async(lambda: self._is_told(pages), "a reservation that was given back is announced still")
+
+    def _is_told(self, pages):
+        """Whether the daemon knows of no more reservations of this engine than are open."""
+        pages._connection.look()  # else the answer to a request that was cancelled is seen with the next heartbeat
+        session = self.running.sessions.by_token(pages._connection.session.token)
+        return len(session.announced) <= len(pages._open)
+
+    async def _reserve(self, rng, pages):
+        try:
+            return await pages.reserve_write(rng.sample(KEYS, rng.randrange(1, 7)))
+        except DaemonBusy as error:
+            raise AssertionError("an engine is kept out that has few reservations") from error
 
     async def _cancelled(self, act, rng, pages):
         """Act, and be cancelled in the middle one time of two."""
@@ -89,6 +123,8 @@ class Program:
             async with trio.open_nursery() as nursery:
                 if rng.random() < 0.5:
                     nursery.start_soon(self._cancel_later, scope, rng.randrange(40))
+                if rng.random() < 0.3:
+                    nursery.start_soon(self._fill_channel, pages._connection, rng.randrange(40), rng.randrange(40))
                 await act(rng, pages)
                 nursery.cancel_scope.cancel()
         self.done["cancelled"] += scope.cancelled_caught
@@ -98,13 +134,56 @@ class Program:
             await trio.lowlevel.checkpoint()
         scope.cancel()
 
+    async def _fill_channel(self, connection, after, turns):
+        """Leave no room in the channel to the daemon for some turns."""
+        for _ in range(after):
+            await trio.lowlevel.checkpoint()
+        with full_channel(connection):
+            self.done["full"] += 1
+            for _ in range(turns):
+                await trio.lowlevel.checkpoint()
+
+    async def _stand_still(self, rng, pages):
+        """Commit what was filled in a session that is over by now, for the daemon or by the clock of this engine."""
+        connection = pages._connection
+        reservation = await self._reserve(rng, pages)
+        fill(reservation)
+        session = connection.session
+        if rng.random() < 0.5:
+            session.expires = trio.current_time()
+        else:
+            daemons = self.running.sessions.by_token(session.token)
+            self.running._service.end(daemons, "a test")
+            self.running._channel.hang_up(daemons.peer)
+        with contextlib.suppress(DaemonUnavailable):
+            await pages.commit(reservation)
+        assert reservation.outcomes is None, "it was committed in a session that is over"
+        self.done["late"] += 1
+        session.expires = trio.current_time() + session.lease
+        await connection.wait_session()
+
+    async def _take_all(self, rng, pages):
+        """Take reservations up to the bound of a session, hold them for some turns, and give them back."""
+        taken = []
+        try:
+            with contextlib.suppress(DaemonBusy):
+                while True:
+                    taken.append(await pages.reserve_write(rng.sample(KEYS, 1)))
+            self.done["busy"] += 1
+            for _ in range(rng.randrange(40)):
+                await trio.lowlevel.checkpoint()
+        finally:
+            with trio.CancelScope(shield=True):
+                for reservation in taken:
+                    await pages.release(reservation)
+
     async def _store(self, rng, pages):
-        reservation = await pages.reserve_write(rng.sample(KEYS, rng.randrange(1, 7)))
+        reservation = await self._reserve(rng, pages)
         fill(reservation)
         end = rng.random()
         if end < 0.7:
             outcomes = await pages.commit(reservation)
-            assert len(outcomes) == len(reservation.keys)
+            assert len(outcomes) == len(reservation.keys) and set(outcomes) <= {STORED, DUPLICATE}
             self.done["stored"] += len(outcomes)
         elif end < 0.85:
             await pages.release(reservation)  # else it is forgotten, or goes with its session
@@ -145,6 +224,8 @@ async def check_the_end(program):
     """What holds when all engines are gone, and all copies are over."""
     running = program.running
     service = running._service
+    for entry in running.engine.quarantine:  # copies that the tier behind held up for longer than they had
+        entry.release()
     await until(lambda: not running.statistics()["sessions"], "a session is left")
     await service.wait_given_back()
     await service.onward.wait_over()
@@ -235,7 +316,54 @@ def _pins_kept(program, monkeypatch):
     monkeypatch.setattr(MaruLease, "__aexit__", nothing)
 
 
-@pytest.mark.parametrize("fault", [_counted_twice, _never_settled, _pins_kept])
+def _committed_when_over(program, monkeypatch):
+    monkeypatch.setattr(Pages, "_is_current", lambda self, session: True)
+
+
+def _bounded_together(program, monkeypatch):
+    """One engine takes what all may have."""
+    service = program.running._service
+    reserve = service.pages.reserve_nowait
+
+    def reserve_nowait(session, *request):
+        if sum(len(one.announced) for one in program.running.sessions) >= RESERVATIONS:
+            raise Refusal("full", "a test")
+        return reserve(session, *request)
+
+    service.pages.reserve_nowait = reserve_nowait
+
+
+def _dropped_when_full(program, monkeypatch):
+    """As it was: what gives something back was dropped where the channel was full."""
+    tell_due = DaemonConnection._tell_due
+
+    def drop(self):
+        tell_due(self)
+        self._due.clear()
+
+    monkeypatch.setattr("tests.support.daemons.PATIENCE", 1.0)
+    monkeypatch.setattr(DaemonConnection, "_tell_due", drop)
+
+
+def _held_up_by_disk(program, monkeypatch):
+    onward = program.running._service.onward
+    monkeypatch.setattr("tests.daemon.test_page_programs.LONGEST", 3.0)
+    monkeypatch.setattr(OnwardCommits, "has_room", property(lambda self: not self._under_way))
+    onward.wait_room = onward.wait_over
+
+
+PLANTED = [
+    _counted_twice,
+    _never_settled,
+    _pins_kept,
+    _committed_when_over,
+    _bounded_together,
+    _dropped_when_full,
+    _held_up_by_disk,
+]
+
+
+@pytest.mark.parametrize("fault", PLANTED)
 async def test_a_fault_that_is_planted_is_found_within_some_programs(fault, tmp_path, monkeypatch):
     with pytest.raises(Exception) as found:  # by the nursery of a daemon, in a group
         for seed in range(20):
