@@ -1,6 +1,7 @@
 """Quotas of tenants: the account alone, and what a daemon does by it."""
 
 import json
+import math
 import random
 
 import pytest
@@ -381,7 +382,7 @@ async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monk
             async with open_client(cache, running.url, credential=HIS) as his:
                 await store(his, cache, keys_of(8))
         listings = page_store._service.listings
-        listings.update({-number: [] for number in range(1, 5)})  # of other clients
+        listings.update({-number: ([], math.inf) for number in range(1, 5)})  # of other clients, which go on
         async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
             assert running.statistics()["tenant.a.used_bytes"] == 0
             assert "is not counted yet" in caplog.text
