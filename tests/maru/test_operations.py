@@ -6,9 +6,9 @@ import itertools
 import weakref
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from xxhash import xxh3_64_intdigest
 
 from maru import CannotMap, HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerLost, ServerRefused
@@ -38,6 +38,7 @@ from maru._client.operations.state import salt_of
 from maru._client.page_states import PageState
 from maru._wire import Code
 from tests.support.maru_world import PAGE, Client, PublishedWorld, World
+from tests.support.planted import maru as planted
 
 PATIENCE = MaruConfig().timeout_ms / 1e3
 
@@ -1304,7 +1305,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=who, keys=some, data=st.data())
     def put(self, who, keys, data):
-        client = self.with_fates(who, data)
+        self._put(self.with_fates(who, data), keys)
+
+    def _put(self, client, keys):
         known = {*keys} - self.unsure
         self.storing(keys)
         answers = self.attempt(client, lambda: client.put(keys, values_of(keys)))
@@ -1369,18 +1372,34 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=who, keys=some, data=st.data())
     def delete(self, who, keys, data):
-        client = self.with_fates(who, data)
+        self._delete(self.with_fates(who, data), keys)
+
+    def _delete(self, client, keys):
         answers = self.attempt(client, lambda: client.run(delete(client.s, keys))) or ()
         deleted = {key for key, answer in zip(keys, answers, strict=False) if answer is Deleted.DELETED}
         self.gone |= deleted - self.unsure
 
+    def _know_again(self):
+        """Have nothing left that may be done late, or registered again."""
+        self.world.late_requests()
+        for client in self.clients * 3:
+            self.attempt(client, lambda client=client: client.run(beat(client.s)))
+            self.attempt(client, lambda client=client: client.run(restore(client.s)))
+        is_anew = self.world.now < self.world.service.anew_until
+        if not is_anew and not any(client.s.former or client.s.pages.in_doubt for client in self.clients):
+            self.has_forgotten = False
+            self.gone.clear()
+            self.unsure.clear()
+
     @rule(who=who, keys=some, restarts=st.booleans(), data=st.data())
     def stand_still_while_another_deletes(self, who, keys, restarts, data):
+        self._know_again()
+        self._put(self.clients[who], keys)
         self.world.now += 20.0
         if restarts:
             self.world.restart()
             self.world.now += 20.0
-        self.delete(1 - who, keys, data)
+        self._delete(self.clients[1 - who], keys)
         self.beat(who, data)
         self.restore(who, data)
 
@@ -1480,6 +1499,13 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestMachineOverAnIndex = MachineOverAnIndex.TestCase
 TestMachineOverAnIndex.settings = TestMachine.settings
+
+
+def test_the_machine_finds_deleted_keys_registered_again(monkeypatch):
+    planted.deleted_keys_are_registered_again(monkeypatch)
+    few = settings(TestMachine.settings, derandomize=True, database=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=few)
 
 
 @pytest.mark.long

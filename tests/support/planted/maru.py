@@ -118,6 +118,14 @@ def close_waits_for_an_answer(patch):
     patch.setattr(handler, "CLOSE_TIME", 60.0)
 
 
+def deleted_keys_are_registered_again(patch):
+    """As it was: an owner that came back had the last word on what others had deleted meanwhile."""
+    from maru._client.operations import ClientState
+
+    lose_session = ClientState.lose_session
+    patch.setattr(ClientState, "lose_session", lambda self, *, forgotten: lose_session(self, forgotten=True))
+
+
 def a_store_asks_first(patch):
     """Fault 16."""
     from maru._client.operations import storing
