@@ -350,7 +350,7 @@ async def test_finely_cut_caches_of_one_session_are_bounded_together(path):
 
 async def test_keys_that_wait_are_bounded_for_a_session(path):
     """Stores that wait for a signal keep their keys, and so do holds: as many as may be would be gigabytes."""
-    async with daemon(path) as server:
+    async with daemon(path, block_bytes=SIZE) as server:
         sessions = server._service.sessions
         sessions.limits = attrs.evolve(sessions.limits, bytes=1 << 20, bytes_together=3 << 19)
         keys = [at.to_bytes(4, "big") * 100 for at in range(1_000)]
