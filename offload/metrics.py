@@ -153,6 +153,8 @@ _DAEMON_GAUGES: Final = (
     ("degraded.broken_tier", "Tiers that are left alone, as calls to them have failed"),
     ("degraded.full_disk", "Tiers whose disk has no room for their next blocks"),
     ("degraded.failing_route", "Routes in which blocks could not be stored in the last minute"),
+    ("degraded.dropping_route", "Routes that dropped blocks in the last minute, as they are behind"),
+    ("degraded.quarantined_copies", "Routes with copies whose end is unknown"),
     ("degraded.late_policies", "Routes whose policies took too long in the last minute"),
     ("degraded.few_descriptors", "Whether nine tenths of the file descriptors are open"),
     ("degraded.stuck_journal", "Whether the embedded page store waits for its journal"),

@@ -16,11 +16,21 @@ import attrs
 from maru.configuration import as_size
 
 Name: TypeAlias = Literal[
-    "broken_tier", "full_disk", "failing_route", "late_policies", "few_descriptors", "unlinked_files", "stuck_journal"
+    "broken_tier",
+    "full_disk",
+    "failing_route",
+    "dropping_route",
+    "quarantined_copies",
+    "late_policies",
+    "few_descriptors",
+    "unlinked_files",
+    "stuck_journal",
 ]
 NAMES: Final[tuple[Name, ...]] = get_args(Name)
 
-GRAVE: Final[frozenset[Name]] = frozenset({"broken_tier", "full_disk", "unlinked_files", "stuck_journal"})
+GRAVE: Final[frozenset[Name]] = frozenset(
+    {"broken_tier", "full_disk", "quarantined_copies", "unlinked_files", "stuck_journal"}
+)
 """Those that last until somebody acts."""
 
 RECENT: Final = 60.0
@@ -63,6 +73,10 @@ class ServiceFacts:
     """Causes, by tiers whose breaker is not closed."""
     failed_blocks: Mapping[str, int] = attrs.field(factory=dict)
     """Blocks that were not stored because of an error, by route, counted from the start."""
+    dropped_blocks: Mapping[str, int] = attrs.field(factory=dict)
+    """Blocks that were dropped for want of room, by route, counted from the start."""
+    quarantined: Mapping[str, int] = attrs.field(factory=dict)
+    """Copies whose end is unknown, by route."""
     late_policies: Mapping[str, int] = attrs.field(factory=dict)
     """Stores whose policies took too long, by route, counted from the start."""
     journal: str = ""
@@ -121,6 +135,16 @@ class DegradationWatch:
             yield Degradation(
                 "failing_route", route, f"{n:,} blocks were not stored in {route}: `offload explain` has the causes"
             )
+        for route, n in self._recent("dropping_route", facts.dropped_blocks, now):
+            text = f"{n:,} blocks were dropped by {route}, which is behind: raise budget_blocks, route_share or route_patience"
+            yield Degradation("dropping_route", route, text)
+        for route, n in facts.quarantined.items():
+            if n:
+                text = (
+                    f"{n:,} copies into {route} have no known end, and keep their blocks: `offload quarantine list` names "
+                    f"them, and once nothing copies any more `offload quarantine release NAME` frees them"
+                )
+                yield Degradation("quarantined_copies", route, text)
         for route, n in self._recent("late_policies", facts.late_policies, now):
             text = f"{n:,} stores into {route} were left out, as their policies took too long: raise policy_timeout"
             yield Degradation("late_policies", route, text)

@@ -101,6 +101,8 @@ class Degradations:
                     if health.state != HealthState.CLOSED
                 },
                 failed_blocks={name: one.blocks_failed for name, one in statistics.pipelines.items()},
+                dropped_blocks={name: one.blocks_dropped for name, one in statistics.pipelines.items()},
+                quarantined={name: one.quarantined for name, one in statistics.pipelines.items()},
                 late_policies={name: one.policy_timeouts for name, one in statistics.pipelines.items()},
             )
             for name, tier in engine.tiers.items():
@@ -119,10 +121,8 @@ class Degradations:
             return facts
         with trio.move_on_after(_PATIENCE):
             try:
-                self._is_looking = True
                 room, descriptors, unlinked = await run_in_thread(self._look_around, rooms)
             except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
-                self._is_looking = False
                 return attrs.evolve(facts, descriptors=find_descriptors())
             return attrs.evolve(facts, rooms=room, descriptors=descriptors, unlinked=unlinked)
         return facts
@@ -131,6 +131,9 @@ class Degradations:
         self, rooms: Mapping[str, tuple[str, int]]
     ) -> tuple[dict[str, RoomFact], tuple[int, int], tuple[str, ...]]:
         """Ask the file systems; in a thread, since one may hang."""
+        self._is_looking = (
+            True  # here: a look that is cancelled before the thread has begun must not end all later ones
+        )
         try:
             found = {}
             for name, (path, needed) in rooms.items():

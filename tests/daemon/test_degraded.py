@@ -99,6 +99,16 @@ async def test_files_that_are_removed_under_it_are_named(path, monkeypatch):
         await until(lambda: not server.degradations.texts())
 
 
+async def test_a_cancelled_look_turns_off_no_later_one(path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._server.LOOK", 3600.0)
+    async with daemon(path, block_bytes=SIZE) as server:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await server.degradations.look()
+        os.unlink(f"{path}/memory.sock")
+        await until(lambda: server.degradations.texts())
+
+
 async def test_descriptors_that_run_short_are_named(path):
     async with daemon(path, block_bytes=SIZE) as server:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

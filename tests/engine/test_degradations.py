@@ -19,6 +19,12 @@ WELL = ServiceFacts(rooms={}, descriptors=(10, 100), unlinked=())
             ("/kv is full, with 4 KiB left", "tier disk", "free some"),
         ),
         (ServiceFacts(failed_blocks={"disk": 1_200}), "failing_route disk", ("1,200 blocks", "offload explain")),
+        (ServiceFacts(dropped_blocks={"disk": 64}), "dropping_route disk", ("64 blocks", "disk, which", "route_share")),
+        (
+            ServiceFacts(quarantined={"disk": 2}),
+            "quarantined_copies disk",
+            ("2 copies into disk", "quarantine release"),
+        ),
         (ServiceFacts(late_policies={"host": 3}), "late_policies host", ("3 stores into host", "policy_timeout")),
         (ServiceFacts(journal="No space left"), "stuck_journal", ("(No space left)", "free space")),
         (ServiceFacts(descriptors=(950, 1_000)), "few_descriptors", ("950 of 1,000", "LimitNOFILE")),
@@ -42,6 +48,8 @@ def test_nothing_is_wrong_where_all_is_well() -> None:
     watch = DegradationWatch()
     facts = ServiceFacts(
         failed_blocks={"host": 0},
+        dropped_blocks={"host": 0},
+        quarantined={"host": 0},
         late_policies={"host": 0},
         rooms={"disk": RoomFact("/kv", 16_384, 16_384)},
         descriptors=(90, 100),
