@@ -231,6 +231,8 @@ class Offers:
                     if patience.cancelled_caught:
                         break
                 # No checkpoint since there was room, or it would be lost to a cancel.
+                share.offered -= n
+                offer.waiting -= n
                 self._enqueue(route, offer, *self._next(offer, n))
         except PipelineClosed:
             pass

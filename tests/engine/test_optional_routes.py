@@ -78,6 +78,25 @@ async def test_store_completes_whatever_the_route_does(autojump_clock: object, f
     tiers.assert_at_rest()
 
 
+async def test_blocks_that_have_room_by_now_do_not_count_as_waiting(autojump_clock: object) -> None:
+    tiers = Tiers(host=16)
+    tiers["disk"].latency = 1.0
+    async with tiers.open(attrs.evolve(EVICTS, route_patience=30.0)) as engine:
+        handle = await store(engine, keys_of(16))
+        await handle.wait()
+        seen = []
+        await trio.sleep(0.5)  # between two copies, then and later
+        while True:
+            await trio.sleep(1.0)
+            disk = engine.statistics().pipelines["disk"]
+            if not disk.held_blocks:
+                break
+            assert disk.offered_blocks == 16 - disk.blocks_completed - disk.held_blocks
+            seen.append(disk.offered_blocks)
+        assert len(set(seen)) > 2
+        assert len((await handle.wait_routes())["disk"].completed) == 16
+
+
 async def test_blocks_beyond_the_share_wait_and_are_dropped(autojump_clock: object) -> None:
     tiers, keys = Tiers(host=16), keys_of(16)
     gate = tiers["disk"].faults.gate = trio.Event()
