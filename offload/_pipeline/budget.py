@@ -21,8 +21,8 @@ class Budget:
     __slots__ = ("_closed", "_waiting", "total", "used")
 
     def __init__(self, total: int) -> None:
-        self.total = total
-        self.used = 0
+        self.total: int = total
+        self.used: int = 0
         self._closed = False
         self._waiting: OrderedDict[trio.lowlevel.Task, int] = OrderedDict()
 

@@ -73,13 +73,13 @@ class RouteShare(Budget):
             blocks = blocks_of(self._place)
             if blocks:  # else bounded by the budget alone
                 self._known = True
-                self.total = min(self.total, max(1, int(blocks * self._config.route_share)))
+                self.total: int = min(self.total, max(1, int(blocks * self._config.route_share)))
         return max(1, self.total // _PARTS) if self._known else self.total
 
     def take_some(self, most: int) -> int:
         """Take room for as many blocks as there is room for, at most ``most``; none while a task waits for room."""
         taken = 0 if self.waiting else max(0, min(most, self.total - self.used))
-        self.used += taken
+        self.used: int = self.used + taken
         return taken
 
 
