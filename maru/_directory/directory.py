@@ -102,7 +102,7 @@ class Directory:
         return dropped
 
     def take_chores(self) -> list[Slices[None]]:
-        """What is left to be done of what has happened, in slices. Nothing that is answered depends on when it is done."""
+        """Return the work that was left for later, in slices. No answer depends on when it is done."""
         chores = self._state.chores
         return [chores.popleft() for _ in range(len(chores))] if chores else []
 
@@ -605,7 +605,7 @@ class Directory:
         return None
 
     def _writable(self, by: int, session: Session | None, region_ids: Iterable[int]) -> dict[int, Region]:
-        """Those of these regions in which it may register."""
+        """Return the regions in which a session may register."""
         return {
             region_id: region
             for region_id in region_ids

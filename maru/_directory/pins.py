@@ -156,7 +156,7 @@ class Pins:
         return self._let_go(some)
 
     def _leave(self, own: dict[str, int]) -> list[str]:
-        """These pins are nobody's any more: few are let go of at once. Which keys have none any more."""
+        """Release the pins of a session that has ended, a few at once. Return the keys without a pin."""
         if len(own) <= FORGOTTEN_AT_ONCE:
             return self._let_go(own)
         self._leaving.append(own)

@@ -57,7 +57,7 @@ class Registrar:
         return Registration([NEW] * n, list(range(first, first + n)), first, [])
 
     def judge(self, regions: Mapping[int, Region], columns: Columns, now: float) -> list[int]:
-        """What would become of each entry, but for quotas; nothing is registered, and nothing claimed."""
+        """Judge each entry, without quotas. Nothing is registered, and nothing claimed."""
         return self._validate(regions, columns, now, self._guard.pinned_or(())).statuses
 
     def register(

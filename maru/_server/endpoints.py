@@ -40,7 +40,7 @@ def addresses(config: ServerConfig, runtime: str) -> list[str]:
 
 
 def unix_address(config: ServerConfig, runtime: str) -> list[str]:
-    """Where clients on this host connect, whether or not ZeroMQ listens there: ours find the channel beside it.
+    """Return the address for clients on this host. ZeroMQ may not listen there: our clients use the channel next to it.
 
     Raises:
         ConfigError: the name of a Unix socket would be too long.

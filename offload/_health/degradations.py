@@ -160,7 +160,7 @@ class DegradationWatch:
             yield Degradation("unlinked_files", path, text)
 
     def _recent(self, name: Name, counts: Mapping[str, int], now: float) -> Iterator[tuple[str, int]]:
-        """Those of these counters that have grown lately, with what has come since that began."""
+        """Yield the counters that have grown lately, with their growth since that began."""
         for subject, count in counts.items():
             growth = self._counts.setdefault(f"{name} {subject}", _Growth())
             if count != growth.last:

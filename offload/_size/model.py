@@ -178,7 +178,7 @@ class PoolSize:
 
 @attrs.frozen
 class GroupSize:
-    """What so many tokens take of a pool where each group of layers has an object of its own in each chunk."""
+    """Compute the bytes of a pool for so many tokens, if each chunk has an object for each group of layers."""
 
     tokens: int
     """Tokens that shall be there at once."""

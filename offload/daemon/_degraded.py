@@ -37,7 +37,7 @@ _log = logging.getLogger("offload.daemon")
 
 @attrs.define(eq=False)
 class Degradations:
-    """What a daemon does less than it was set up for.
+    """The degradations of a daemon.
 
     Args:
         engine: returns its engine, or ``None`` while its tiers are not open.
@@ -61,7 +61,7 @@ class Degradations:
 
     @property
     def now(self) -> list[Degradation]:
-        """Those that were found at the last look."""
+        """The degradations found at the last look."""
         return list(self._watch.current.values())
 
     def texts(self) -> dict[str, str]:

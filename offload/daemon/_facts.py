@@ -91,7 +91,7 @@ def _sessions(daemon: Daemon) -> list[SessionFacts]:
 
 
 def version() -> str:
-    """Of the package; empty where it is not installed, or cannot be found out for want of a descriptor."""
+    """Return the version of the package; empty if it is not installed, or no descriptor is left to read it."""
     import importlib.metadata  # it takes a tenth of the daemon's start
 
     try:

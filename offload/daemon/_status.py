@@ -97,7 +97,7 @@ class DaemonStatus:
         return await status.explain(key)
 
     def degraded(self) -> Mapping[str, str]:
-        """What the daemon does less than it was set up for."""
+        """Return the degradations of the daemon."""
         return self._degraded()
 
     def not_ready(self) -> str:

@@ -60,7 +60,7 @@ _log = logging.getLogger("offload.engines")
 
 
 class NoWeights(ValueError):
-    """There are no files of weights, or they cannot be read."""
+    """No file of weights exists, or one cannot be read."""
 
 
 # --- of files ---------------------------------------------------------------------------------------------------------
@@ -225,7 +225,10 @@ def _log_once(model: str, text: str) -> None:
 
 @attrs.define(eq=False)
 class Generation:
-    """What was stored until a reset is not found behind it. Each instance is alone then, unless a trainer names the weights."""
+    """A generation of keys: no key from before a reset is found after it.
+
+    After a reset each instance is alone, unless a trainer names the weights.
+    """
 
     version_file: str = ""
     """File with a version of the weights, or empty."""

@@ -98,7 +98,7 @@ class Settings:
         return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
 
     def model_name(self, told: str | None) -> str:
-        """What computes the KV: the model that is set, or the weights that SGLang's path leads to.
+        """Name what computes the KV: the model that is set, or the weights at SGLang's path.
 
         Raises:
             ConfigError: nobody says so, and pages of two models would have one name.

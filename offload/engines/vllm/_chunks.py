@@ -66,7 +66,7 @@ class NoChunks:
         """There is none to release."""
 
     def withdraw(self) -> None:
-        """There is none to withdraw."""
+        """Do nothing: no store is to be withdrawn."""
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
         """What is to be stored once ``stored`` has ended, and these keys are there: nothing."""

@@ -241,7 +241,7 @@ class WorkerHalf:
         return received
 
     def results(self, finished: frozenset[str]) -> tuple[set[str], set[str]]:
-        """The same, and those of them of which not all came that was to be loaded."""
+        """Return the requests whose loads have ended, and the requests that lack a block."""
         self.collect(finished)
         results = self._received, self._failed_requests
         self._received, self._failed_requests = set(), set()
