@@ -26,16 +26,15 @@ from backends.maru import MaruLease
 from backends.testing import FakeTier
 from maru.exception_groups import holds
 from offload import BreakerConfig, open_engine
-from offload.client import DaemonBusy, DaemonTier, DaemonUnavailable, Pages, SharedBlocks, SharedMemory
-from offload.client._connection import DaemonConnection
+from offload.client import DaemonBusy, DaemonTier, DaemonUnavailable, SharedBlocks, SharedMemory
 from offload.daemon._messages import Refusal
-from offload.daemon._onward import OnwardCommits
 from tests.daemon.test_client import full_channel
 from tests.daemon.test_pages import bytes_of, fill, keys_of, opened, until
 from tests.daemon.test_pages_of_tenants import HIS, ROOM, tenants, used
 from tests.daemon.test_pages_onward import chained, told
 from tests.support.daemons import SIZE, directory
 from tests.support.daemons import until as until_async
+from tests.support.planted import daemon as planted
 
 KEYS = keys_of(12)
 ENGINES = 3
@@ -317,7 +316,7 @@ def _pins_kept(program, monkeypatch):
 
 
 def _committed_when_over(program, monkeypatch):
-    monkeypatch.setattr(Pages, "_is_current", lambda self, session: True)
+    planted.pages_are_committed_under_a_session_that_is_over(monkeypatch)
 
 
 def _bounded_together(program, monkeypatch):
@@ -334,22 +333,13 @@ def _bounded_together(program, monkeypatch):
 
 
 def _dropped_when_full(program, monkeypatch):
-    """As it was: what gives something back was dropped where the channel was full."""
-    tell_due = DaemonConnection._tell_due
-
-    def drop(self):
-        tell_due(self)
-        self._due.clear()
-
     monkeypatch.setattr("tests.support.daemons.PATIENCE", 1.0)
-    monkeypatch.setattr(DaemonConnection, "_tell_due", drop)
+    planted.a_release_is_dropped_if_the_channel_is_full(monkeypatch)
 
 
 def _held_up_by_disk(program, monkeypatch):
-    onward = program.running._service.onward
     monkeypatch.setattr("tests.daemon.test_page_programs.LONGEST", 3.0)
-    monkeypatch.setattr(OnwardCommits, "has_room", property(lambda self: not self._under_way))
-    onward.wait_room = onward.wait_over
+    planted.commits_wait_for_copies_under_way(monkeypatch)
 
 
 PLANTED = [
