@@ -1,0 +1,385 @@
+"""Call the CUDA driver: the only module that does.
+
+Pinning, the copier, preconditions and the daemon's caches stand on it. It needs libcuda and no torch; each call releases the
+interpreter's lock.
+
+Rule 1. A thread calls :meth:`Driver.attach` before any other call. Contexts belong to threads, and a thread without one either
+        fails or, through the runtime, makes one on device 0. A thread of the engine's is attached by the engine.
+Rule 2. Attaching sets the thread's capture mode to thread-local: an engine that captures a graph in global mode would otherwise
+        have its capture invalidated by our calls (CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``).
+Rule 3. Every failure is a :exc:`CudaError`. A sticky one has ended the context: no later call of this process on that device
+        succeeds.
+Rule 4. The driver keeps no error for a later call, in contrast to the runtime (``cudaGetLastError``): a refused registration
+        is never reported by a kernel of the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any, Final, NewType
+
+from .._errors import MaruError
+
+Event = NewType("Event", int)
+"""Handle of an event, as ``torch.cuda.Event.cuda_event`` is one."""
+Stream = NewType("Stream", int)
+"""Handle of a stream, as ``torch.cuda.Stream.cuda_stream`` is one."""
+
+PORTABLE: Final = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: memory is pinned for the contexts of all devices."""
+READ_ONLY: Final = 8
+"""CU_MEMHOSTREGISTER_READ_ONLY: the device only reads it. Memory that is mapped read-only is refused without it."""
+
+_NOT_READY: Final = 600
+_NON_BLOCKING: Final = 1
+_BLOCKING_SYNC_NO_TIMING: Final = 1 | 2
+_THREAD_LOCAL: Final = 1
+_NOT_CAPTURING: Final = 0
+_LAZY_PEER_ACCESS: Final = 1
+_BATCH_SINCE: Final = 12080
+"""CUDA version whose ``cuMemcpyBatchAsync`` is used: it names the copy that failed; that of 13.0 does not."""
+
+_STICKY: Final = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+"""Errors that end a context: those of which cuda.h says that the process must be relaunched, ECC and NVLink errors, and 709."""
+
+
+class Uuid(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = (("bytes", c_char * 16),)
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_char * 64),)
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_uint), ("id", c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("order", c_uint), ("source", Location), ("destination", Location), ("flags", c_uint))
+
+
+STREAM_ORDER: Final = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read after all earlier work of the stream."""
+ANY_ORDER: Final = 3
+"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources may be read at once, before earlier work of the stream."""
+
+_p, _z = c_void_p, c_size_t
+PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "cuCtxSetCurrent": (_p,),
+    "cuDeviceGet": (_p, c_int),
+    "cuDeviceGetCount": (_p,),
+    "cuDeviceGetName": (_p, c_int, c_int),
+    "cuDeviceGetUuid_v2": (_p, c_int),
+    "cuDevicePrimaryCtxRetain": (_p, c_int),
+    "cuDriverGetVersion": (_p,),
+    "cuEventCreate": (_p, c_uint),
+    "cuEventDestroy_v2": (_p,),
+    "cuEventQuery": (_p,),
+    "cuEventRecord": (_p, _p),
+    "cuEventSynchronize": (_p,),
+    "cuGetErrorName": (c_int, _p),
+    "cuGetProcAddress_v2": (c_char_p, _p, c_int, c_uint64, _p),
+    "cuInit": (c_uint,),
+    "cuIpcCloseMemHandle": (_p,),
+    "cuIpcGetMemHandle": (_p, _p),
+    "cuIpcOpenMemHandle_v2": (_p, IpcHandle, c_uint),
+    "cuMemAlloc_v2": (_p, _z),
+    "cuMemFree_v2": (_p,),
+    "cuMemGetAddressRange_v2": (_p, _p, _p),
+    "cuMemHostRegister_v2": (_p, _z, c_uint),
+    "cuMemHostUnregister": (_p,),
+    "cuMemcpyBatchAsync": (_p, _p, _p, _z, _p, _p, _z, _p, _p),
+    "cuMemcpyDtoHAsync_v2": (_p, _p, _z, _p),
+    "cuMemcpyHtoDAsync_v2": (_p, _p, _z, _p),
+    "cuStreamCreate": (_p, c_uint),
+    "cuStreamDestroy_v2": (_p,),
+    "cuStreamIsCapturing": (_p, _p),
+    "cuStreamSynchronize": (_p,),
+    "cuStreamWaitEvent": (_p, _p, c_uint),
+    "cuThreadExchangeStreamCaptureMode": (_p,),
+}
+"""Types of the arguments of each function used, by its exported name. All return a CUresult, an int."""
+
+
+class CudaError(MaruError):
+    """The driver refused a call. If it is sticky, the operator must act: this process cannot use the device any more."""
+
+    def __init__(self, call: str, code: int, name: str = "", detail: str = "") -> None:
+        super().__init__(f"{call} failed with {name or 'CUresult'} ({code}){detail}")
+        self.call = call
+        """Exported name of the function."""
+        self.code = code
+        """CUresult."""
+        self.sticky: bool = code in _STICKY
+        """Whether the context has ended by it."""
+
+
+class NoDriver(CudaError):
+    """CUDA cannot be used here: no driver, or no device. The text says which."""
+
+    def __init__(self, why: str) -> None:
+        MaruError.__init__(self, why)
+        self.call, self.code, self.sticky = "cuInit", 0, False
+
+
+def open_library() -> Any:
+    """Load libcuda.
+
+    Raises:
+        NoDriver: this host has none.
+    """
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as exc:
+        raise NoDriver(f"no CUDA driver: {exc}") from exc
+
+
+@cache
+def find_driver() -> Driver:
+    """Return the driver of this host, loaded once in a process.
+
+    Raises:
+        NoDriver: there is none, or it sees no device.
+    """
+    return Driver(open_library())
+
+
+class Driver:
+    """The calls of one loaded driver. For any thread that is attached. Copies are only begun.
+
+    Args:
+        library: has the driver's functions as attributes, by exported name.
+
+    Raises:
+        NoDriver: it sees no device.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != "cuMemcpyBatchAsync"}
+        self._contexts: dict[int, int] = {}
+        self._lock = threading.Lock()
+        try:
+            self._call("cuInit", 0)
+            self.devices: int = self._get("cuDeviceGetCount", c_int())
+        except CudaError as exc:
+            raise NoDriver(f"the CUDA driver sees no device: {exc}") from exc
+        if not self.devices:
+            raise NoDriver("the CUDA driver sees no device")
+        self.version: int = self._get("cuDriverGetVersion", c_int())
+        """Version of CUDA that the driver is made for, such as 12080."""
+        self._batch = self._find_batch()
+
+    def __repr__(self) -> str:
+        return f"<Driver of CUDA {self.version}, {self.devices} devices>"
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether one call makes many copies (CUDA 12.8)."""
+        return self._batch is not None
+
+    # --- threads and devices ------------------------------------------------------------------------------------------
+
+    def attach(self, device: int) -> None:
+        """Have this thread use a device, by its primary context, which torch uses as well. Rules 1 and 2.
+
+        The first call of a process makes that context if nothing else has: some 500 MiB of the device's memory.
+        """
+        with self._lock:
+            context = self._contexts.get(device)
+            if context is None:
+                handle = self._get("cuDeviceGet", c_int(), device)
+                context = self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", c_void_p(), handle)
+        self._call("cuCtxSetCurrent", context)
+        mode = c_int(_THREAD_LOCAL)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
+
+    def name(self, device: int) -> str:
+        """Return the name of a device, such as "NVIDIA H100"."""
+        text = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", ctypes.addressof(text), len(text), self._get("cuDeviceGet", c_int(), device))
+        return text.value.decode(errors="replace")
+
+    def uuid(self, device: int) -> bytes:
+        """Return the 16 bytes that name a device on any host."""
+        uuid = Uuid()
+        self._call("cuDeviceGetUuid_v2", ctypes.addressof(uuid), self._get("cuDeviceGet", c_int(), device))
+        return bytes(uuid)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate memory of this thread's device. Returns its address."""
+        return int(self._get("cuMemAlloc_v2", c_void_p(), nbytes))
+
+    def free(self, address: int) -> None:
+        """Free memory of a device, after all work that was started on the device."""
+        self._call("cuMemFree_v2", address)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Pin host memory for all devices: they copy from and to it by themselves."""
+        self._call("cuMemHostRegister_v2", address, nbytes, PORTABLE | READ_ONLY if read_only else PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Unpin what was registered from this address on."""
+        self._call("cuMemHostUnregister", address)
+
+    # --- streams and events -------------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        """Make a stream of this thread's device. It does not wait for the default stream, nor that one for it."""
+        return Stream(self._get("cuStreamCreate", c_void_p(), _NON_BLOCKING))
+
+    def event(self) -> Event:
+        """Make an event of this thread's device, whose synchronization sleeps. It measures no time."""
+        return Event(self._get("cuEventCreate", c_void_p(), _BLOCKING_SYNC_NO_TIMING))
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """Destroy a stream once its work is done."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def destroy_event(self, event: Event) -> None:
+        """Destroy an event; work that waits for it goes on as it would have."""
+        self._call("cuEventDestroy_v2", event)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Have the event hold once all work that the stream has now is done. Both are of one device."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Have later work of the stream wait for the event, as it was last recorded. The device waits, not this thread."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def query(self, event: Event) -> bool:
+        """Return whether the event holds. One that was never recorded does."""
+        code = self._calls["cuEventQuery"](event)
+        if code and code != _NOT_READY:
+            raise self._error("cuEventQuery", code)
+        return not code
+
+    def synchronize(self, event: Event) -> None:
+        """Block this thread, asleep, until the event holds."""
+        self._call("cuEventSynchronize", event)
+
+    def synchronize_stream(self, stream: Stream) -> None:
+        """Block this thread until all work of the stream is done. For ways out after an error: it spins."""
+        self._call("cuStreamSynchronize", stream)
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether the stream's work is being recorded into a graph instead of being done."""
+        return bool(self._get("cuStreamIsCapturing", c_int(), before=(stream,)) != _NOT_CAPTURING)
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def copy(self, stream: Stream, to: Any, at: Any, sizes: Any, *, load: bool) -> None:
+        """Have the stream make copies, in any order among themselves. It has begun none of them, or all.
+
+        Args:
+            stream: not the default stream.
+            to: addresses that are written, a contiguous numpy array of uint64. The arrays may be reused after the call.
+            at: addresses that are read, likewise.
+            sizes: bytes of each, likewise.
+            load: whether these go from registered host memory to the device; otherwise the other way. What a load reads must
+                be there already: it may be read before earlier work of the stream is done.
+
+        Raises:
+            CudaError: the driver refused it. Without batches (:attr:`has_batches`), some copies may have been begun.
+        """
+        count = len(sizes)
+        if self._batch is None:
+            self._copy_one_by_one(stream, to, at, sizes, load=load)
+        elif count:
+            attributes, first, failed = (
+                CopyAttributes(order=ANY_ORDER if load else STREAM_ORDER),
+                c_size_t(),
+                c_size_t(),
+            )
+            code = self._batch(
+                to.ctypes.data, at.ctypes.data, sizes.ctypes.data, count, ctypes.addressof(attributes),
+                ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
+            )  # fmt: skip
+            if code:
+                raise self._error("cuMemcpyBatchAsync", code, f", copy {failed.value} of {count}")
+
+    def _copy_one_by_one(self, stream: Stream, to: Any, at: Any, sizes: Any, *, load: bool) -> None:
+        name = "cuMemcpyHtoDAsync_v2" if load else "cuMemcpyDtoHAsync_v2"
+        call = self._calls[name]
+        for number, (target, source, size) in enumerate(zip(to.tolist(), at.tolist(), sizes.tolist(), strict=True)):
+            code = call(target, source, size, stream)
+            if code:
+                raise self._error(name, code, f", copy {number} of {len(sizes)}")
+
+    # --- memory of another process ------------------------------------------------------------------------------------
+
+    def extent(self, address: int) -> tuple[int, int]:
+        """Return the start and the bytes of the allocation that this address lies in."""
+        base, size = c_void_p(), c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.addressof(base), ctypes.addressof(size), address)
+        return base.value or 0, size.value
+
+    def share(self, address: int) -> bytes:
+        """Return 64 bytes by which another process on this host opens the allocation at this address."""
+        handle = IpcHandle()
+        self._call("cuIpcGetMemHandle", ctypes.addressof(handle), address)
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Open an allocation of another process on this thread's device; every open needs a :meth:`close`."""
+        shared = IpcHandle.from_buffer_copy(handle)
+        return int(self._get("cuIpcOpenMemHandle_v2", c_void_p(), shared, _LAZY_PEER_ACCESS))
+
+    def close(self, address: int) -> None:
+        """Close what :meth:`open` has opened."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _find_batch(self) -> Any:
+        address, status = c_void_p(), c_int()
+        code = self._calls["cuGetProcAddress_v2"](
+            b"cuMemcpyBatchAsync", ctypes.addressof(address), _BATCH_SINCE, 0, ctypes.addressof(status)
+        )
+        if code or not address.value:
+            return None
+        return ctypes.CFUNCTYPE(c_int, *PROTOTYPES["cuMemcpyBatchAsync"])(address.value)
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = self._calls[name](*args)
+        if code:
+            raise self._error(name, code)
+
+    def _get(self, name: str, result: Any, *args: Any, before: tuple[Any, ...] = ()) -> Any:
+        """Call a function that writes a result to the address that is its first argument, behind ``before``."""
+        self._call(name, *before, ctypes.addressof(result), *args)
+        return result.value or 0
+
+    def _error(self, call: str, code: int, detail: str = "") -> CudaError:
+        text = c_char_p()
+        self._calls["cuGetErrorName"](code, ctypes.addressof(text))
+        return CudaError(call, code, (text.value or b"").decode(errors="replace"), detail)
+
+
+def _typed(library: Any, name: str) -> Any:
+    """Return a function of the driver with its prototype.
+
+    Raises:
+        NoDriver: the driver has no such function.
+    """
+    try:
+        function = getattr(library, name)
+    except AttributeError as exc:
+        raise NoDriver(f"the CUDA driver is too old: it has no {name}") from exc
+    function.argtypes, function.restype = PROTOTYPES[name], c_int
+    return function

@@ -1,0 +1,522 @@
+"""The fake driver: what each function of libcuda does here."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar
+
+from .._memory import cuda
+from ._memory import Allocation, HostSpan, allocate, find, opened, permissions
+from ._orders import Choose, latest
+from ._streams import Event, Stream, Work
+
+INVALID_VALUE: Final = 1
+OUT_OF_MEMORY: Final = 2
+NOT_INITIALIZED: Final = 3
+NO_DEVICE: Final = 100
+INVALID_CONTEXT: Final = 201
+INVALID_HANDLE: Final = 400
+NOT_FOUND: Final = 500
+NOT_READY: Final = 600
+ILLEGAL_ADDRESS: Final = 700
+ALREADY_REGISTERED: Final = 712
+NOT_REGISTERED: Final = 713
+CAPTURE_UNSUPPORTED: Final = 900
+CAPTURED_EVENT: Final = 907
+
+REFUSALS: Final[Mapping[str, str]] = {
+    "a call before cuInit": "documented: CUDA_ERROR_NOT_INITIALIZED",
+    "a call in a thread without a context": "documented: CUDA_ERROR_INVALID_CONTEXT",
+    "any call after a sticky error": "documented: the process must be relaunched",
+    "an event recorded in a stream of another device": "documented: CUDA_ERROR_INVALID_HANDLE",
+    "a batch in the default stream": "documented: hStream must not be the legacy NULL stream",
+    "memory registered twice": "documented: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+    "memory unregistered that is not registered": "documented: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+    "read-only memory registered without the flag": "documented, for devices without pageable memory access",
+    "unsafe calls of a thread in global mode while another captures in global mode": "documented: 900, and it is invalidated",
+    "a query of a captured event": "documented: CUDA_ERROR_CAPTURED_EVENT",
+    "a copy from or to memory that is freed before it is made": "documented as undefined: here CUDA_ERROR_ILLEGAL_ADDRESS",
+    "memory used with a context of another device": "stricter than CUDA, which may copy between devices",
+    "a copy from or to host memory that is not registered": "stricter than CUDA, which copies through buffers of its own",
+    "a copy across two registrations": "stricter than CUDA as far as is known: not seen on a device yet",
+    "handles that were destroyed": "stricter than CUDA, which may crash",
+}
+"""What is refused, and how that is known."""
+
+_UNSAFE: Final = frozenset(
+    {
+        "cuMemAlloc_v2",
+        "cuMemFree_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostUnregister",
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuStreamSynchronize",
+        "cuIpcOpenMemHandle_v2",
+        "cuIpcCloseMemHandle",
+    }
+)
+_WITHOUT_CONTEXT: Final = frozenset(
+    {
+        "cuInit",
+        "cuDeviceGetCount",
+        "cuDriverGetVersion",
+        "cuDeviceGet",
+        "cuDeviceGetName",
+        "cuDeviceGetUuid_v2",
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxSetCurrent",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuGetProcAddress_v2",
+        "cuGetErrorName",
+    }
+)
+_CONTEXTS: Final = 0xC000
+_BATCH: Final = "cuMemcpyBatchAsync"
+_PATIENCE: Final = 30.0
+"""Seconds that a synchronization waits for a gate before it calls that a deadlock."""
+_handles = count(0x5000_0001)
+_V = TypeVar("_V")
+
+
+class FakeCuda:
+    """A driver with devices of its own. Any thread.
+
+    Args:
+        devices: how many devices it has.
+        version: of CUDA; below 12080 there is no ``cuMemcpyBatchAsync``.
+        choose: picks what is done at each call and synchronization.
+        device_bytes: memory of each device.
+        most_registered: bytes that can be registered.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        version: int = 12080,
+        choose: Choose = latest,
+        device_bytes: int = 1 << 30,
+        most_registered: int = 1 << 40,
+    ) -> None:
+        self.devices, self.version, self.choose = devices, version, choose
+        self.device_bytes, self.most_registered = device_bytes, most_registered
+        self.calls: list[str] = []
+        """The functions that were called, in order, but for names of errors."""
+        self.wrong: list[BaseException] = []
+        """Faults of the fake's user that CUDA has no error for, and of the fake itself. A test looks that there is none."""
+        self.contexts: set[int] = set()
+        """Devices of which this process has a context."""
+        self.invalidated = False
+        """Whether a graph capture was invalidated."""
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Event] = {}
+        self.allocations: dict[int, Allocation] = {}
+        self.registered: dict[int, HostSpan] = {}
+        self.library: SimpleNamespace = SimpleNamespace(
+            **{name: self._pointer(name) for name in cuda.PROTOTYPES if name != _BATCH}
+        )
+        """Stands in for libcuda."""
+        self._batch_pointer = self._pointer(_BATCH)
+        self._changed = threading.Condition(threading.RLock())
+        self._of_thread = threading.local()
+        self._lost: dict[int, int] = {}
+        self._refused: dict[int, int] = {}
+        self._initialized = False
+        self._captures: dict[int, int] = {}
+
+    # --- for tests ----------------------------------------------------------------------------------------------------
+
+    def fail(self, number: int, code: int = OUT_OF_MEMORY) -> None:
+        """Refuse the call with this number, counted from 0 as in :attr:`calls`."""
+        self._refused[number] = code
+
+    def lose(self, device: int, code: int = ILLEGAL_ADDRESS) -> None:
+        """End the context of a device, as a fault of one of its kernels does."""
+        with self._changed:
+            self._lost[device] = code
+            self._changed.notify_all()
+
+    def kernel(self, stream: int, run: Callable[[], object], gate: threading.Event | None = None) -> None:
+        """Have a stream do work of the engine's. It is not over before the gate is set."""
+        with self._changed:
+            self.streams[stream].add(Work(run, ready=lambda: gate is None or gate.is_set()))
+
+    def open_gate(self, gate: threading.Event) -> None:
+        """Set a gate, and wake who synchronizes with the work behind it."""
+        gate.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def progress(self) -> None:
+        """Do all work that can be done."""
+        with self._changed:
+            while steps := self._steps():
+                steps[0]()
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return what a device's memory holds now."""
+        allocation = find(self.allocations, address, nbytes)
+        assert allocation is not None, f"no memory of a device at {address:#x}"
+        return allocation.read(address, nbytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write into a device's memory now, as a kernel does."""
+        allocation = find(self.allocations, address, len(data))
+        assert allocation is not None, f"no memory of a device at {address:#x}"
+        allocation.write(address, data)
+
+    def capture(self, stream: int) -> None:
+        """Begin to capture a stream into a graph, in global mode, by this thread."""
+        with self._changed:
+            self.streams[stream].capturing = True
+            self._captures[stream] = threading.get_ident()
+
+    def end_capture(self, stream: int) -> None:
+        """End that."""
+        with self._changed:
+            self.streams[stream].capturing = False
+            del self._captures[stream]
+
+    def close(self) -> None:
+        """Unmap what is left of devices' memory."""
+        for allocation in self.allocations.values():
+            allocation.close()
+        self.allocations.clear()
+
+    # --- entering -----------------------------------------------------------------------------------------------------
+
+    def _pointer(self, name: str) -> Any:
+        function = getattr(self, "_" + name.removesuffix("_v2"))
+        return ctypes.CFUNCTYPE(ctypes.c_int, *cuda.PROTOTYPES[name])(partial(self._enter, name, function))
+
+    def _enter(self, name: str, function: Callable[..., int | None], *args: Any) -> int:
+        with self._changed:
+            try:
+                if name == "cuGetErrorName":
+                    return function(*args) or 0
+                number = len(self.calls)
+                self.calls.append(name)
+                refused = self._refused.pop(number, 0) or self._refuse(name)
+                if refused:
+                    return refused
+                self._moment()
+                return function(*args) or 0
+            except BaseException as exc:  # it cannot pass through C
+                self.wrong.append(exc)
+                return 999
+
+    def _refuse(self, name: str) -> int:
+        if not self._initialized and name != "cuInit":
+            return NOT_INITIALIZED
+        if name in _WITHOUT_CONTEXT:
+            return 0
+        device = self._device
+        if device is None:
+            return INVALID_CONTEXT
+        if device in self._lost:
+            return self._lost[device]
+        others = any(thread != threading.get_ident() for thread in self._captures.values())
+        if name in _UNSAFE and self._captures and (not others or not getattr(self._of_thread, "mode", 0)):
+            self.invalidated = True
+            return CAPTURE_UNSUPPORTED
+        return 0
+
+    @property
+    def _device(self) -> int | None:
+        return getattr(self._of_thread, "device", None)
+
+    def _steps(self) -> list[Callable[[], object]]:
+        live = (stream for stream in self.streams.values() if stream.device not in self._lost)
+        return [step for stream in live for step in stream.steps()]
+
+    def _moment(self) -> None:
+        """Let some work be done before a call, as :attr:`choose` says."""
+        while steps := self._steps():
+            picked = self.choose(len(steps) + 1)
+            if not picked:
+                return
+            steps[picked - 1]()
+
+    def _do_until(self, over: Callable[[], bool]) -> int:
+        device = self._device
+        while not over():
+            if device in self._lost:
+                return self._lost[device]
+            if steps := self._steps():
+                steps[self.choose(len(steps))]()
+            elif not self._changed.wait(_PATIENCE):
+                raise AssertionError("a synchronization waits for work that nothing lets go on")
+        return self._lost.get(device or 0, 0)
+
+    # --- threads and devices ------------------------------------------------------------------------------------------
+
+    def _cuInit(self, flags: int) -> int:
+        self._initialized = self.devices > 0
+        return 0 if self._initialized else NO_DEVICE
+
+    def _cuDriverGetVersion(self, out: int) -> None:
+        ctypes.c_int.from_address(out).value = self.version
+
+    def _cuDeviceGetCount(self, out: int) -> None:
+        ctypes.c_int.from_address(out).value = self.devices
+
+    def _cuDeviceGet(self, out: int, ordinal: int) -> int:
+        ctypes.c_int.from_address(out).value = ordinal
+        return 0 if 0 <= ordinal < self.devices else 101
+
+    def _cuDeviceGetName(self, out: int, room: int, device: int) -> None:
+        ctypes.memmove(out, f"fake device {device}".encode() + b"\0", min(room, len(f"fake device {device}") + 1))
+
+    def _cuDeviceGetUuid(self, out: int, device: int) -> None:
+        ctypes.memmove(out, device.to_bytes(16, "big"), 16)
+
+    def _cuDevicePrimaryCtxRetain(self, out: int, device: int) -> None:
+        self.contexts.add(device)
+        ctypes.c_void_p.from_address(out).value = _CONTEXTS + device
+
+    def _cuCtxSetCurrent(self, context: int) -> None:
+        self._of_thread.device = context - _CONTEXTS
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> None:
+        new = ctypes.c_int.from_address(mode)
+        self._of_thread.mode, new.value = new.value, getattr(self._of_thread, "mode", 0)
+
+    def _cuGetProcAddress(self, symbol: bytes, out: int, version: int, flags: int, status: int) -> int:
+        there = symbol == _BATCH.encode() and version <= self.version
+        pointer = ctypes.cast(self._batch_pointer, ctypes.c_void_p).value if there else None
+        ctypes.c_void_p.from_address(out).value = pointer
+        return 0 if there else NOT_FOUND
+
+    def _cuGetErrorName(self, code: int, out: int) -> None:
+        names = {value: name for name, value in globals().items() if name.isupper() and isinstance(value, int)}
+        self._of_thread.text = ctypes.create_string_buffer(f"CUDA_ERROR_{names.get(code, 'UNKNOWN')}".encode())
+        ctypes.c_void_p.from_address(out).value = ctypes.addressof(self._of_thread.text)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _here(self) -> int:
+        assert self._device is not None
+        return self._device
+
+    def _cuMemAlloc(self, out: int, nbytes: int) -> int:
+        used = sum(one.nbytes for one in self.allocations.values() if one.device == self._here() and not one.opened)
+        if not nbytes or used + nbytes > self.device_bytes:
+            return OUT_OF_MEMORY if nbytes else INVALID_VALUE
+        made = allocate(self._here(), nbytes)
+        self.allocations[made.address] = made
+        ctypes.c_void_p.from_address(out).value = made.address
+        return 0
+
+    def _cuMemFree(self, address: int) -> int:
+        allocation = self.allocations.get(address)
+        if allocation is None or allocation.opened:
+            return INVALID_VALUE
+        self._do_until(lambda: not any(one.queue for one in self.streams.values() if one.device == allocation.device))
+        self.allocations.pop(address).close()
+        return 0
+
+    def _cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not nbytes or not (how := permissions(address, nbytes)) or ("w" not in how and not flags & cuda.READ_ONLY):
+            return INVALID_VALUE
+        if any(
+            one.address < address + nbytes and address < one.address + one.nbytes for one in self.registered.values()
+        ):
+            return ALREADY_REGISTERED
+        if sum(one.nbytes for one in self.registered.values()) + nbytes > self.most_registered:
+            return OUT_OF_MEMORY
+        self.registered[address] = HostSpan(address, nbytes, bool(flags & cuda.READ_ONLY))
+        return 0
+
+    def _cuMemHostUnregister(self, address: int) -> int:
+        return 0 if self.registered.pop(address, None) is not None else NOT_REGISTERED
+
+    # --- streams and events -------------------------------------------------------------------------------------------
+
+    def _cuStreamCreate(self, out: int, flags: int) -> None:
+        self._make(self.streams, Stream(self._here()), out)
+
+    def _cuEventCreate(self, out: int, flags: int) -> None:
+        self._make(self.events, Event(self._here()), out)
+
+    def _make(self, table: dict[int, _V], made: _V, out: int) -> None:
+        handle = next(_handles)
+        table[handle] = made
+        ctypes.c_void_p.from_address(out).value = handle
+
+    def _cuStreamDestroy(self, stream: int) -> int:
+        return 0 if self.streams.pop(stream, None) is not None else INVALID_HANDLE
+
+    def _cuEventDestroy(self, event: int) -> int:
+        return 0 if self.events.pop(event, None) is not None else INVALID_HANDLE
+
+    def _cuEventRecord(self, handle: int, where: int) -> int:
+        event, stream = self.events.get(handle), self.streams.get(where)
+        if event is None or stream is None or event.device != stream.device:
+            return INVALID_HANDLE
+        event.recorded += 1
+        event.captured = stream.capturing
+        stream.add(Work(partial(setattr, event, "done", event.recorded)))
+        return 0
+
+    def _cuStreamWaitEvent(self, where: int, handle: int, flags: int) -> int:
+        event, stream = self.events.get(handle), self.streams.get(where)
+        if event is None or stream is None:
+            return INVALID_HANDLE
+        recorded = event.recorded
+        stream.add(Work(lambda: None, ready=lambda: event.done >= recorded))
+        return 0
+
+    def _cuEventQuery(self, handle: int) -> int:
+        event = self.events.get(handle)
+        if event is None or event.captured:
+            return INVALID_HANDLE if event is None else CAPTURED_EVENT
+        return 0 if event.holds else NOT_READY
+
+    def _cuEventSynchronize(self, handle: int) -> int:
+        event = self.events.get(handle)
+        if event is None or event.captured:
+            return INVALID_HANDLE if event is None else CAPTURED_EVENT
+        return self._do_until(lambda: event.holds)
+
+    def _cuStreamSynchronize(self, handle: int) -> int:
+        stream = self.streams.get(handle)
+        return INVALID_HANDLE if stream is None else self._do_until(lambda: not stream.queue)
+
+    def _cuStreamIsCapturing(self, handle: int, out: int) -> int:
+        stream = self.streams.get(handle)
+        ctypes.c_int.from_address(out).value = int(stream is not None and stream.capturing)
+        return 0 if stream is not None else INVALID_HANDLE
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def _cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> int:
+        return self._copy([(to, at, nbytes)], stream, any_order=False)
+
+    def _cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: int) -> int:
+        return self._copy([(to, at, nbytes)], stream, any_order=False)
+
+    def _cuMemcpyBatchAsync(
+        self,
+        to: int,
+        at: int,
+        sizes: int,
+        n: int,
+        attributes: int,
+        firsts: int,
+        n_attributes: int,
+        failed: int,
+        stream: int,
+    ) -> int:
+        order = cuda.CopyAttributes.from_address(attributes).order
+        if n_attributes != 1 or ctypes.c_size_t.from_address(firsts).value or order not in (1, 2, 3):
+            return INVALID_VALUE
+        column = ctypes.c_uint64 * n
+        columns = (column.from_address(address) for address in (to, at, sizes))
+        pieces = list(zip(*columns, strict=True))
+        for number, piece in enumerate(pieces):
+            if not self._ends(*piece):
+                ctypes.c_size_t.from_address(failed).value = number
+                return INVALID_VALUE
+        return self._copy(pieces, stream, any_order=order == cuda.ANY_ORDER)
+
+    def _ends(self, to: int, at: int, nbytes: int) -> tuple[Allocation | HostSpan, Allocation | HostSpan] | None:
+        """What a copy goes to and comes from; ``None`` if it may not."""
+        ends = [find(self.allocations, one, nbytes) or find(self.registered, one, nbytes) for one in (to, at)]
+        target, source = ends
+        if target is None or source is None or (isinstance(target, HostSpan) and target.read_only):
+            return None
+        devices = {one.device for one in ends if isinstance(one, Allocation)}
+        return (target, source) if devices == {self._device} else None
+
+    def _copy(self, pieces: list[tuple[int, int, int]], handle: int, *, any_order: bool) -> int:
+        stream = self.streams.get(handle)
+        if stream is None or not all(self._ends(*piece) for piece in pieces):
+            return INVALID_HANDLE if stream is None else INVALID_VALUE
+        data: list[bytes] = []
+        device = self._here()
+
+        def side(address: int, nbytes: int) -> Allocation | HostSpan | None:
+            return find(self.allocations, address, nbytes) or find(self.registered, address, nbytes)
+
+        def read() -> None:
+            work.read = None
+            for _, at, nbytes in pieces:
+                source = side(at, nbytes)
+                if source is None:
+                    self._lost[device] = ILLEGAL_ADDRESS
+                    return
+                data.append(source.read(at, nbytes))
+
+        def run() -> None:
+            if work.read is not None:
+                read()
+            for (to, _, nbytes), one in zip(pieces, data, strict=False):
+                target = side(to, nbytes)
+                if target is None:
+                    self._lost[device] = ILLEGAL_ADDRESS
+                    return
+                target.write(to, one)
+
+        work = Work(run, read=read, reads_early=any_order)
+        stream.add(work)
+        return 0
+
+    # --- memory of another process ------------------------------------------------------------------------------------
+
+    def _cuMemGetAddressRange(self, base: int, size: int, address: int) -> int:
+        allocation = find(self.allocations, address, 1)
+        if not isinstance(allocation, Allocation):
+            return INVALID_VALUE
+        ctypes.c_void_p.from_address(base).value = allocation.address
+        ctypes.c_size_t.from_address(size).value = allocation.nbytes
+        return 0
+
+    def _cuIpcGetMemHandle(self, out: int, address: int) -> int:
+        allocation = self.allocations.get(address)
+        if allocation is None or allocation.opened:
+            return INVALID_VALUE
+        ctypes.memmove(out, allocation.handle(), 64)
+        return 0
+
+    def _cuIpcOpenMemHandle(self, out: int, handle: cuda.IpcHandle, flags: int) -> int:
+        said = bytes(handle)
+        mine = (one for one in self.allocations.values() if one.device == self._here())
+        there = next((one for one in mine if one.opened and one.opened_by == said), None)
+        if there is None:
+            there = opened(said, self._here())
+            if there is None:
+                return INVALID_VALUE
+            self.allocations[there.address] = there
+        there.opened += 1
+        ctypes.c_void_p.from_address(out).value = there.address
+        return 0
+
+    def _cuIpcCloseMemHandle(self, address: int) -> int:
+        allocation = self.allocations.get(address)
+        if allocation is None or not allocation.opened:
+            return INVALID_VALUE
+        allocation.opened -= 1
+        if not allocation.opened:
+            self.allocations.pop(address).close()
+        return 0
+
+
+@contextmanager
+def use(fake: FakeCuda) -> Iterator[cuda.Driver]:
+    """Have this process find the fake in the place of libcuda, and yield the driver. Not for two threads at once."""
+    real = cuda.open_library
+    cuda.open_library = lambda: fake.library
+    cuda.find_driver.cache_clear()
+    try:
+        yield cuda.find_driver()
+    finally:
+        cuda.open_library = real
+        cuda.find_driver.cache_clear()
+        fake.close()

@@ -1,0 +1,142 @@
+"""The calls of the CUDA driver: the same checks over the fake, and over a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import numpy
+import pytest
+
+from maru._memory import cuda
+from maru._memory.cuda import CudaError, NoDriver, find_driver
+from maru.fake_cuda import CHECKS, FakeCuda, every_order, use
+
+
+def _is_here() -> bool:
+    try:
+        return bool(find_driver())
+    except NoDriver:
+        return False
+
+
+@pytest.fixture(params=["fake", "fake without batches", *(["a GPU"] if _is_here() else [])])
+def driver(request):
+    if request.param == "a GPU":
+        found = find_driver()
+        found.attach(0)
+        yield found
+        return
+    fake = FakeCuda(version=12080 if request.param == "fake" else 12000)
+    with use(fake) as found:
+        assert found.has_batches is (request.param == "fake")
+        found.attach(0)
+        yield found
+    assert not fake.wrong and not fake.registered and not fake.streams and not fake.events
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_driver(driver, check):
+    check(driver)
+
+
+@pytest.fixture
+def fake():
+    fake = FakeCuda(devices=2)
+    with use(fake):
+        yield fake
+    assert not fake.wrong
+
+
+@pytest.fixture
+def host():
+    memory = mmap.mmap(-1, 1 << 16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory
+
+
+def _columns(*pieces):
+    return [numpy.array(column, numpy.uint64) for column in zip(*pieces, strict=True)]
+
+
+def test_no_driver_is_told_apart(monkeypatch):
+    cuda.find_driver.cache_clear()
+    monkeypatch.setattr(cuda, "open_library", lambda: FakeCuda(devices=0).library)
+    with pytest.raises(NoDriver, match="sees no device"):
+        find_driver()
+    cuda.find_driver.cache_clear()
+
+
+def test_only_devices_that_are_attached_get_a_context(fake):
+    driver = find_driver()
+    driver.attach(1)
+    driver.destroy_stream(driver.stream())
+    assert fake.contexts == {1}
+
+
+def test_a_sticky_error_ends_a_device_and_no_other(fake):
+    driver = find_driver()
+    driver.attach(0)
+    fake.lose(0)
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS") as raised:
+        driver.stream()
+    assert raised.value.sticky
+    driver.attach(1)
+    driver.destroy_stream(driver.stream())
+
+
+def test_an_attached_thread_leaves_a_capture_of_the_engine_alone(fake):
+    driver = find_driver()
+    driver.attach(0)
+    stream, event = driver.stream(), driver.event()
+    engine = threading.Thread(target=fake.capture, args=[stream])
+    engine.start()
+    engine.join()
+    assert driver.is_capturing(stream)
+    assert driver.query(event)
+    assert not fake.invalidated
+    driver.record(event, stream)
+    with pytest.raises(CudaError, match="CAPTURED_EVENT"):
+        driver.query(event)
+
+
+def test_the_copy_that_was_refused_is_named(fake, host):
+    address, _ = host
+    driver = find_driver()
+    driver.attach(0)
+    driver.register(address, 1 << 16)
+    device = driver.allocate(1 << 16)
+    stream = driver.stream()
+    pieces = [(device, address, 8), (device + (1 << 16), address, 8)]
+    with pytest.raises(CudaError, match=r"INVALID_VALUE \(1\), copy 1 of 2"):
+        driver.copy(stream, *_columns(*pieces), load=True)
+    assert not fake.streams[stream].queue
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_every_order_finds_a_load_that_does_not_wait(host, waits):
+    """The engine zeroes a block on its stream; a load that does not wait for it may be wiped."""
+    address, memory = host
+    found = set()
+
+    def run(choose):
+        fake = FakeCuda(choose=choose)
+        with use(fake) as driver:
+            driver.attach(0)
+            driver.register(address, 1 << 16)
+            memory[:4] = b"bits"
+            device = driver.allocate(4)
+            compute, copies, computed, over = driver.stream(), driver.stream(), driver.event(), driver.event()
+            fake.kernel(compute, lambda: fake.write(device, bytes(4)))
+            driver.record(computed, compute)
+            if waits:
+                driver.wait(copies, computed)
+            driver.copy(copies, *_columns((device, address, 4)), load=True)
+            driver.record(over, copies)
+            driver.synchronize(over)
+            fake.progress()
+            found.add(fake.read(device, 4))
+        assert not fake.wrong
+
+    assert every_order(run, 6) > 20
+    assert found == {b"bits"} if waits else found == {b"bits", bytes(4)}
