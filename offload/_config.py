@@ -39,6 +39,8 @@ C = TypeVar("C", bound=attrs.AttrsInstance)
 
 _DAY = 86_400.0
 _MOST_BLOCKS = 1 << 24
+_BYTES_PER_SECOND: Final = 50_000_000
+"""Half of what a hard disk copies."""
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -123,7 +125,7 @@ class PipelineConfig:
         "quarantined, and its tier has a fault.",
     )
     transfer_bytes_per_second: int = _knob.size(
-        50_000_000,
+        _BYTES_PER_SECOND,
         0,
         1 << 50,
         "Each so many bytes of a copy add a second to transfer_timeout: half of what a hard disk does. 0: none do.",
@@ -203,7 +205,7 @@ class BreakerConfig:
         60.0,
         0.001,
         _DAY,
-        "How long loading the blocks of a segment may take. As long as a store's copy. inf: as above.",
+        "How long loading the blocks of a segment may take, besides a second for each 50 MB of them. inf: as above.",
     )
     enter_timeout: float = _knob.timeout(
         30.0,
@@ -216,6 +218,10 @@ class BreakerConfig:
     def __attrs_post_init__(self) -> None:
         if self.first_wait > self.longest_wait:
             raise ConfigError("first_wait", self.first_wait, f"must be at most longest_wait, {self.longest_wait}")
+
+    def time_to_load(self, copied_bytes: int) -> float:
+        """Return how long a load of so many bytes may take, in seconds."""
+        return self.load_timeout + copied_bytes // _BYTES_PER_SECOND
 
 
 def knobs(cls: type[attrs.AttrsInstance] = PipelineConfig, *, section: str = "pipeline") -> tuple[Knob, ...]:

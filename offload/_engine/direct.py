@@ -385,7 +385,10 @@ class DirectLoad:
         check_apart(self._there)
         clock = self._reads.clock  # as of a load that waits: virtual where that is
         for part in self._parts:
-            deadline = min(self._deadline, time.monotonic() + part.breaker_tier.load_timeout)
+            deadline = min(
+                self._deadline,
+                time.monotonic() + part.breaker_tier.time_to_load(len(part.there) * part.there.page_bytes),
+            )
             began = 0.0 if self._seconds is None else clock.current_time()
             try:
                 if not part.tier.load_from_thread(part.lease, part.there, deadline):

@@ -4,9 +4,9 @@
 
 Rule 1. Every call that reaches the tier acquires a permit of the :mod:`~offload._health.breaker`, and releases it on every
         path; :mod:`~offload._health.faults` gives the verdict. ``contains_nowait`` proves nothing and needs no permit.
-Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_timeout``; then it is cancelled, which by the
-        tier's contract leaves nothing behind (a load returns when its copy is over), and counts as a fault. Waiting for room is
-        bounded by the caller alone, and ends when the tier breaks.
+Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_timeout`` and a second for each 50 MB; then it
+        is cancelled, which by the tier's contract leaves nothing behind (a load returns when its copy is over), and counts as
+        a fault. Waiting for room is bounded by the caller alone, and ends when the tier breaks.
 Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks the tier nothing. Only a
         timeout of the caller cancels a transfer (:meth:`backends.abc.Reservation.transfer`), so that is a fault.
 Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot release, the tier releases by itself.
@@ -181,13 +181,13 @@ class BreakerTier(ForwardingTier):
 
         Raises:
             TierUnavailable: the tier is broken; ``destination`` was not touched.
-            TierTooSlow: not over within ``load_timeout``. It is over now: ``destination`` may be used.
+            TierTooSlow: not over within its time (:meth:`time_to_load`). It is over now: ``destination`` may be used.
             Unproven: a copy may still be going on.
         """
         attribution = ErrorAttribution()
         outcomes: Sequence[Outcome] = await self._runner.run(
             Call.LOAD,
-            self._config.load_timeout,
+            self.time_to_load(len(lease.keys) * destination.block_bytes),
             self.inner.load,
             lease.inner if isinstance(lease, BreakerLease) else lease,
             attribution.observe(destination),
@@ -237,10 +237,9 @@ class BreakerTier(ForwardingTier):
         """Release a permit of another thread, whose call was answered. In the trio thread."""
         self._runner.release(permit, call, _ANSWERED)
 
-    @property
-    def load_timeout(self) -> float:
-        """How long a load may take, in seconds."""
-        return self._config.load_timeout
+    def time_to_load(self, copied_bytes: int) -> float:
+        """Return how long a load of so many bytes may take, in seconds."""
+        return self._config.time_to_load(copied_bytes)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

@@ -125,6 +125,18 @@ async def test_a_call_that_never_answers_is_cut_off_and_a_fault(autojump_clock, 
     assert tier.at_rest()
 
 
+@pytest.mark.parametrize(("megabytes", "seconds"), [(16, 60.0), (17, 61.0), (1_000, 120.0)])
+async def test_time_of_a_load_grows_with_its_bytes(autojump_clock, megabytes, seconds) -> None:
+    tier, guard = asked_and_guard()
+    tier.hang = True
+    large = places(len(KEYS))
+    large.block_bytes = megabytes * 1_000_000
+    async with await tier.pool_lease(KEYS) as lease:
+        with pytest.raises(TierTooSlow):
+            await guard.load(lease, large)
+    assert trio.current_time() == seconds
+
+
 @pytest.mark.parametrize("name", CALLS)
 async def test_without_a_deadline_it_has_its_own(autojump_clock, name) -> None:
     tier, guard = asked_and_guard(load_timeout=None, call_timeout=None)
