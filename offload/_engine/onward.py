@@ -38,8 +38,10 @@ class OnwardRoutes:
         fed: dict[str, dict[str, None]] = {}
         for route in routes:
             fed.setdefault(route.plan.to, {}).update(dict.fromkeys(route.plan.feeds))
+        # Required routes first: one that is not may wait for its share of the tier.
         self._pipelines: dict[str, list[Pipeline]] = {
-            tier: [named[name] for name in names] for tier, names in fed.items()
+            tier: sorted([named[name] for name in names], key=lambda pipeline: pipeline not in self._required)
+            for tier, names in fed.items()
         }
         self._tiers = tiers
         self._tags = tags

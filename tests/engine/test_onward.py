@@ -187,6 +187,26 @@ async def test_two_routes_that_lead_on_have_the_same_pages() -> None:
 
 
 @in_virtual_time
+async def test_an_optional_route_does_not_delay_a_required_one() -> None:
+    small = attrs.evolve(
+        AT_ONCE,
+        budget_blocks=4,
+        route_patience=50.0,
+        batch_config=BatchConfig(max_batch_size=4, min_batch_size=1, flush_interval=0.0),
+    )
+    tape = FakeTier(64, PAGE)
+    routes = (Route("disk", pipeline=small, required=False), Route("tape", source="store", required=True))
+    async with open_site(more={"tape": tape}, routes=routes, latency=10.0) as site:
+        await site.commit(KEYS)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(site.pass_on, KEYS)
+            await trio.sleep(1.0)
+            assert tape.contains_nowait(KEYS) == set(KEYS)
+            assert not site.disk.contains_nowait(KEYS)
+        await site.assert_at_rest()
+
+
+@in_virtual_time
 async def test_more_blocks_than_a_route_has_room_for_go_in_portions() -> None:
     small = attrs.evolve(
         AT_ONCE, budget_blocks=2, batch_config=BatchConfig(max_batch_size=2, min_batch_size=1, flush_interval=0.0)
