@@ -16,8 +16,8 @@ import hmac
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import attrs
@@ -50,6 +50,8 @@ _UNREAD_BYTES_TOGETHER: Final = 256 << 20
 _STEP_BYTES: Final = 4 << 20
 """Bytes that are copied between two checkpoints: about a millisecond."""
 _LOCK_NAME: Final = "pinned-pool.lock"
+_LOCK_AGAIN: Final = 0.01
+"""Seconds between two attempts to lock it."""
 _KEEPALIVE: Final = 15.0
 """Seconds of silence after which TCP probes a client's host, four times."""
 
@@ -157,7 +159,8 @@ class PinnedPoolServer:
         async with AsyncExitStack() as stack:
             if config.insecure:
                 await self._open_router(stack)
-            self.port, self._channel = _open_channel(directory, self.port, config.max_clients, self._gone)
+            async with _locked(directory):
+                self.port, self._channel = _open_channel(directory, self.port, config.max_clients, self._gone)
             stack.enter_context(self._channel)
             usual = directory == default_directory()
             self.address = f"127.0.0.1:{self.port}" if usual else f"ipc://{self._channel.path}"
@@ -215,7 +218,7 @@ class PinnedPoolServer:
         while True:
             await trio.sleep(LOOK)
             try:
-                made = self._renew_sockets(directory)
+                made = await self._renew_sockets(directory)
             except PoolInUse as exc:
                 raise PoolUnreachable(str(exc)) from exc
             except (PoolUnusable, OSError) as exc:
@@ -231,9 +234,9 @@ class PinnedPoolServer:
                     ", ".join(made),
                 )
 
-    def _renew_sockets(self, directory: str) -> list[str]:
+    async def _renew_sockets(self, directory: str) -> list[str]:
         paths = filter(None, (self._channel.path, self.descriptors_path))
-        with nullcontext() if all(map(os.path.exists, paths)) else _made_and_locked(directory):
+        async with nullcontext() if all(map(os.path.exists, paths)) else _made_and_locked(directory):
             return self._channel.renew() + ([] if self._handing is None else self._handing.renew())
 
     # --- frames ---------------------------------------------------------------------------------------------------
@@ -374,44 +377,45 @@ def _directory(config: PinnedPoolConfig) -> str:
 
 
 def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], None]) -> tuple[int, ChannelServer]:
-    """Open the channel of this port, or of any free one for 0.
+    """Open the channel of this port, or of any free one for 0. Its directory must be locked.
 
     Raises:
         PoolUnreachable: a live server has it, or it cannot be made.
     """
-    with _locked(directory):
-        while not port or _is_served(channel_path(directory, port)):
-            if port:
-                raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: a server is there")
-            port = random.SystemRandom().randrange(1024, 65_536)
-            if os.path.exists(channel_path(directory, port)):
-                port = 0
-        try:
-            return port, ChannelServer(
-                channel_path(directory, port),
-                most=most,
-                max_bytes=MAX_FRAME_BYTES,
-                peer_bytes=_UNREAD_BYTES,
-                all_bytes=_UNREAD_BYTES_TOGETHER,
-                on_gone=gone,
-            )
-        except PoolUnusable as exc:
-            raise PoolUnreachable(str(exc)) from exc
+    while not port or _is_served(channel_path(directory, port)):
+        if port:
+            raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: a server is there")
+        port = random.SystemRandom().randrange(1024, 65_536)
+        if os.path.exists(channel_path(directory, port)):
+            port = 0
+    try:
+        return port, ChannelServer(
+            channel_path(directory, port),
+            most=most,
+            max_bytes=MAX_FRAME_BYTES,
+            peer_bytes=_UNREAD_BYTES,
+            all_bytes=_UNREAD_BYTES_TOGETHER,
+            on_gone=gone,
+        )
+    except PoolUnusable as exc:
+        raise PoolUnreachable(str(exc)) from exc
 
 
-@contextmanager
-def _made_and_locked(directory: str) -> Iterator[None]:
+@asynccontextmanager
+async def _made_and_locked(directory: str) -> AsyncIterator[None]:
     """Hold the lock of a directory, made if it was removed."""
     os.close(open_private(directory)[0])
-    with _locked(directory):
+    async with _locked(directory):
         yield
 
 
-@contextmanager
-def _locked(directory: str) -> Iterator[None]:
+@asynccontextmanager
+async def _locked(directory: str) -> AsyncIterator[None]:
     """Hold a lock while a server checks which channels are taken, and makes its own: otherwise two could take the same."""
     path = f"{directory}/{_LOCK_NAME}"
-    fd = _lock_file(path)
+    # A process that was stopped may hold it for hours, and a thread that waits for it could not be cancelled.
+    while (fd := _lock_file(path)) is None:  # noqa: ASYNC110 - another process unlocks it
+        await trio.sleep(_LOCK_AGAIN)
     try:
         yield
     finally:
@@ -420,19 +424,22 @@ def _locked(directory: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _lock_file(path: str) -> int:
-    """Lock a file until the returned descriptor is closed.
+def _lock_file(path: str) -> int | None:
+    """Lock a file until the returned descriptor is closed. ``None`` if another process has locked it.
 
     A file, and not the directory itself: that one may be locked for as long as a daemon or a page store lives.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         except FileNotFoundError:  # the server that had it has removed it
             pass
+        except BlockingIOError:
+            os.close(fd)
+            return None
         except BaseException:
             os.close(fd)
             raise

@@ -900,6 +900,20 @@ async def test_address_in_use_is_told() -> None:
                 await serve(port=server.port, runtime_dir=directory)
 
 
+async def test_lock_of_a_stopped_server_blocks_no_loop() -> None:
+    with short_directory() as directory:
+        fd = os.open(f"{directory}/pinned-pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with trio.move_on_after(0.05) as scope:
+            await serve(port=0, runtime_dir=directory)
+        assert scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, os.close, fd)
+            async with open_server(port=0, runtime_dir=directory) as server:
+                assert os.listdir(directory)
+        assert at_rest(server)
+
+
 async def test_directory_that_others_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
