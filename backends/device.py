@@ -5,8 +5,8 @@ by tensor, so one block consists of *pieces*, runs of bytes, typically two for e
 
 In host memory, all pieces of a batch are gathered, or scattered, by one torch call that lets go of the GIL once: over one
 flat tensor that spans all layers, as rows as long as the pieces' distances allow. Long pieces at equal distances are scattered
-by numpy, in one call for each run of neighbouring blocks. On a CUDA device, the batch is gathered on the device, on a stream of
-the tier's own, and crosses over in one transfer.
+by numpy, in one call for each run of neighbouring blocks. On a CUDA device, one call of the driver copies them all
+(:mod:`backends.copier`).
 
 torch is imported when a tier is made, not with this module.
 """
@@ -17,11 +17,10 @@ import ctypes
 import hashlib
 import itertools
 import math
-import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -29,6 +28,8 @@ from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
+from .block_layout import Layout, Plane, TensorMemory, as_one_run, check_disjoint, layout_of
+from .copier import BlockPieces, copier_of
 from .pages import Pages
 from .planes import TensorPlanes
 from .slots import SlotTier, Storage
@@ -44,144 +45,19 @@ _PORTION_BYTES = 16 << 20
 """Bytes of a batch that one call gathers: this bounds the index, which for tiny pieces is as large as the data."""
 
 
-_SHARED: Final = "blocks that share memory would be written over each other"
-_MOST_PAIRS: Final = 16
-"""Comparisons for each piece. Those of a cache need next to none: their places in a period are all different."""
-
-
-# --- layout: pure ---------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Plane:
-    """One piece of every block: block ``i`` has ``run_bytes`` bytes at ``offset + i * stride_bytes``."""
-
-    offset: int
-    """Offset of block 0 from the start of its tensor, in bytes."""
-    stride_bytes: int
-    """Bytes from one block to the next."""
-    run_bytes: int
-    """Contiguous bytes of each block."""
-
-
-@attrs.frozen
-class Layout:
-    """The part of a block that one tensor holds."""
-
-    n: int
-    """How many blocks there are."""
-    planes: tuple[Plane, ...]
-    """The pieces, in the order of their bytes in a block."""
-    order: tuple[int, ...]
-    """The tensor's axes as they lie in memory, the slowest first, without the one that counts blocks."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in this tensor."""
-        return sum(plane.run_bytes for plane in self.planes)
-
-
-def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, block_axis: int) -> Layout:
-    """Compute the positions of blocks in a tensor.
-
-    Args:
-        shape: sizes of the axes.
-        strides: their strides, in items.
-        item_bytes: size of one item.
-        block_axis: the axis that counts blocks.
-
-    Raises:
-        ValueError: there is no such axis, an axis is empty, or items share memory (an expanded tensor).
-    """
-    if not -len(shape) <= block_axis < len(shape):
-        raise ValueError(f"block_axis is {block_axis}, but the tensor has {len(shape)} axes")
-    block_axis %= len(shape)
-    if 0 in shape:
-        raise ValueError(f"a tensor of shape {tuple(shape)} holds no blocks")
-    if any(size > 1 and stride <= 0 for size, stride in zip(shape, strides, strict=True)):
-        raise ValueError(f"strides {tuple(strides)}: blocks that share memory cannot be stored")
-    axes = [axis for axis in range(len(shape)) if axis != block_axis]
-    order = sorted(axes, key=lambda axis: (-strides[axis], axis))
-    outer = [axis for axis in order if shape[axis] > 1]
-    run = 1
-    while outer and strides[outer[-1]] == run:
-        run *= shape[outer.pop()]
-    offsets = itertools.product(*(range(0, shape[axis] * strides[axis], strides[axis]) for axis in outer))
-    stride_bytes = strides[block_axis] * item_bytes
-    planes = tuple(Plane(sum(offset) * item_bytes, stride_bytes, run * item_bytes) for offset in offsets)
-    return Layout(shape[block_axis], planes, tuple(order))
-
-
-def check_disjoint(pieces: Sequence[tuple[int, Plane]], n: int) -> None:
-    """Raise if two pieces of ``n`` blocks share memory: one would be written over the other, and both count as loaded.
-
-    Args:
-        pieces: the pieces of a block, each with the position of its plane's tensor in memory.
-        n: the number of blocks.
-
-    Raises:
-        ValueError: two of them do; or it cannot be seen that they do not.
-    """
-    # Pieces whose extents are apart cannot meet, so only those of one region are compared.
-    region: list[tuple[int, int, int]] = []
-    end = 0
-    for start, run, stride in sorted(
-        (address + plane.offset, plane.run_bytes, plane.stride_bytes if n > 1 else plane.run_bytes)
-        for address, plane in pieces
-    ):
-        if region and start >= end:
-            _check_region(region, n)
-            region = []
-            end = 0
-        region.append((start, run, stride))
-        end = max(end, start + (n - 1) * stride + run)
-    _check_region(region, n)
-
-
-def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
-    """Raise if two pieces share memory: positions, lengths and distances of those whose extents meet."""
-    strides = {stride for _, _, stride in region}
-    if len(region) > 1 and (n == 1 or len(strides) > 1):
-        raise ValueError(f"pieces lie {'in each other' if n == 1 else 'at unequal distances'}: {_SHARED}")
-    [stride] = strides
-    longest = max(run for _, run, _ in region)
-    if longest > stride:
-        raise ValueError(f"pieces of {longest} bytes are {stride} bytes apart: {_SHARED}")
-    # Each piece has one place in a period of ``stride`` bytes. One that goes beyond its end is at the beginning, too.
-    places = sorted(
-        (place, start, run)
-        for start, run, _ in region
-        for place in (start % stride, start % stride - stride)
-        if place + run > 0
-    )
-    left = _MOST_PAIRS * len(places)
-    for at, (place, start, run) in enumerate(places):
-        for other_place, other, _ in itertools.islice(places, at + 1, None):
-            if other_place >= place + run:
-                break
-            left -= 1
-            blocks_between = abs((other - other_place) - (start - place)) // stride
-            if blocks_between < n or left < 0:
-                raise ValueError(f"pieces at {start:#x} and {other:#x} meet: {_SHARED}")
-
-
 # --- host memory ----------------------------------------------------------------------------------------------------
 
 
 class _HostTensors:
     """Blocks of tensors in host memory."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+    def __init__(self, planes: Sequence[tuple[int, Plane]], n: int, owner: object) -> None:
         import torch
 
-        self._layers = layers  # keeps the memory
-        self.n: int = layouts[0].n
-        self.block_bytes = sum(layout.block_bytes for layout in layouts)
-        pieces = [
-            (layer.data_ptr() + plane.offset, plane)
-            for layer, layout in zip(layers, layouts, strict=True)
-            for plane in layout.planes
-        ]
+        self._owner = owner  # keeps the memory
+        self.n: int = n
+        self.block_bytes = sum(plane.run_bytes for _, plane in planes)
+        pieces = [(address + plane.offset, plane) for address, plane in planes]
         self._whole = pieces[0] if len(pieces) == 1 else None
         self._regular = _regular(pieces, self.n)
         start = min(address for address, _ in pieces)
@@ -215,7 +91,7 @@ class _HostTensors:
         if self._whole is None:
             return None
         address, plane = self._whole
-        return Pages([address + slot * plane.stride_bytes for slot in slots], plane.run_bytes, self._layers)
+        return Pages([address + slot * plane.stride_bytes for slot in slots], plane.run_bytes, self._owner)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
         """Gather blocks into pages: one call for each run of adjacent pages."""
@@ -305,70 +181,36 @@ def _runs(pages: Pages) -> Iterator[tuple[int, int, int]]:
 # --- a CUDA device --------------------------------------------------------------------------------------------------
 
 
-class _CudaTensors:
-    """Blocks of tensors on a CUDA device.
+class DeviceBlocks:
+    """Blocks in memory of a CUDA device, copied by its :class:`~backends.copier.Copier`. Needs no torch.
 
-    A batch is gathered into a run on the device, tensor by tensor, and crosses in one transfer: by DMA where the pages are
-    registered with CUDA (:class:`~backends.memory.MemoryTier` registers its own), through the driver's buffers where not.
-    The copy thread waits for its event, so the memory of a copy may be reused when it returns. The precondition of its
-    container says that the data is there before.
+    A copy waits for nothing of the device: the precondition of a store or a load says that its blocks may be read or written.
+
+    Args:
+        planes: the pieces of a block, each with the address of its tensor.
+        n: how many blocks there are.
+        device: the number of the device.
+        owner: keeps the memory.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> None:
-
-        self.n: int = layouts[0].n
-        self.block_bytes = sum(layout.block_bytes for layout in layouts)
-        self._device = layers[0].device
-        self._views = [
-            layer.permute(axis % layer.ndim, *layout.order)
-            for layer, layout, axis in zip(layers, layouts, axes, strict=True)
-        ]
-        self._sizes = [layout.block_bytes for layout in layouts]
-        self._local = threading.local()  # a stream for each copy thread, so that two transfers overlap
+    def __init__(self, planes: Sequence[tuple[int, Plane]], n: int, device: int, owner: object) -> None:
+        self.n = n
+        self.block_bytes: int = sum(plane.run_bytes for _, plane in planes)
+        self._pieces = BlockPieces(planes)
+        self._device = device
+        self._owner = owner
 
     def pages(self, slots: Sequence[int]) -> None:
         """``None``: blocks are not in host memory."""
         return
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """Gather blocks on the device, copy them to the pages, wait for the end."""
-        import torch
-
-        with torch.inference_mode(), torch.cuda.stream(self._stream()):
-            for start, stop, address in _runs(pages):
-                index = torch.tensor(slots[start:stop], device=self._device)
-                parts = [view.index_select(0, index).view(stop - start, -1).view(torch.uint8) for view in self._views]
-                run = _over(address, (stop - start) * self.block_bytes, torch.uint8)
-                run.view(stop - start, -1).copy_(torch.cat(parts, 1), non_blocking=True)
-            self._stream().synchronize()
+        """Copy blocks to the pages, and wait for the end; see :meth:`backends.copier.Copier.store` for errors."""
+        copier_of(self._device).store(self._pieces.of(slots, pages))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy the pages to the device, scatter them into blocks, wait for the end."""
-        import torch
-
-        with torch.inference_mode(), torch.cuda.stream(self._stream()):
-            for start, stop, address in _runs(pages):
-                index = torch.tensor(slots[start:stop], device=self._device)
-                run = _over(address, (stop - start) * self.block_bytes, torch.uint8)
-                staged = run.view(stop - start, -1).to(self._device, non_blocking=True)
-                parts: tuple[torch.Tensor, ...] = torch.split(staged, self._sizes, 1)
-                for view, part in zip(self._views, parts, strict=True):
-                    view.index_copy_(
-                        0,
-                        index,
-                        part.clone(memory_format=torch.contiguous_format)
-                        .view(view.dtype)
-                        .view(stop - start, *view.shape[1:]),
-                    )
-            self._stream().synchronize()
-
-    def _stream(self) -> torch.cuda.Stream:
-        import torch
-
-        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return stream
+        """Copy pages to the blocks, and wait for the end; see :meth:`backends.copier.Copier.load` for errors."""
+        copier_of(self._device).load(self._pieces.of(slots, pages))
 
 
 # --- the tier -------------------------------------------------------------------------------------------------------
@@ -382,7 +224,7 @@ class DeviceTier(SlotTier):
     them by :meth:`stage`, registers what it wrote there, and finds them by key again until they are evicted.
 
     Args:
-        layers: tensors of any dtype, at least one; all on one device, which is the host or a CUDA device.
+        layers: tensors of any dtype, at least one, or where they lie; all on one device, which is the host or a CUDA device.
         block_axis: the axis that counts blocks, of all tensors or of each. Its size must be the same in all.
         pool: the numbers of the blocks that belong to the tier; by default none.
         checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
@@ -398,7 +240,7 @@ class DeviceTier(SlotTier):
 
     def __init__(
         self,
-        layers: Sequence[torch.Tensor],
+        layers: Sequence[torch.Tensor | TensorMemory],
         *,
         block_axis: int | Sequence[int] = 0,
         pool: range = range(0),
@@ -406,41 +248,46 @@ class DeviceTier(SlotTier):
         eviction: EvictionPolicy[Key] | None = None,
         plane_axes: Mapping[str, int] | None = None,
     ) -> None:
-        layers = _checked(layers)
-        axes = _axes_of(block_axis, len(layers))
+        tensors = [_memory_of(at, layer) for at, layer in enumerate(_listed(layers))]
+        axes = _axes_of(block_axis, len(tensors))
         layouts = [
-            layout_of(layer.shape, layer.stride(), layer.element_size(), axis)
-            for layer, axis in zip(layers, axes, strict=True)
+            layout_of(tensor.shape, tensor.strides, tensor.item_bytes, axis)
+            for tensor, axis in zip(tensors, axes, strict=True)
         ]
         if len({layout.n for layout in layouts}) > 1:
             raise ValueError(
                 f"the tensors differ in their number of blocks: {sorted({layout.n for layout in layouts})}"
             )
-        check_disjoint(
-            [
-                (layer.data_ptr(), plane)
-                for layer, layout in zip(layers, layouts, strict=True)
-                for plane in layout.planes
-            ],
-            layouts[0].n,
-        )
-        if len({layer.device for layer in layers}) > 1:
-            raise ValueError(f"the tensors are on several devices: {sorted({str(layer.device) for layer in layers})}")
+        pieces = [
+            (tensor.address, plane) for tensor, layout in zip(tensors, layouts, strict=True) for plane in layout.planes
+        ]
+        check_disjoint(pieces, layouts[0].n)
+        planes, piece_order = as_one_run(pieces, layouts[0].n)
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            names = sorted("cpu" if device is None else f"cuda:{device}" for device in devices)
+            raise ValueError(f"the tensors are on several devices: {names}")
         self.n: int = layouts[0].n
         """The number of blocks in the tensors, those of the engine and of the tier together."""
         if not isinstance(pool, range):
             raise TypeError(f"pool is {pool!r}, but must be a range of block numbers, as range(64, 128)")
         if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
-        self.fingerprint: str = _fingerprint(layers, layouts, axes)
+        self.fingerprint: str = _fingerprint(tensors, layouts, axes, piece_order)
         """Identifies the layout of a block's bytes: dtypes, and shapes in memory order. For tiers that outlive the process."""
-        self.layers: Sequence[torch.Tensor] = layers
-        """The tensors."""
+        self.piece_order: Sequence[int] = piece_order
+        """The order of a block's pieces in its bytes, if layers are interleaved so that it is not theirs; else empty."""
+        self.device: int | None = devices.pop()
+        """Number of the CUDA device; ``None`` for host memory."""
+        self.tensors: Sequence[TensorMemory] = tensors
+        """Where the tensors lie."""
         self.block_axes: Sequence[int] = axes
         """The axis that counts blocks, of each."""
-        storage: Storage = (
-            _CudaTensors(layers, layouts, axes) if layers[0].device.type == "cuda" else _HostTensors(layers, layouts)
-        )
+        storage: Storage
+        if self.device is None:
+            storage = _HostTensors(planes, self.n, tensors)
+        else:
+            storage = DeviceBlocks(planes, self.n, self.device, tensors)
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
         self.planes: TensorPlanes | None = None
         """The planes of a block, where ``plane_axes`` says what they are."""
@@ -449,8 +296,8 @@ class DeviceTier(SlotTier):
                 raise ValueError(
                     f"block_axis is {axes}, but planes are told apart where all tensors count blocks on one axis"
                 )
-            tensors = {f"layer {at}": layer for at, layer in enumerate(layers)}
-            self.planes = TensorPlanes(tensors, block_axis=axes[0], plane_axes=plane_axes)
+            named: dict[str, Any] = {f"layer {at}": tensor.owner for at, tensor in enumerate(tensors)}
+            self.planes = TensorPlanes(named, block_axis=axes[0], plane_axes=plane_axes)
 
     @property
     def plane_names(self) -> Sequence[str]:
@@ -549,22 +396,31 @@ class _Canary:
         return _Into(self._tier, self._tier._storage, [self._block], self._planes)
 
 
-def _checked(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, as a list; one tensor would pass for a list of its slices."""
-    import torch
-
-    if isinstance(layers, torch.Tensor):
+def _listed(layers: Iterable[Any]) -> list[Any]:
+    """Return the tensors as a list; one tensor would pass for a list of its slices."""
+    if hasattr(layers, "data_ptr"):
         raise TypeError("layers is one tensor, but must be a list of tensors: DeviceTier([tensor])")
     try:
         listed = list(layers)
     except TypeError:
         raise TypeError(f"layers is {layers!r:.80}, but must be a list of tensors") from None
-    for at, layer in enumerate(listed):
-        if not isinstance(layer, torch.Tensor):
-            raise TypeError(f"layers[{at}] is {type(layer).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
     if not listed:
         raise ValueError("layers is empty, but a block is a slice of at least one tensor")
     return listed
+
+
+def _memory_of(at: int, layer: Any) -> TensorMemory:
+    """Return where a torch tensor lies; the only place that asks one."""
+    if isinstance(layer, TensorMemory):
+        return layer
+    if not hasattr(layer, "data_ptr"):
+        raise TypeError(f"layers[{at}] is {type(layer).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
+    if layer.device.type not in {"cpu", "cuda"}:
+        raise ValueError(f"layers[{at}] is on {layer.device}, but must be in host memory or on a CUDA device")
+    device = layer.device.index if layer.device.type == "cuda" else None
+    return TensorMemory(
+        layer.data_ptr(), tuple(layer.shape), layer.stride(), layer.element_size(), str(layer.dtype), device, layer
+    )
 
 
 def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:
@@ -578,10 +434,13 @@ def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:
     return axes
 
 
-def _fingerprint(layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> str:
-    said = []
-    for layer, layout, axis in zip(layers, layouts, axes, strict=True):
-        shape = [size for at, size in enumerate(layer.shape) if at != axis % layer.ndim]
-        order = [at - (at > axis % layer.ndim) for at in layout.order if layer.shape[at] > 1]
-        said.append((str(layer.dtype), shape, order))
+def _fingerprint(
+    tensors: Sequence[TensorMemory], layouts: Sequence[Layout], axes: Sequence[int], piece_order: Sequence[int]
+) -> str:
+    said: list[object] = [list(piece_order)] if piece_order else []
+    for tensor, layout, axis in zip(tensors, layouts, axes, strict=True):
+        axis %= len(tensor.shape)
+        shape = [size for at, size in enumerate(tensor.shape) if at != axis]
+        order = [at - (at > axis) for at in layout.order if tensor.shape[at] > 1]
+        said.append((tensor.dtype, shape, order))
     return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()

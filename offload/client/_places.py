@@ -61,27 +61,27 @@ def describe(place: Any) -> CacheDescription | None:
     if hasattr(place, "description"):
         description: CacheDescription = place.description()
         return description
-    layers, axes = getattr(place, "layers", None), getattr(place, "block_axes", None)
-    if layers is None or axes is None:
+    lying, axes = getattr(place, "tensors", None), getattr(place, "block_axes", None)
+    if lying is None or axes is None:
         return None
-    if layers[0].device.type == "cuda":
+    if lying[0].device is not None:
         from ..daemon._cuda import describe_cuda
 
-        on_device, cuda = describe_cuda(layers, axes)
+        on_device, cuda = describe_cuda(lying, axes)
         return CacheDescription(on_device, cuda=cuda)
     memories: list[SharedMemory] = []
     tensors: list[TensorLayout] = []
-    for layer, axis in zip(layers, axes, strict=True):
-        shape, strides = list(layer.shape), list(layer.stride())
-        extent = (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * layer.element_size()
-        found = memory_of(layer.data_ptr(), extent)
+    for tensor, axis in zip(lying, axes, strict=True):
+        shape, strides = list(tensor.shape), list(tensor.strides)
+        extent = (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * tensor.item_bytes
+        found = memory_of(tensor.address, extent)
         if found is None:
             return None
         memory, offset = found
         if memory not in memories:
             memories.append(memory)
         number = memories.index(memory)
-        tensors.append(TensorLayout(number, offset, layer.element_size(), shape, strides, axis % layer.ndim))
+        tensors.append(TensorLayout(number, offset, tensor.item_bytes, shape, strides, axis % len(shape)))
     return CacheDescription(tensors, memories)
 
 

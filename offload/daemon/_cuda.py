@@ -19,16 +19,14 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from backends.block_layout import TensorMemory
 from backends.slots import Storage
 
 from ._layout import BadLayout, CacheLayout
 from ._memory import TensorStorage
 from ._messages import CudaMemory, TensorLayout
-
-if TYPE_CHECKING:
-    import torch
 
 _LAZY_PEER_ACCESS: Final = 1
 _TYPES: Final = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -163,7 +161,7 @@ def _device_of(uuid: str) -> int:
 # --- the engine's side --------------------------------------------------------------------------------------------------
 
 
-def describe_cuda(layers: Sequence[torch.Tensor], axes: Sequence[int]) -> tuple[list[TensorLayout], list[CudaMemory]]:
+def describe_cuda(lying: Sequence[TensorMemory], axes: Sequence[int]) -> tuple[list[TensorLayout], list[CudaMemory]]:
     """The tensors of a cache, and the allocations that they lie in.
 
     Raises:
@@ -173,24 +171,24 @@ def describe_cuda(layers: Sequence[torch.Tensor], axes: Sequence[int]) -> tuple[
 
     memories: dict[int, CudaMemory] = {}
     tensors = []
-    for layer, axis in zip(layers, axes, strict=True):
-        base, size = _extent_of(layer.data_ptr())
+    for tensor, axis in zip(lying, axes, strict=True):
+        base, size = _extent_of(tensor.address)
         if base not in memories:
             handle = _Handle()
-            with torch.cuda.device(layer.device):
+            with torch.cuda.device(tensor.device):
                 _check(
                     _runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base)), "cudaIpcGetMemHandle"
                 )
-            uuid = str(torch.cuda.get_device_properties(layer.device).uuid)
+            uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
             memories[base] = CudaMemory(uuid, bytes(handle), 0, size)
         tensors.append(
             TensorLayout(
                 list(memories).index(base),
-                layer.data_ptr() - base,
-                layer.element_size(),  # type: ignore[arg-type]  # checked by the daemon
-                list(layer.shape),
-                list(layer.stride()),
-                axis % layer.ndim,
+                tensor.address - base,
+                tensor.item_bytes,  # type: ignore[arg-type]  # checked by the daemon
+                list(tensor.shape),
+                list(tensor.strides),
+                axis % len(tensor.shape),
             )
         )
     return tensors, list(memories.values())

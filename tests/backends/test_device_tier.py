@@ -1,6 +1,5 @@
 """A paged KV cache in torch tensors as a tier: any layout, and every byte where it belongs."""
 
-import contextlib
 import random
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 
 from backends import device as device_module
 from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier, Unproven
-from backends.device import DeviceTier, Plane, _CudaTensors, check_disjoint, layout_of
+from backends.block_layout import Plane, TensorMemory, check_disjoint, layout_of
+from backends.device import DeviceTier
 from backends.memory import MemoryTier
 from backends.pages import new_pages, pages_of
 from backends.slots import PagesDestination
@@ -23,6 +23,7 @@ from backends.threads import keep_threads
 torch = pytest.importorskip("torch")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ON_DEVICE = TensorMemory(1 << 40, (3, 4), (4, 1), 4, "torch.float32", 0, None)
 N, TOKENS, HEADS, DIM, LAYERS = 6, 4, 2, 8, 3
 
 
@@ -319,7 +320,8 @@ def test_the_fingerprint_says_what_the_bytes_mean():
         (lambda: DeviceTier([]), "layers is empty"),
         (lambda: DeviceTier([torch.zeros(3, 4)], block_axis=2), "block_axis is 2, but the tensor has 2 axes"),
         (lambda: DeviceTier([torch.zeros(3, 4), torch.zeros(4, 4)]), r"differ in their number of blocks: \[3, 4\]"),
-        (lambda: DeviceTier([torch.zeros(3, 4), torch.zeros(3, 4, device="meta")]), "on several devices"),
+        (lambda: DeviceTier([torch.zeros(3, 4, device="meta")]), r"layers\[0\] is on meta"),
+        (lambda: DeviceTier([torch.zeros(3, 4), ON_DEVICE]), r"on several devices: \['cpu', 'cuda:0'\]"),
         (lambda: DeviceTier([torch.zeros(3, 0)]), "holds no blocks"),
         (lambda: DeviceTier([torch.zeros(3, 1).expand(3, 4)]), "share memory"),
         (lambda: DeviceTier([torch.zeros(3, 4)], pool=range(1, 4)), "within the 3 blocks"),
@@ -360,35 +362,6 @@ def test_a_run_of_trio_is_not_needed_to_make_one():
     with pytest.raises(RuntimeError):
         trio.lowlevel.current_task()
     tier_of("one tensor")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_cuda_device_would_do_puts_the_same_bytes(layout, monkeypatch):
-    """Its code on host tensors, with streams that do nothing: the bytes are right, the asynchrony is not tried."""
-
-    class Stream:
-        def __init__(self, device):
-            self.device = device
-
-        def synchronize(self):
-            pass
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    tier, layers, axes = tier_of(layout)
-    layouts = [layout_of(layer.shape, layer.stride(), layer.element_size(), axes[0]) for layer in layers]
-    storage = _CudaTensors(layers, layouts, axes)
-    scribble(layers)
-    for ids in ([4, 0, 5], [3]):
-        expected = [block_of(layers, axes, number) for number in ids]
-        pages = new_pages(len(ids), tier.block_bytes)
-        storage.copy_out(ids, pages)
-        assert [bytes(page) for page in pages] == expected
-        to = [2, 1, 0][: len(ids)]
-        storage.copy_in(to, pages)
-        assert [block_of(layers, axes, number) for number in to] == expected
-    assert storage.pages([0]) is None
-    assert storage.block_bytes == tier.block_bytes
 
 
 # --- blocks that share memory -------------------------------------------------------------------------------------

@@ -90,12 +90,12 @@ class GroupCaches:
         blocks_per_chunk: blocks in a chunk.
 
     Raises:
-        ValueError: a tensor's rows are no whole number for each block, or a block of it is not one run of memory.
+        ValueError: a tensor's rows are no whole number for each block.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], n_blocks: int, blocks_per_chunk: int) -> None:
         apart = _apart(caches)
-        self.blocks = DeviceTier([_rows(name, cache, n_blocks) for name, cache in apart.items()])
+        self.blocks = DeviceTier([_by_blocks(name, cache, n_blocks) for name, cache in apart.items()])
         self.per_chunk: int = blocks_per_chunk
         # A plane for each layer: what the axes of a block mean is the kernel's. Keys that are read as values are other numbers.
         self.planes = TensorPlanes({name: _by_blocks(name, cache, n_blocks) for name, cache in apart.items()})
@@ -124,7 +124,7 @@ class ChunkSource(NoChunks):
 
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
-        self._on_device = any(group.blocks.layers[0].device.type != "cpu" for group in groups)
+        self._on_device = any(group.blocks.device is not None for group in groups)
         self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
@@ -381,27 +381,3 @@ def _by_blocks(name: str, cache: torch.Tensor, n_blocks: int) -> torch.Tensor:
     if not n_blocks or rows % n_blocks:
         raise ValueError(f"the cache of {name} has {rows} rows, which is no whole number for each of {n_blocks} blocks")
     return cache if rows == n_blocks else cache.unflatten(0, (n_blocks, -1))  # type: ignore[no-untyped-call]
-
-
-def _rows(name: str, cache: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """A layer's cache as bytes, a row for each block: whatever the axes within a block mean, they are copied as they lie."""
-    import torch
-
-    blocks = _by_blocks(name, cache, n_blocks)
-    within = sorted(
-        (stride, size) for size, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True) if size > 1
-    )
-    run = 1
-    for stride, size in within:
-        if stride != run:
-            raise ValueError(
-                f"a block of {name} is not one run of memory: shape {tuple(blocks.shape)}, strides {blocks.stride()}"
-            )
-        run *= size
-    item = cache.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
-        cache.untyped_storage(),
-        cache.storage_offset() * item,
-        (n_blocks, run * item),
-        (blocks.stride(0) * item, 1),
-    )

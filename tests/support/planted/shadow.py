@@ -111,7 +111,7 @@ def _behind_each_load(patch: Any, change: Any) -> None:
 
     def otherwise(self: _HostTensors, slots: Sequence[int], pages: Pages) -> None:
         copy_in(self, slots, pages)
-        for layer in self._layers:
+        for layer in (tensor.owner for tensor in self._owner):
             for slot in slots:
                 layer[:, slot] = change(layer[:, slot]).clone()
 

@@ -1,0 +1,11 @@
+"""Copy blocks between the memory of a CUDA device and pages: one copier for each device of a process.
+
+:mod:`._pieces` decides which copies that takes, in numpy columns; :mod:`._copier` has the device make them.
+"""
+
+from ._copier import Copier as Copier
+from ._copier import DeviceLost as DeviceLost
+from ._copier import close_copiers as close_copiers
+from ._copier import copier_of as copier_of
+from ._pieces import BlockPieces as BlockPieces
+from ._pieces import Pieces as Pieces

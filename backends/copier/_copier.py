@@ -1,0 +1,283 @@
+"""Have a CUDA device copy: a thread and a stream each way, and nothing else of the device.
+
+Rule 1. A copy is over, or proven never to end, when the call returns or raises: on every way out the stream is synchronized. If
+        that fails as well the device may still read or write, and :exc:`~backends.Unproven` says so.
+Rule 2. The stream waits for the events that a copy comes after; no thread does.
+Rule 3. Host memory that is not registered is copied through a buffer that is. The driver would do the same with calls that
+        block, and with less of a bound.
+Rule 4. A sticky error ends the copier: later copies are refused before anything is begun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+from typing import Final, TypeAlias
+
+import attrs
+
+from maru._memory.cuda import CudaError, Driver, Event, Stream, find_driver
+from maru._threads import no_thread
+
+from .._errors import BackendError, Unproven
+from ..pages import Pages, new_pages
+from ._pieces import Pieces
+
+STAGING_BYTES: Final = 8 << 20
+"""Of the buffer that copies of memory pass through that is not registered, each way."""
+
+Spans: TypeAlias = Callable[[int, int], Sequence[tuple[int, int]]]
+"""Returns start and end of the registrations that overlap so many bytes from an address on, sorted."""
+
+
+class DeviceLost(BackendError):
+    """The context of a device has ended: this process cannot use the device any more. The operator must restart it."""
+
+
+@attrs.frozen(eq=False)
+class _Job:
+    pieces: Pieces
+    after: Sequence[Event]
+    over: Future[None] = attrs.Factory(lambda: Future[None]())
+
+
+class Copier:
+    """The copies of one device. For any thread; a call blocks until its copies are over.
+
+    Args:
+        driver: its calls.
+        device: the number of the device.
+        spans: finds the registrations of this process.
+    """
+
+    def __init__(self, driver: Driver, device: int, spans: Spans) -> None:
+        self._pid = os.getpid()
+        self._ways = [_Way(driver, device, spans, load=load) for load in (False, True)]
+
+    def store(self, pieces: Pieces, after: Sequence[Event] = ()) -> None:
+        """Copy from the device to host memory.
+
+        Args:
+            pieces: the copies. Their memory is the caller's, who keeps it until this returns or raises.
+            after: events of the device that must hold before.
+
+        Raises:
+            CudaError: the device refused it; nothing is under way.
+            DeviceLost: its context has ended before.
+            Unproven: it may still be going on.
+            OSError: no thread can be started, or no memory for a buffer.
+        """
+        self._do(self._ways[0], pieces, after)
+
+    def load(self, pieces: Pieces, after: Sequence[Event] = ()) -> None:
+        """Copy from host memory to the device; otherwise like :meth:`store`. What is read must be there already."""
+        self._do(self._ways[1], pieces, after)
+
+    def _do(self, way: _Way, pieces: Pieces, after: Sequence[Event]) -> None:
+        if os.getpid() != self._pid:
+            raise BackendError("CUDA cannot be used in a process that was forked off one that uses it")
+        job = _Job(pieces, after)
+        way.begin(job)
+        try:
+            job.over.result()
+        finally:
+            wait([job.over])  # also when a signal raises here: the memory is the caller's only once this is over
+
+    def close(self) -> None:
+        """End the threads, and give back what they hold."""
+        for way in self._ways:
+            way.close()
+
+
+class _Way:
+    """One direction of a device: a thread with a stream, an event, and a buffer."""
+
+    def __init__(self, driver: Driver, device: int, spans: Spans, *, load: bool) -> None:
+        self._driver, self._device, self._spans, self._load = driver, device, spans, load
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lost: BaseException | None = None
+
+    def begin(self, job: _Job) -> None:
+        """Have the thread do a job.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with self._lock:
+            if self._thread is None:
+                name = f"offload {'to' if self._load else 'from'} device {self._device}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as exc:
+                    raise no_thread(exc) from exc
+                self._thread = thread
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread behind its jobs."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._jobs.put(None)
+        if thread is not None:
+            thread.join()
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with ExitStack() as held:
+            lane: _Lane | None = None
+            while (job := self._jobs.get()) is not None:
+                try:
+                    if self._lost is not None:
+                        raise DeviceLost(f"device {self._device} is lost: {self._lost}")
+                    lane = lane or self._open(held)
+                    lane.copy(job.pieces, job.after, self._spans)
+                except BaseException as error:
+                    if isinstance(error, Unproven) or (isinstance(error, CudaError) and error.sticky):
+                        self._lost = error
+                        held.pop_all()  # never given back: the device may still use it
+                    job.over.set_exception(error)
+                else:
+                    job.over.set_result(None)
+                del job  # a thread that waits holds nobody's memory
+
+    def _open(self, held: ExitStack) -> _Lane:
+        """Make what the thread copies with; what was made is given back if a part of it cannot be."""
+        driver = self._driver
+        with ExitStack() as made:
+            driver.attach(self._device)
+            stream = driver.stream()
+            made.callback(_give_back, partial(driver.destroy_stream, stream))
+            end = driver.event()
+            made.callback(_give_back, partial(driver.destroy_event, end))
+            lane = _Lane(driver, stream, end, load=self._load)
+            made.callback(lane.close)
+            held.push(made.pop_all())
+        return lane
+
+
+def _give_back(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except CudaError:  # the context has ended, and everything in it
+        return
+
+
+class _Lane:
+    """What one thread copies with."""
+
+    def __init__(self, driver: Driver, stream: Stream, end: Event, *, load: bool) -> None:
+        self._driver, self._stream, self._end, self._load = driver, stream, end, load
+        self._buffer: Pages | None = None
+
+    def copy(self, pieces: Pieces, after: Sequence[Event], spans: Spans) -> None:
+        """Make copies, and wait for their end: rule 1."""
+        if not len(pieces):
+            return
+        first, last = int(pieces.host.min()), int((pieces.host + pieces.sizes).max())
+        registered, others = pieces.split(spans(first, last - first))
+        try:
+            for event in after:
+                self._driver.wait(self._stream, event)
+            if len(registered):
+                self._begin(registered)
+            if len(others):
+                self._through_the_buffer(others)
+            else:
+                self._finish()
+        except BaseException as error:
+            self._settle(error)
+            raise
+
+    def _begin(self, pieces: Pieces) -> None:
+        device, host = pieces.device, pieces.host
+        to, at = (device, host) if self._load else (host, device)
+        self._driver.copy(self._stream, to, at, pieces.sizes, load=self._load)
+
+    def _finish(self) -> None:
+        self._driver.record(self._end, self._stream)
+        self._driver.synchronize(self._end)
+
+    def _settle(self, error: BaseException) -> None:
+        """Wait until nothing is under way after an error."""
+        try:
+            self._driver.synchronize_stream(self._stream)
+        except CudaError as second:
+            raise Unproven(f"a copy of a device may not be over: {error}; {second}") from second
+
+    # --- memory that is not registered: rule 3 ------------------------------------------------------------------------
+
+    def _through_the_buffer(self, pieces: Pieces) -> None:
+        buffer = self._buffer_pages()
+        for portion in pieces.portions(buffer.page_bytes):
+            self._portion(portion, buffer.addresses[0])
+
+    def _portion(self, pieces: Pieces, buffer: int) -> None:
+        import numpy
+
+        ends = numpy.cumsum(pieces.sizes, dtype=numpy.uint64)
+        staged = Pieces(pieces.device, ends - pieces.sizes + numpy.uint64(buffer), pieces.sizes)
+        between = list(zip(pieces.host.tolist(), staged.host.tolist(), pieces.sizes.tolist(), strict=True))
+        if self._load:
+            for host, at, size in between:
+                ctypes.memmove(at, host, size)
+        self._begin(staged.joined())
+        self._finish()
+        if not self._load:
+            for host, at, size in between:
+                ctypes.memmove(host, at, size)
+
+    def _buffer_pages(self) -> Pages:
+        if self._buffer is None:
+            pages = new_pages(1, STAGING_BYTES)
+            self._driver.register(pages.addresses[0], STAGING_BYTES)
+            self._buffer = pages
+        return self._buffer
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        if self._buffer is not None:
+            _give_back(partial(self._driver.unregister, self._buffer.addresses[0]))
+            self._buffer = None
+
+
+# --- the copiers of this process ----------------------------------------------------------------------------------------
+
+_lock: Final = threading.Lock()
+_copiers: Final[dict[tuple[int, int], Copier]] = {}
+
+
+def copier_of(device: int) -> Copier:
+    """Return the copier of a device, made at the first call of a process.
+
+    Raises:
+        NoDriver: CUDA cannot be used here.
+    """
+    with _lock:
+        copier = _copiers.get((os.getpid(), device))
+        if copier is None:
+            copier = _copiers[os.getpid(), device] = Copier(find_driver(), device, _no_spans)
+        return copier
+
+
+def _no_spans(address: int, nbytes: int) -> Sequence[tuple[int, int]]:
+    return ()
+
+
+def close_copiers() -> None:
+    """End the copiers of this process; the next call of :func:`copier_of` makes new ones."""
+    with _lock:
+        copiers = list(_copiers.values())
+        _copiers.clear()
+    for copier in copiers:
+        copier.close()

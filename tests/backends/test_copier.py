@@ -1,0 +1,260 @@
+"""Copies between a device and pages, over a driver in Python: which they are, when they are made, and when they are over."""
+
+import ctypes
+import itertools
+import random
+from contextlib import contextmanager
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends import Unproven
+from backends.block_layout import TensorMemory
+from backends.copier import Copier, DeviceLost, Pieces, close_copiers
+from backends.device import DeviceTier
+from backends.pages import new_pages
+from maru._memory.cuda import CudaError
+from maru.fake_cuda import FakeCuda, every_order, use
+
+N, LAYERS, RUN = 6, 4, 64
+"""Blocks, layers with keys and values, and bytes of each piece."""
+
+
+class Device:
+    """A KV cache in the memory of a fake device, and registered pages beside it."""
+
+    def __init__(self, fake, driver, *, registered=True):
+        self.fake, self.driver = fake, driver
+        driver.attach(0)
+        self.block_bytes = LAYERS * 2 * RUN
+        self.cache = driver.allocate(N * self.block_bytes)
+        self.tensors = [
+            TensorMemory(self.cache + at * 2 * N * RUN, (2, N, RUN), (N * RUN, RUN, 1), 1, "uint8", 0, None)
+            for at in range(LAYERS)
+        ]
+        self.pages = new_pages(N, self.block_bytes)
+        self.address = self.pages.addresses[0]
+        if registered:
+            driver.register(self.address, N * self.block_bytes)
+        self.spans = [(one.address, one.address + one.nbytes) for one in fake.registered.values()]
+        self.copier = Copier(driver, 0, lambda address, nbytes: self.spans)
+        self.tier = DeviceTier(self.tensors, block_axis=1)
+        self.pieces = self.tier._storage._pieces
+
+    def block(self, number):
+        parts = range(2 * LAYERS)
+        return b"".join(self.fake.read(self.cache + (part * N + number) * RUN, RUN) for part in parts)
+
+    def write(self, number, byte):
+        for part in range(2 * LAYERS):
+            self.fake.write(self.cache + (part * N + number) * RUN, bytes([byte]) * RUN)
+
+
+@contextmanager
+def device(registered=True, **knobs):
+    fake = FakeCuda(**knobs)
+    with use(fake) as driver:
+        there = Device(fake, driver, registered=registered)
+        try:
+            yield there
+        finally:
+            there.copier.close()
+            close_copiers()
+    assert not fake.wrong
+
+
+# --- which copies: pure -----------------------------------------------------------------------------------------------
+
+
+def pieces(*rows):
+    return Pieces(*(numpy.array(column, numpy.uint64) for column in zip(*rows, strict=True)))
+
+
+def rows(found):
+    return list(zip(found.device.tolist(), found.host.tolist(), found.sizes.tolist(), strict=True))
+
+
+def test_neighbours_on_both_sides_are_one_copy():
+    assert rows(pieces((0, 100, 8), (8, 108, 8), (16, 116, 4)).joined()) == [(0, 100, 20)]
+    assert len(pieces((0, 100, 8), (8, 200, 8)).joined()) == 2
+    assert len(pieces((0, 100, 8), (50, 108, 8)).joined()) == 2
+
+
+@given(st.data())
+def test_pieces_are_cut_at_the_borders_of_registrations_and_lose_no_byte(data):
+    draw = data.draw
+    edges = sorted(draw(st.sets(st.integers(0, 200), min_size=2, max_size=10)))
+    spans = [pair for pair in itertools.pairwise(edges) if draw(st.booleans())]
+    drawn = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 60)), min_size=1, max_size=6))
+    whole = pieces(*((1000 * at + host, host, size) for at, (host, size) in enumerate(drawn)))
+    inside, others = whole.split(spans)
+
+    def covered(part):
+        return sorted((device + at, host + at) for device, host, size in rows(part) for at in range(size))
+
+    assert sorted(covered(inside) + covered(others)) == covered(whole)
+    for _, host, size in rows(inside):
+        assert any(start <= host and host + size <= stop for start, stop in spans)
+    for _, host, size in rows(others):
+        assert not any(start < host + size and host < stop for start, stop in spans)
+
+
+def test_portions_are_no_larger_than_the_buffer_and_lose_no_byte():
+    portions = [rows(portion) for portion in pieces((0, 100, 30), (50, 300, 3)).portions(8)]
+    assert all(sum(size for _, _, size in portion) <= 8 for portion in portions)
+    assert [row for portion in portions for row in portion] == [
+        (0, 100, 8), (8, 108, 8), (16, 116, 8), (24, 124, 6), (50, 300, 2), (52, 302, 1),
+    ]  # fmt: skip
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("version", [12080, 12000])
+def test_blocks_arrive_as_they_were(registered, version):
+    with device(registered, version=version) as there:
+        for number in range(N):
+            there.write(number, 10 + number)
+        there.copier.store(there.pieces.of([4, 0, 5], there.pages.part(0, 3)))
+        assert [bytes(page) for page in there.pages.part(0, 3)] == [there.block(number) for number in (4, 0, 5)]
+        there.copier.load(there.pieces.of([1, 2, 3], there.pages.part(0, 3)))
+        assert [there.block(number) for number in (1, 2, 3)] == [bytes(page) for page in there.pages.part(0, 3)]
+
+
+def test_a_store_of_many_blocks_is_one_batch_one_event_and_one_synchronization():
+    with device() as there:
+        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))  # makes the stream and the event
+        before = len(there.fake.calls)
+        there.copier.store(there.pieces.of(range(N), there.pages))
+        assert there.fake.calls[before:] == ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventSynchronize"]
+
+
+def test_a_block_that_is_one_run_is_one_piece():
+    with device() as there:
+        shape, strides = (N, LAYERS, 2, RUN), (LAYERS * 2 * RUN, 2 * RUN, RUN, 1)
+        by_layer = [
+            TensorMemory(there.cache + at * 2 * RUN, (N, 2, RUN), (strides[0], RUN, 1), 1, "uint8", 0, None)
+            for at in range(shape[1])
+        ]
+        tier = DeviceTier(by_layer)
+        assert len(tier._storage._pieces.of([1, 3], there.pages.part(0, 2))) == 2 and not tier.piece_order
+        by_part = [  # heads before layers: (blocks, 2, layers, run)
+            TensorMemory(there.cache + at * RUN, (N, 2, RUN), (strides[0], LAYERS * RUN, 1), 1, "uint8", 0, None)
+            for at in range(LAYERS)
+        ]
+        other = DeviceTier(by_part)
+        assert len(other._storage._pieces.of([1, 3], there.pages.part(0, 2))) == 2
+        assert other.piece_order and other.fingerprint != tier.fingerprint
+
+
+# --- when ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [12080, 12000])
+def test_in_every_order_of_streams_a_load_comes_after_what_it_waits_for(version):
+    def run(choose):
+        with device(choose=choose, version=version) as there:
+            ctypes.memset(there.address, 7, 2 * there.block_bytes)
+            compute, computed = there.driver.stream(), there.driver.event()
+            there.fake.kernel(compute, lambda: there.write(0, 0))
+            there.driver.record(computed, compute)
+            there.copier.load(there.pieces.of([0, 1], there.pages.part(0, 2)), [computed])
+            there.fake.progress()
+            assert there.block(0) == there.block(1) == bytes([7]) * there.block_bytes
+
+    assert every_order(run, 5) > 5
+
+
+def test_in_every_order_of_streams_a_store_reads_what_was_computed_before():
+    def run(choose):
+        with device(choose=choose) as there:
+            compute, computed = there.driver.stream(), there.driver.event()
+            there.fake.kernel(compute, lambda: there.write(0, 7))
+            there.driver.record(computed, compute)
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)), [computed])
+            assert bytes(there.pages[0]) == bytes([7]) * there.block_bytes
+
+    assert every_order(run, 5) > 2
+
+
+def test_the_buffer_is_not_filled_again_before_it_was_read(monkeypatch):
+    monkeypatch.setattr("backends.copier._copier.STAGING_BYTES", 1024)
+    random_bytes = random.Random(1).randbytes
+
+    def run(choose):
+        with device(registered=False, choose=choose) as there:
+            nbytes = N * there.block_bytes
+            data = random_bytes(nbytes)
+            ctypes.memmove(there.address, data, nbytes)
+            there.copier.load(pieces((there.cache, there.address, nbytes)))
+            there.fake.progress()
+            assert there.fake.read(there.cache, nbytes) == data
+            ctypes.memset(there.address, 0, nbytes)
+            there.copier.store(pieces((there.cache, there.address, nbytes)))
+            assert ctypes.string_at(there.address, nbytes) == data
+
+    assert every_order(run, 4) > 1
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("version", [12080, 12000])
+def test_where_any_one_call_fails_nothing_is_under_way_and_nothing_leaks(way, registered, version):
+    with device(registered, version=version) as there:
+        begun = len(there.fake.calls)
+        getattr(there.copier, way)(there.pieces.of(range(N), there.pages))
+        n_calls = len(there.fake.calls) - begun
+    assert n_calls > 5
+    for number in range(n_calls):
+        with device(registered, version=version) as there:
+            there.fake.fail(len(there.fake.calls) + number)
+            copy = getattr(there.copier, way)
+            with pytest.raises(CudaError) as raised:
+                copy(there.pieces.of(range(N), there.pages))
+            assert not raised.value.sticky
+            assert not any(stream.queue for stream in there.fake.streams.values())
+            copy(there.pieces.of(range(N), there.pages))  # the next one is as ever
+            there.copier.close()
+            assert not there.fake.streams and not there.fake.events
+            assert len(there.fake.registered) == registered
+
+
+def test_a_copy_whose_end_is_not_proven_says_so_and_ends_the_copier():
+    with device() as there:
+        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        begun = len(there.fake.calls)
+        there.fake.fail(begun + 2)  # the synchronization
+        there.fake.fail(begun + 3)  # and the one behind it
+        with pytest.raises(Unproven):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        with pytest.raises(DeviceLost):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        there.copier.load(there.pieces.of([0], there.pages.part(0, 1)))  # the other way has a stream of its own
+
+
+def test_a_sticky_error_is_unproven_and_later_copies_are_refused():
+    with device() as there:
+        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        there.fake.lose(0)
+        with pytest.raises(Unproven):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        calls = len(there.fake.calls)
+        with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        assert len(there.fake.calls) == calls
+
+
+def test_only_its_own_device_gets_a_context():
+    fake = FakeCuda(devices=2)
+    with use(fake) as driver:
+        copier, host = Copier(driver, 1, lambda address, nbytes: []), new_pages(1, 3)
+        with pytest.raises(CudaError, match="INVALID_VALUE"):  # no such memory
+            copier.load(pieces((1, host.addresses[0], 3)))
+        copier.close()
+    assert fake.contexts == {1}
