@@ -44,11 +44,12 @@ class TrioThread(Generic[M]):
     def start(self) -> M:
         """Enter it. What that raises is raised here."""
         settled = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread  # not before: a thread that could not be started cannot be joined
         settled.wait()
         if self.token is None and self._error is not None:
-            self._thread.join()
+            thread.join()
             raise self._error
         return self._entered
 

@@ -1,6 +1,7 @@
 """A context manager in a trio thread of its own."""
 
 import contextlib
+import threading
 
 import pytest
 import trio
@@ -47,6 +48,17 @@ def test_what_entering_raises_is_raised_by_start():
     with pytest.raises(ValueError, match="no"):
         home.start()
     assert home.token is None
+
+
+def test_a_refused_thread_leaves_nothing_to_close(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    home = thread(lambda: nothing([]))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        home.start()
+    home.close()
 
 
 def test_what_leaving_raises_is_raised_by_close():
