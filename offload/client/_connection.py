@@ -60,6 +60,8 @@ _HEARTBEATS: Final = 3
 """In the time of a lease: one may be late, and one be lost."""
 _AGAIN: Final = 0.2
 """Seconds until a daemon that is draining, or has no place, is asked for a session again."""
+_COLLECT: Final = 0.05
+"""Seconds until answers that nothing waits for are read, unless a task reads them sooner while it waits for its own."""
 _SEQ: Final = (1 << 32) - 1
 _SESSION_OVER: Final = "the session that this belongs to is over"
 
@@ -149,6 +151,7 @@ class DaemonConnection:
         """Calls of lost sessions that may still have the daemon at this process's memory."""
         self._due: deque[Callable[[int], Request]] = deque()
         """Requests whose answers nothing waits for, and that have found no room. As many as the daemon lets a session hold."""
+        self._collects = False
         self._previous = b""
         self._last = 0
         self._cause = "it has not answered yet"
@@ -295,6 +298,18 @@ class DaemonConnection:
                 del self._calls[seq]
                 self._due.appendleft(make)
                 return
+            if not self._collects:
+                self._collects = True
+                self._nursery.start_soon(self._collect)
+
+    async def _collect(self) -> None:
+        """Read answers as long as there are some to come that nothing waits for: they hold blocks, slots and memory."""
+        try:
+            while any(call.abandoned for call in self._calls.values()):
+                await trio.sleep(_COLLECT)
+                self._channel.look()
+        finally:
+            self._collects = False
 
     async def _keep_telling(self, session: Session) -> None:
         while self.session is session and self._due:

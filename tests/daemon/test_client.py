@@ -114,6 +114,41 @@ async def test_a_load_can_be_cancelled_at_every_step_and_the_next_one_is_right(p
         assert cache.read(8) == cache.read(0)
 
 
+async def test_hold_of_a_cancelled_lookup_is_released_before_a_heartbeat(path):
+    async with daemon(path, lease=3600.0) as server, open_connection(server.url) as connection:
+        _, hold = await stored(connection, cache_of())
+        connection.tell(lambda seq: Release(seq, [hold]))
+
+        async def look_up():
+            found = await connection.ask(lambda seq: Lookup(seq, KEYS, 1.0), Found)
+            connection.tell(lambda seq: Release(seq, [found.hold]))
+
+        for step in range(8):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(look_up)
+                for _ in range(step):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            with trio.fail_after(PATIENCE):
+                await until(lambda: "holds" not in held(server))
+
+
+async def test_next_store_has_the_slots_of_a_cancelled_one_before_a_heartbeat(path):
+    async with daemon(path, lease=3600.0, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        staging, source = client._its_places().staging, MemoryTier(16 * SIZE, SIZE)
+        staging._free = staging._free[:2]
+        await (await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))).transfer(source, range(2))  # which registers it
+        for step in range(30):
+            reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reservation.transfer, source, range(2))
+                for _ in range(step):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            with trio.fail_after(PATIENCE):
+                staging.give_back(await staging.take(2, 2))
+
+
 async def test_a_load_whose_end_is_not_told_in_time_is_unproven(path):
     async with daemon(path) as server, open_connection(server.url) as connection:
         number, hold = await stored(connection, cache_of())
