@@ -137,7 +137,9 @@ async def test_next_store_has_the_slots_of_a_cancelled_one_before_a_heartbeat(pa
     async with daemon(path, lease=3600.0, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
         staging, source = client._its_places().staging, MemoryTier(16 * SIZE, SIZE)
         staging._free = staging._free[:2]
-        await (await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))).transfer(source, range(2))  # which registers it
+        await (await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))).transfer(
+            source, range(2)
+        )  # which registers it
         for step in range(30):
             reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
             async with trio.open_nursery() as nursery:

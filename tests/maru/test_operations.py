@@ -829,6 +829,35 @@ def test_restore_drops_a_page_that_was_damaged():
     at_rest(client, reader)
 
 
+@pytest.mark.parametrize("fate", ["lost", "late"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_restore_that_fails_counts_each_key_once(fate, failing):
+    world, client = joined("a")
+    pages = client.run(allocate(client.s, 4))
+    sums = [xxh3_64_intdigest(bytes(PAGE)), 1]  # the second one is damaged
+    client.run(store(client.s, ["whole", "damaged"], pages[:2], PAGE, sums))
+    client.run(store(client.s, ["plain", "other"], pages[2:], PAGE, None))
+    world.restart(forgets=True)
+    client.run(beat(client.s))
+    stores = []
+
+    def fate_of(call):
+        if call.code is Code.STORE:
+            stores.append(call)
+            if len(stores) == failing:
+                return fate
+        return None
+
+    client.fate = fate_of
+    with pytest.raises(NoAnswer):
+        client.run(restore(client.s))
+    client.run(beat(client.s))
+    client.run(restore(client.s))
+    counters = client.s.counters
+    assert (counters.keys_kept, counters.keys_lost, counters.damaged) == (3, 1, 1)
+    at_rest(client)
+
+
 def test_restore_registers_the_first_checksum_and_depth():
     world, client = joined("a")
     right = xxh3_64_intdigest(bytes(PAGE))  # the pages are zeros; a sum made again would be this one

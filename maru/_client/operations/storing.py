@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import or_
 from typing import Any, TypeAlias
 
@@ -281,13 +281,13 @@ def restore(s: ClientState) -> Operation[None]:
             continue
         missing = [one for one, is_there in zip(some, there.results, strict=True) if not is_there]
         summed = [one for one in missing if one[1][2] is not None]
-        for group in (summed, [one for one in missing if one[1][2] is None]):  # one STORE has sums for all or none
+        groups = [summed, [one for one in missing if one[1][2] is None]]  # one STORE has sums for all or none
+        former.pages[: len(some)] = chain(*groups)
+        s.counters.keys_kept += len(some) - len(missing)
+        for group in groups:
             if group and former in s.former:
                 yield from _restore(s, former, group)
-        if former not in s.former:
-            continue
-        s.counters.keys_kept += len(some) - len(missing)
-        del former.pages[: len(some)]
+                del former.pages[: len(group)]  # at once: the next group may fail, and is then tried again alone
 
 
 def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]]) -> Operation[None]:
@@ -299,8 +299,8 @@ def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]])
             return
         pages = s.pages.allocate(min(len(some), s.pages.free)) or []
     kept = some[: len(pages)]
-    s.counters.keys_lost += len(some) - len(kept)
     if not kept:
+        s.counters.keys_lost += len(some)
         return
     offsets = [offset for offset, _ in kept]
     names, sizes, expected, depths = map(list, zip(*[stored for _, stored in kept], strict=True))
@@ -314,19 +314,17 @@ def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]])
         s.free(pages)
         raise
     whole = [at for at in range(len(kept)) if not is_summed or sums[at] == expected[at]]
-    damaged = len(kept) - len(whole)
-    if damaged:
-        s.counters.damaged += damaged
-        s.counters.keys_lost += damaged
+    if len(whole) < len(kept):
         s.free([pages[at] for at in {*range(len(kept))}.difference(whole)])
-        if not whole:
-            return
         pages, names, sizes, expected, depths = (
             [column[at] for at in whole] for column in (pages, names, sizes, expected, depths)
         )
-    answers = yield from _register(s, names, pages, sizes, expected if is_summed else None, depths)
-    s.counters.keys_kept += sum(map(bool, answers))
-    s.counters.keys_lost += len(answers) - sum(map(bool, answers))
+    answers = (yield from _register(s, names, pages, sizes, expected if is_summed else None, depths)) if whole else []
+    # Not before: if there is no answer, all of it is tried again.
+    registered = sum(map(bool, answers))
+    s.counters.damaged += len(kept) - len(whole)
+    s.counters.keys_kept += registered
+    s.counters.keys_lost += len(some) - registered
 
 
 def addresses(s: ClientState, pages: Sequence[int]) -> Sequence[int]:
