@@ -133,6 +133,7 @@ class Journal:
         # the live segment
         self._number, self._previous_end = tail
         self._file: _File | None = None  # until there is something to write
+        self._not_begun: list[str] = []  # a segment without a header, which may be left if it could not be removed
         self._end = 0
         self._full_at = segment_bytes
         self._ragged = False  # behind the end lies what could not be cut off
@@ -249,13 +250,16 @@ class Journal:
 
     def _begin(self, number: int, previous_end: int) -> None:
         path = path_of(self.path, "journal", number)
+        remove(self.path, self._not_begun)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         file = _File(os.open(path, flags, 0o600))
+        self._not_begun = []
         header = pack_header("journal", Header(self._pool_id, self._boot_id, number, previous_end, 0))
         try:
             write_with(self._write, file.fd, header)
         except BaseException:
-            remove(self.path, [os.path.basename(path)])
+            self._not_begun = [os.path.basename(path)]
+            remove(self.path, self._not_begun)
             raise
         # Kept until the next flush: records of the previous segment may not be on the disk yet, and `sync` promises them too.
         if self._file is not None and self._fsync:

@@ -240,6 +240,26 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing_and_is_begun_later(tmp_pa
     assert read(tmp_path) == ([b"first"], "whole")
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_segment_that_cannot_be_begun_nor_removed_is_begun_later(tmp_path, monkeypatch, failures):
+    disk = Disk(HEADER_BYTES - 1)
+    journal = open_journal(tmp_path, write=disk)
+
+    def no_unlink(path):
+        raise OSError(errno.EROFS, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", no_unlink)
+        for _ in range(failures):
+            with pytest.raises(JournalFailed):
+                journal.append([b"first"])
+    assert os.listdir(tmp_path) == ["journal.1"]
+    disk.room = 1000
+    journal.append([b"first"])
+    journal.append([b"second"])
+    assert read(tmp_path) == ([b"first", b"second"], "whole")
+
+
 def test_what_cannot_be_cut_off_lies_behind_the_end_that_the_next_segment_names(tmp_path, monkeypatch):
     disk = Disk(HEADER_BYTES + len(frame([b"first"])) + 5)
     journal = open_journal(tmp_path, write=disk)
