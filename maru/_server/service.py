@@ -222,6 +222,8 @@ class Service:
         self.closed = False
         self.listings: dict[int, tuple[list[str], float]] = {}
         """The keys of listings that are under way, and when a page was asked for last, by session."""
+        self.listing_due: dict[int, float] = {}
+        """When a session may begin another one."""
         self._peers: dict[bytes, Peer] = {}
         self._handles: dict[int, Handle] = {}
         self._handle_bytes: dict[int, bytes] = {}
@@ -419,6 +421,7 @@ class Service:
     def _ended(self, session_id: int) -> None:
         self.filled.pop(session_id, None)
         self.listings.pop(session_id, None)
+        self.listing_due.pop(session_id, None)
         for peer in self._peers.values():
             if peer.session == session_id:
                 peer.session = 0

@@ -59,6 +59,8 @@ _LOOKED: Final = 1_024
 """Names that are looked at for one page of a listing: a MiB of the longest."""
 _LISTINGS: Final = 4
 """Listings at once. Each keeps eight bytes a key."""
+_LISTING_PAUSE: Final = 1e-3
+"""Seconds until a session may begin another listing, for each ``_LOOKED`` keys: all names are copied for one."""
 LISTING_IDLE: Final = 10.0
 """Seconds until a listing of which no page was asked for makes room for another one: its client was cancelled, perhaps."""
 
@@ -320,12 +322,16 @@ def list_keys(
     session_id = _enter(service, peer, message, now)
     directory, listings = service.directory, service.listings
     if not message.cursor:
+        if now < service.listing_due.get(session_id, now):
+            raise Refused(Word.TOO_MANY, "this session has begun a listing a moment ago: ask again later")
         listings.pop(session_id, None)
         for other in [other for other, (_, asked_at) in listings.items() if now - asked_at >= LISTING_IDLE]:
             del listings[other]
         if len(listings) >= _LISTINGS:
             raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
-        listings[session_id] = directory.list_keys(), now
+        names = directory.list_keys()
+        listings[session_id] = names, now
+        service.listing_due[session_id] = now + len(names) // _LOOKED * _LISTING_PAUSE
     if session_id not in listings:
         raise Refused(Word.FENCED, "this listing is over: begin again")
     names, _ = listings[session_id]

@@ -915,6 +915,21 @@ def test_keys_are_listed_by_prefix_in_pages(world):
     assert refused(world.send(b"ours", Code.LIST_KEYS, later), Word.FENCED)
 
 
+def test_a_session_begins_one_listing_at_a_time_for_each_thousand_keys(world):
+    token, region = world.ours()
+    for at in range(0, 1500, 500):
+        world.store(token, region, [f"k{n}" for n in range(at, at + 500)], offsets=list(range(at, at + 500)), length=1)
+    other = world.shake(b"other").session
+    again = ListKeysRequest(token, 0, "k")
+    assert world.send(b"ours", Code.LIST_KEYS, again).cursor
+    assert refused(world.send(b"ours", Code.LIST_KEYS, again), Word.TOO_MANY)
+    assert not world.send(b"ours", Code.LIST_KEYS, ListKeysRequest(token, 0, "k", 1024)).cursor  # the first one goes on
+    assert refused(world.send(b"ours", Code.LIST_KEYS, again), Word.TOO_MANY)
+    assert world.send(b"other", Code.LIST_KEYS, ListKeysRequest(other, 0, "k")).cursor
+    world.now += 1e-3
+    assert world.send(b"ours", Code.LIST_KEYS, again).cursor
+
+
 def test_listing_names_own_tenant_only(world):
     token, region = world.ours()
     salted = "\x1f3:one0:\x1fk"
