@@ -5,15 +5,19 @@ A socket of its own beside the channel, whose frames carry no descriptors of oth
 Rule 1. Only processes of this user come in (the kernel tells). A packet that is none costs its connection.
 Rule 2. Every descriptor that arrives is closed here, unless a session has taken it.
 Rule 3. Connections are a share of the descriptors of this process, and none lasts; silence keeps no other engine out.
+Rule 4. Nothing is asked of a file system, which may not answer (FUSE, NFS): the kernel tells which files are memory, and others
+        are closed in a thread. While ``_MOST`` such threads hang, nothing is received: what is not received is not opened here.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -68,6 +72,8 @@ class Handover:
         self._take = take
         self._listener = PacketListener(path)
         self._door = DESCRIPTORS.open(1, most=_MOST)
+        self._closing: set[object] = set()
+        """A token for each thread that closes a file which is no memory."""
 
     def __enter__(self) -> Handover:
         return self
@@ -87,7 +93,7 @@ class Handover:
     async def _serve(self, sock: trio.socket.SocketType) -> None:
         try:
             with trio.move_on_after(_IDLE):
-                while True:
+                while len(self._closing) < _MOST:
                     message, attached, _, _ = await sock.recvmsg(
                         _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
                     )
@@ -105,6 +111,8 @@ class Handover:
             request = msgspec.msgpack.decode(message, type=_HandOver)
             if len(descriptors) != 1:
                 return _Taken(-1, "invalid", f"{len(descriptors)} descriptors came, and one at a time is taken")
+            if not _is_memory(descriptors[0]):
+                return _Taken(-1, "invalid", "this descriptor is no memory: a memfd or a file in /dev/shm is")
             return _Taken(self._take(request.token, descriptors.pop()), "", "")
         except Refusal as exc:
             return _Taken(-1, exc.kind, cut(exc))
@@ -112,7 +120,28 @@ class Handover:
             return _Taken(-1, "invalid", cut(exc))
         finally:
             for descriptor in descriptors:
-                os.close(descriptor)
+                if _is_memory(descriptor):
+                    os.close(descriptor)
+                else:
+                    self._close_in_thread(descriptor)
+
+    def _close_in_thread(self, descriptor: int) -> None:
+        token = object()
+        self._closing.add(token)
+        try:
+            trio.lowlevel.start_thread_soon(partial(os.close, descriptor), lambda _: self._closing.discard(token))
+        except RuntimeError:  # no thread can be started
+            self._closing.discard(token)
+            os.close(descriptor)
+
+
+def _is_memory(descriptor: int) -> bool:
+    """Return whether it is a memfd, or a file of ``tmpfs``: no other can be sealed, nor asked for its seals."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
 
 
 async def hand_over(path: str, token: bytes, descriptor: int) -> int:

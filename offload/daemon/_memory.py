@@ -5,8 +5,8 @@ daemon:
 
 Rule 1. What is mapped can never shrink: only a memfd that is sealed against it (``F_SEAL_SHRINK``), of ordinary pages. A page
         that is gone under a mapping is a SIGBUS, which ends the process.
-Rule 2. Any other file, such as one in ``/dev/shm``, is read and written by calls. Where it was cut off, the call is short: that
-        block fails, and no other.
+Rule 2. Any other file in memory, such as one in ``/dev/shm``, is read and written by calls. Where it was cut off, the call is
+        short: that block fails, and no other.
 Rule 3. What a session has mapped or open is a share of what this process may have (:class:`Shares`), asked for before, and
         given back with the last reference.
 Rule 4. Memory is given back with the last reference to it. A copy that is under way holds one, so ending a session never

@@ -1,8 +1,11 @@
 """Engines that break every rule: each costs its own session, and the daemon serves the next one."""
 
+import contextlib
 import os
 import random
 import socket
+import tempfile
+import threading
 from array import array
 
 import attrs
@@ -16,7 +19,7 @@ from offload.daemon import _messages as messages
 from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode
 from tests.daemon.test_daemon import KEYS, cache_of, held, registered, store, until
 from tests.daemon.test_messages import SAMPLES
-from tests.support.daemons import SIZE, daemon
+from tests.support.daemons import PATIENCE, SIZE, daemon
 
 
 class Raw:
@@ -227,6 +230,50 @@ async def test_memory_is_taken_for_a_session_only_and_one_descriptor_at_a_time(p
         os.close(writing)
 
 
+async def handed_over(connection, memory, session):
+    with contextlib.suppress(OSError):
+        return await connection.hand_over(memory.descriptor, session)
+
+
+async def test_a_file_system_that_does_not_answer_holds_up_no_daemon(path, monkeypatch, tmp_path):
+    """Neither its attributes nor its end are asked for in the loop."""
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    loop, go_on, stuck = threading.get_ident(), threading.Event(), []
+    fstat, close, device = os.fstat, os.close, os.stat(tmp_path).st_dev
+
+    def no_fstat(descriptor):
+        status = fstat(descriptor)
+        assert status.st_dev != device
+        return status
+
+    def slow_close(descriptor):
+        if fstat(descriptor).st_dev == device:
+            assert threading.get_ident() != loop
+            stuck.append(descriptor)
+            assert go_on.wait(PATIENCE)
+        close(descriptor)
+
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        session = await connection.wait_session()
+        shared = SharedMemory(SIZE)
+        with (tmp_path / "file").open("r+b") as file, monkeypatch.context() as patch:
+            patch.setattr("offload.daemon._handover._MOST", 3)
+            patch.setattr(os, "fstat", no_fstat)
+            patch.setattr(os, "close", slow_close)
+            for _ in range(3):
+                with pytest.raises(CannotHandOver, match="no memory"):
+                    await connection.hand_over(file.fileno(), session)
+            await until(lambda: len(stuck) == 3)
+            with pytest.raises(OSError, match=r"hung up|reset"):
+                await connection.hand_over(file.fileno(), session)
+            go_on.set()
+            with trio.fail_after(PATIENCE):
+                while not await handed_over(connection, shared, session):  # noqa: ASYNC110 - until a thread ends
+                    await trio.sleep(1e-3)
+        await serves(server)
+    assert len(stuck) == 3
+
+
 async def test_an_engine_that_cuts_its_memory_off_in_the_middle_fails_alone(path):
     async with daemon(path) as server, open_connection(server.url) as connection:
         descriptor = os.memfd_create("cut", os.MFD_CLOEXEC)
@@ -301,12 +348,12 @@ async def test_an_engine_collects_no_connections_by_new_sessions(path):
             assert isinstance(await two.hello(previous=first.token), Welcome) and await one.is_over()
 
 
-async def test_one_session_leaves_descriptors_to_others(path, monkeypatch, tmp_path):
+async def test_one_session_leaves_descriptors_to_others(path, monkeypatch):
     monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: 256)
-    (tmp_path / "memory").write_bytes(bytes(SIZE))
     async with daemon(path) as server:
         async with open_connection(server.url) as greedy, open_connection(server.url) as good:
-            with (tmp_path / "memory").open("r+b") as file:  # in memory
+            with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+                file.truncate(SIZE)
                 session, taken = await greedy.wait_session(), 0
                 with pytest.raises(CannotHandOver, match="descriptors for memory of this session, which has"):
                     while taken < 256:

@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
@@ -64,17 +66,14 @@ async def fill(server, keys, pattern=SECRET):
 class CutOff:
     """The memory of an engine in a file that the daemon cannot map, and that ends in the middle of its second block."""
 
-    def __init__(self, tmp_path, blocks=4):
-        self.path = tmp_path / f"cache{random.random()}"
+    def __init__(self, blocks=4):
+        self.file = tempfile.NamedTemporaryFile(dir="/dev/shm")  # noqa: SIM115 - removed with this object
+        self.path = Path(self.file.name)
         self.path.write_bytes(b"b" * (blocks * SIZE))
         self.blocks = blocks
 
     async def register(self, connection):
-        descriptor = os.open(self.path, os.O_RDWR)
-        try:
-            number = await connection.hand_over(descriptor, connection.session)
-        finally:
-            os.close(descriptor)
+        number = await connection.hand_over(self.file.fileno(), connection.session)
         layout = [TensorLayout(number, 0, 1, [self.blocks, SIZE], [SIZE, 1], 0)]
         cache = (await connection.ask(lambda seq: RegisterKVCache(seq, layout), Registered)).cache
         os.truncate(self.path, SIZE + SIZE // 2)
@@ -89,7 +88,7 @@ async def write_in_part(path, tmp_path, kind):
         await fill(server, keys_of(ROOM))
         keys = keys_of(4, 100)
         async with open_connection(server.url, credential=HERS) as connection:
-            number = await CutOff(tmp_path).register(connection)
+            number = await CutOff().register(connection)
             answer = await connection.ask(lambda seq: Store(seq, number, keys, packed(range(4))), Stored)
         cache = cache_full_of(b"\0")
         async with open_client(cache, server.url, credential=HERS) as hers:
@@ -135,7 +134,7 @@ async def test_whatever_fails_no_byte_of_another_tenant_comes_into_ones_memory(p
             open_client(cache, server.url, credential=HERS) as hers,
             open_connection(server.url, credential=HERS) as connection,
         ):
-            number = await CutOff(tmp_path).register(connection)
+            number = await CutOff().register(connection)
             for round_ in range(30):
                 await store(his, secret, keys_of(dice.randrange(1, ROOM), dice.randrange(20)))
                 keys = keys_of(dice.randrange(1, 4), dice.randrange(20))
@@ -243,7 +242,7 @@ async def test_memory_that_its_engine_has_cut_off_stays_as_it_is(path, tmp_path)
         async with open_client(mine, server.url, credential=HERS) as hers:
             await store(hers, mine, keys_of(3))
         async with open_connection(server.url, credential=HERS) as connection:
-            file = CutOff(tmp_path)
+            file = CutOff()
             number = await file.register(connection)
             hold = await connection.ask(lambda seq: Lookup(seq, keys_of(3), 1.0), Found)
             answer = await connection.ask(lambda seq: Load(seq, hold.hold, number, packed(range(3))), Loaded)
