@@ -54,3 +54,10 @@ def marks_of(destination: TransferExecutor) -> PendingMarks:
 def place_of(place: P) -> P:
     """The place itself, where this is that place behind a breaker (:func:`offload.with_breaker`): a place may go by both."""
     return place.inner if isinstance(place, BreakerTier) else place
+
+
+def innermost(place: object) -> object:
+    """Return the place that keeps the blocks, behind a breaker and wrappers."""
+    while (inner := getattr(place, "inner", None)) is not None:
+        place = inner
+    return place

@@ -10,7 +10,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
@@ -20,7 +20,7 @@ from backends.threads import run_in_thread
 
 from .._health import HealthState
 from .._health.degradations import GRAVE, Degradation, DegradationWatch, RoomFact, ServiceFacts
-from .._pipeline.marks import place_of
+from .._pipeline.marks import innermost
 
 if TYPE_CHECKING:
     from .._engine import Engine
@@ -106,9 +106,7 @@ class Degradations:
                 late_policies={name: one.policy_timeouts for name, one in statistics.pipelines.items()},
             )
             for name, tier in engine.tiers.items():
-                place: Any = place_of(tier)
-                while not isinstance(place, FileTier) and (inner := getattr(place, "inner", None)) is not None:
-                    place = inner  # behind wrappers
+                place = innermost(tier)
                 held = statistics.tiers[name]
                 left = held.capacity_bytes - held.used_bytes
                 if isinstance(place, FileTier) and place.blocks_directory:

@@ -27,6 +27,7 @@ from .._engine import Engine, EngineConfig, TierLike, open_engine
 from .._engine.config import TierTable
 from .._engine.lookup import Place, ask_each
 from .._pipeline.container import OffloadContainer
+from .._pipeline.marks import innermost
 from ._layout import BadLayout
 from ._memory import Caches
 from ._messages import Refusal
@@ -242,7 +243,7 @@ class DaemonEngine:
 async def _populate(engine: Engine) -> None:
     """Touch the memory of all tiers, so that no first write is slow. Without a thread for it, first writes are."""
     try:
-        for tier in engine.tiers.values():
+        for tier in map(innermost, engine.tiers.values()):
             if isinstance(tier, MemoryTier):
                 for start in tier.unpopulated():
                     await run_in_thread(tier.populate, start)

@@ -334,6 +334,15 @@ async def test_engines_are_served_while_memory_is_populated_behind_the_start(pat
             over.set()
 
 
+async def test_memory_behind_wrappers_is_populated(path, monkeypatch):
+    populated = []
+    monkeypatch.setattr(MemoryTier, "populate", lambda tier, start: populated.append(start))
+    host = {"type": "memory", "capacity_bytes": 1 << 20, "wrappers": ["zstd"]}
+    async with daemon(path, engine=engine_config(tiers={"host": host}), block_bytes=SIZE):
+        with trio.fail_after(PATIENCE):
+            await until(lambda: populated == [0])
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptor"), RuntimeError("can't start new thread")])
 async def test_daemon_outlives_memory_that_cannot_be_populated(path, monkeypatch, caplog, error):
     async def refuse(*arguments):
