@@ -97,28 +97,28 @@ def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, blo
     return Layout(shape[block_axis], planes, tuple(order))
 
 
-def as_one_run(pieces: Sequence[tuple[int, Plane]], n: int) -> tuple[Sequence[tuple[int, Plane]], Sequence[int]]:
-    """Take the bytes of a block as they lie, if all of its pieces together are one run of memory.
+def as_one_run(pieces: Sequence[tuple[int, Plane]], n: int) -> tuple[int, Plane] | None:
+    """Find the run of memory that all pieces of a block make together, whatever their order in its bytes.
 
-    Some engines interleave their layers: head by head, the layers of a block follow each other. Taken layer by layer, each
-    piece would be a copy of its own.
+    Some engines interleave their layers: head by head, the layers of a block follow each other. Taken as one run a block is one
+    copy; its bytes are in another order then than those of a cache whose layers lie apart, and its key must say so.
 
     Args:
         pieces: the pieces of a block, each with the position of its tensor in memory.
         n: the number of blocks.
 
     Returns:
-        The pieces, as one if they are one run. And their order in a block, by their numbers, if it is another one than before.
+        The run, with the position of its first byte; ``None`` if they make none.
     """
-    order = sorted(range(len(pieces)), key=lambda at: pieces[at][0] + pieces[at][1].offset)
-    first, plane = pieces[order[0]]
+    in_memory = sorted(pieces, key=lambda piece: piece[0] + piece[1].offset)
+    first, plane = in_memory[0]
     end = start = first + plane.offset
-    for address, piece in map(pieces.__getitem__, order):
+    for address, piece in in_memory:
         # Of a single block, tensors may follow each other by chance: they would be in another order in another process.
         if n < 2 or address + piece.offset != end or piece.stride_bytes != plane.stride_bytes:
-            return pieces, ()
+            return None
         end += piece.run_bytes
-    return [(start, Plane(0, plane.stride_bytes, end - start))], () if order == list(range(len(pieces))) else order
+    return start, Plane(0, plane.stride_bytes, end - start)
 
 
 def check_disjoint(pieces: Sequence[tuple[int, Plane]], n: int) -> None:

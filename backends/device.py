@@ -28,7 +28,7 @@ from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
-from .block_layout import Layout, Plane, TensorMemory, as_one_run, check_disjoint, layout_of
+from .block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of
 from .copier import BlockPieces, copier_of
 from .pages import Pages
 from .planes import TensorPlanes
@@ -262,7 +262,6 @@ class DeviceTier(SlotTier):
             (tensor.address, plane) for tensor, layout in zip(tensors, layouts, strict=True) for plane in layout.planes
         ]
         check_disjoint(pieces, layouts[0].n)
-        planes, piece_order = as_one_run(pieces, layouts[0].n)
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             names = sorted("cpu" if device is None else f"cuda:{device}" for device in devices)
@@ -273,10 +272,8 @@ class DeviceTier(SlotTier):
             raise TypeError(f"pool is {pool!r}, but must be a range of block numbers, as range(64, 128)")
         if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
-        self.fingerprint: str = _fingerprint(tensors, layouts, axes, piece_order)
+        self.fingerprint: str = _fingerprint(tensors, layouts, axes)
         """Identifies the layout of a block's bytes: dtypes, and shapes in memory order. For tiers that outlive the process."""
-        self.piece_order: Sequence[int] = piece_order
-        """The order of a block's pieces in its bytes, if layers are interleaved so that it is not theirs; else empty."""
         self.device: int | None = devices.pop()
         """Number of the CUDA device; ``None`` for host memory."""
         self.tensors: Sequence[TensorMemory] = tensors
@@ -285,9 +282,9 @@ class DeviceTier(SlotTier):
         """The axis that counts blocks, of each."""
         storage: Storage
         if self.device is None:
-            storage = _HostTensors(planes, self.n, tensors)
+            storage = _HostTensors(pieces, self.n, tensors)
         else:
-            storage = DeviceBlocks(planes, self.n, self.device, tensors)
+            storage = DeviceBlocks(pieces, self.n, self.device, tensors)
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
         self.planes: TensorPlanes | None = None
         """The planes of a block, where ``plane_axes`` says what they are."""
@@ -434,10 +431,8 @@ def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:
     return axes
 
 
-def _fingerprint(
-    tensors: Sequence[TensorMemory], layouts: Sequence[Layout], axes: Sequence[int], piece_order: Sequence[int]
-) -> str:
-    said: list[object] = [list(piece_order)] if piece_order else []
+def _fingerprint(tensors: Sequence[TensorMemory], layouts: Sequence[Layout], axes: Sequence[int]) -> str:
+    said = []
     for tensor, layout, axis in zip(tensors, layouts, axes, strict=True):
         axis %= len(tensor.shape)
         shape = [size for at, size in enumerate(tensor.shape) if at != axis]

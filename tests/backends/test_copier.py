@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import Unproven
-from backends.block_layout import TensorMemory
+from backends.block_layout import Plane, TensorMemory, as_one_run
 from backends.copier import Copier, DeviceLost, Pieces, close_copiers
 from backends.device import DeviceTier
 from backends.pages import new_pages
@@ -132,22 +132,36 @@ def test_a_store_of_many_blocks_is_one_batch_one_event_and_one_synchronization()
         assert there.fake.calls[before:] == ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventSynchronize"]
 
 
-def test_a_block_that_is_one_run_is_one_piece():
+def layers_in(there, *, interleaved):
+    """Layers side by side in each block: one behind the other, or head by head."""
+    whole, between, stride = LAYERS * 2 * RUN, RUN if interleaved else 2 * RUN, LAYERS * RUN if interleaved else RUN
+    return [
+        TensorMemory(there.cache + at * between, (N, 2, RUN), (whole, stride, 1), 1, "uint8", 0, None)
+        for at in range(LAYERS)
+    ]
+
+
+def test_a_block_whose_layers_follow_each_other_is_one_piece():
     with device() as there:
-        shape, strides = (N, LAYERS, 2, RUN), (LAYERS * 2 * RUN, 2 * RUN, RUN, 1)
-        by_layer = [
-            TensorMemory(there.cache + at * 2 * RUN, (N, 2, RUN), (strides[0], RUN, 1), 1, "uint8", 0, None)
-            for at in range(shape[1])
-        ]
-        tier = DeviceTier(by_layer)
-        assert len(tier._storage._pieces.of([1, 3], there.pages.part(0, 2))) == 2 and not tier.piece_order
-        by_part = [  # heads before layers: (blocks, 2, layers, run)
-            TensorMemory(there.cache + at * RUN, (N, 2, RUN), (strides[0], LAYERS * RUN, 1), 1, "uint8", 0, None)
-            for at in range(LAYERS)
-        ]
-        other = DeviceTier(by_part)
-        assert len(other._storage._pieces.of([1, 3], there.pages.part(0, 2))) == 2
-        assert other.piece_order and other.fingerprint != tier.fingerprint
+        tier = DeviceTier(layers_in(there, interleaved=False))
+        assert len(tier._storage._pieces.of([1, 3], there.pages.part(0, 2))) == 2
+
+
+def test_layers_that_are_interleaved_have_the_bytes_of_layers_that_lie_apart():
+    """Their keys are the same: an engine of either kind may load what the other has stored."""
+    with device() as there:
+        there.fake.write(there.cache, random.Random(1).randbytes(N * there.block_bytes))
+        DeviceTier(layers_in(there, interleaved=True))._storage.copy_out([2], there.pages.part(0, 1))
+        rows = [there.fake.read(there.cache + (2 * LAYERS * 2 + at) * RUN, RUN) for at in range(2 * LAYERS)]
+        assert bytes(there.pages[0]) == b"".join(rows[head * LAYERS + at] for at in range(LAYERS) for head in range(2))
+
+
+def test_a_run_that_layers_make_together_is_found_in_any_order():
+    pieces = [(100, Plane(at * 8, 64, 8)) for at in (2, 0, 1, 3)]
+    assert as_one_run(pieces, 4) == (100, Plane(0, 64, 32))
+    assert as_one_run([pieces[0], *pieces[2:]], 4) == (108, Plane(0, 64, 24))
+    assert as_one_run([pieces[1], *pieces[:1]], 4) is None  # a gap
+    assert as_one_run(pieces, 1) is None  # by chance
 
 
 # --- when ---------------------------------------------------------------------------------------------------------------
