@@ -135,7 +135,7 @@ class Pool:
 
         Raises:
             PoolFull: there is no room for it, in the pool's capacity or in the file system.
-            PoolUnusable: the file system failed.
+            PoolUnusable: the file system or the device failed.
             HandlerClosed: the pool was closed.
         """
         if length <= 0:
@@ -149,7 +149,7 @@ class Pool:
             raise PoolFull(f"{length} bytes do not fit: {totals.free_bytes} of {totals.total_bytes} are free")
         try:
             region = await self._memory.make(lambda go_on: self._backing.create(length, go_on), self._backing.remove)
-        except (OSError, MemoryError) as exc:
+        except (OSError, MemoryError, CannotMap) as exc:  # a span of a device is mapped to be cleared
             raise PoolUnusable(f"no region can be made in {self._backing.path!r}: {exc!r}") from exc
         self._regions[region.region_id] = region
         return region
@@ -169,7 +169,7 @@ class Pool:
             return
         try:
             await self._memory.do(lambda: self._backing.remove(region))
-        except OSError as exc:  # it stays allocated, and is swept at the next start
+        except (OSError, MemoryError) as exc:  # it stays allocated, and is swept at the next start
             _log.warning("region %d cannot be removed: %s", region_id, exc)
 
     def find(self, region_id: int) -> RegionFile | None:

@@ -35,7 +35,7 @@ import trio
 from .._budget import Door
 from .._config import CHANNEL_NAME, ServerConfig
 from .._directory import PoolMap
-from .._errors import HandlerClosed, JournalFailed, PoolFull, PoolUnusable
+from .._errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
 from .._own_directory import LOOK
@@ -545,7 +545,7 @@ class MaruServer:
         reason = "the server is leaving"
         try:
             region = await self._make_region(allocation.size)
-        except (PoolFull, PoolUnusable, HandlerClosed) as exc:
+        except (MaruError, OSError) as exc:  # whatever it is: one request fails, and the server goes on
             reason = str(exc)
         finally:  # cancelled, too: whoever waits is told
             if region is None:

@@ -871,6 +871,22 @@ async def test_a_device_holds_the_regions_where_one_is_named(pool, tmp_path):
             await in_thread(talk)
 
 
+async def test_a_span_that_cannot_be_cleared_fails_one_request(pool, tmp_path):
+    device = tmp_path / "device"
+    device.touch(0o600)
+    device.write_bytes(bytes(8 * MIB))
+    async with serving(pool, dax_path=str(device), capacity_bytes=0) as server:
+        os.truncate(device, REGION)
+
+        def talk():
+            with dial(server) as client:
+                answer = client.ask(Code.REQUEST_ALLOC, AllocRequest("a", 2 * REGION, None))
+                assert not answer.success and "no region can be made" in answer.error
+                assert client.register("k", client.region("a").region_id).is_new
+
+        await in_thread(talk)
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 
