@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import resource
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,24 @@ def descriptor_limit() -> int:
     """Return how many descriptors this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+MOST_OPEN: Final = 0.9
+"""Share of the descriptors that may be open without a warning."""
+
+
+def few_descriptors(is_open: int, most: int) -> str:
+    """Return the warning for so many open descriptors."""
+    return f"{is_open:,} of {most:,} file descriptors are open: raise LimitNOFILE (ulimit -n)"
+
+
+def find_descriptors() -> tuple[int, int]:
+    """Return how many descriptors are open, and how many may be."""
+    most = descriptor_limit()
+    try:
+        return len(os.listdir("/proc/self/fd")), most
+    except OSError:  # there is none left to look with
+        return most, most
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.facts import memory_limit
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
-from .._process_limits import DESCRIPTORS
+from .._process_limits import DESCRIPTORS, MOST_OPEN, few_descriptors, find_descriptors
 from .._relay.lookup import find_user, tells_users
 from .._threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
@@ -125,6 +125,10 @@ class MaruServer:
         """What clients connect to: ``ipc:///dev/shm/maru-0/maru.sock``, and before it what was asked for over TCP."""
         self._storage, self._pool = storage, storage.pool
         self._began = trio.current_time()
+        self._unlinked = ""
+        """Which files of this server are gone, in a sentence; empty if none are."""
+        self._descriptors_open = (0, 1)
+        """Descriptors that were open at the last look, and that may be."""
         self._time = ServedTime(trio.current_time, _LOOKS * config.watermark_interval)
         storage.directory.restart(self._time.now())
         self._service = service = Service(
@@ -490,31 +494,35 @@ class MaruServer:
         failed, lost = False, 0
         while True:
             await trio.sleep(LOOK)
+            with suppress(OSError):  # no thread
+                self._descriptors_open = await run_in_thread(find_descriptors)
             try:
                 made, without = await self._pool.renew()
                 made += self._renew_sockets(runtime)
                 if await self._renew_journal():
                     made.append(f"{self._pool.home}/journal")
             except (PoolUnusable, JournalFailed, OSError) as exc:
+                self._unlinked = f"files of this server were removed, and cannot be made again yet: {exc}"
                 if not failed:
                     failed = True
-                    _log.error("files of this server were removed, and cannot be made again yet: %s", exc)
+                    _log.error("%s", self._unlinked)
                 continue
             except HandlerClosed:
                 return
-            failed = False
+            failed, self._unlinked = False, ""
             if made:
                 _log.warning(
                     "%s: removed under this server, and made again. systemd's RemoveIPC and cleaners of temporary files do "
                     "that: set RemoveIPC=no, or keep the pool elsewhere (pool_path, runtime_dir)",
                     ", ".join(made),
                 )
-            if without > lost:
-                _log.warning(
-                    "the files of %d regions were removed: only processes that have them mapped can read them, and the next "
-                    "start drops their keys",
-                    without,
+            if without:
+                self._unlinked = (
+                    f"the files of {without} regions were removed: only processes that have them mapped can read them, and the "
+                    "next start drops their keys"
                 )
+            if without > lost:
+                _log.warning("%s", self._unlinked)
             lost = without
 
     def _renew_sockets(self, runtime: str) -> list[str]:
@@ -651,12 +659,23 @@ class MaruServer:
             },
             "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
         }
+        sections["degraded"] = self._degraded()
         sections["index"] = self._indexes.facts()
         if self._relay is not None:
             sections["relay"] = attrs.asdict(self._relay.statistics())
         if journal is not None:
             sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
         return sections
+
+    def _degraded(self) -> dict[str, Fact]:
+        """Return the degradations as a daemon names them. A journal that cannot be written keeps this answer back as well."""
+        found: dict[str, Fact] = {}
+        if self._unlinked:
+            found["unlinked_files"] = self._unlinked
+        is_open, most = self._descriptors_open
+        if is_open > MOST_OPEN * most:
+            found["few_descriptors"] = few_descriptors(is_open, most)
+        return found
 
 
 async def _find_version() -> None:

@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import attrs
 
+from maru._process_limits import MOST_OPEN, few_descriptors
 from maru.configuration import as_size
 
 Name: TypeAlias = Literal[
@@ -35,8 +36,6 @@ GRAVE: Final[frozenset[Name]] = frozenset(
 
 RECENT: Final = 60.0
 """Seconds for which a counter that has grown counts as growing."""
-_MOST_OPEN: Final = 0.9
-"""Share of the descriptors that may be open."""
 
 
 @attrs.frozen
@@ -150,9 +149,8 @@ class DegradationWatch:
             yield Degradation("late_policies", route, text)
         if facts.descriptors is not None:
             is_open, most = facts.descriptors
-            if is_open > _MOST_OPEN * most:
-                text = f"{is_open:,} of {most:,} file descriptors are open: raise LimitNOFILE (ulimit -n)"
-                yield Degradation("few_descriptors", "", text)
+            if is_open > MOST_OPEN * most:
+                yield Degradation("few_descriptors", "", few_descriptors(is_open, most))
         for path in facts.unlinked or ():
             text = (
                 f"{path} was removed while it is in use: keep cleaners away, and restart the service if it stays away"

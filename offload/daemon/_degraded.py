@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +16,7 @@ import trio
 
 from backends.file import FileTier
 from backends.threads import run_in_thread
+from maru._process_limits import find_descriptors
 
 from .._health import HealthState
 from .._health.degradations import GRAVE, Degradation, DegradationWatch, RoomFact, ServiceFacts
@@ -141,12 +141,3 @@ class Degradations:
             return found, find_descriptors(), unlinked
         finally:
             self._is_looking = False
-
-
-def find_descriptors() -> tuple[int, int]:
-    """Return how many descriptors are open, and how many may be."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        return len(os.listdir("/proc/self/fd")), most
-    except OSError:  # there is none left to look with
-        return most, most

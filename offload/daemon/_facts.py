@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import trio
 
 from maru._pool.facts import memlock_limit
+from maru._process_limits import find_descriptors
 from maru.configuration import as_size
 
 from ._admin_messages import Fact, SessionFacts, TierFacts
-from ._degraded import find_descriptors
 
 if TYPE_CHECKING:
     from .._engine import Engine

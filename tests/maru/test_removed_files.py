@@ -79,6 +79,19 @@ async def test_page_store_makes_its_files_again(tmp_path, caplog, whole):
         assert await again.batch_exists(["a", "b"]) == [False, True]
 
 
+async def test_page_store_describes_its_degradations(tmp_path, monkeypatch):
+    pool = tmp_path / "pool"
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        assert server._facts()["degraded"] == {}
+        await handler.batch_put(["a"], [b"a" * PAGE])
+        remove(pool, whole=True)
+        await until(lambda: "unlinked_files" in server._facts()["degraded"])
+        monkeypatch.setattr("maru._server.server.find_descriptors", lambda: (95, 100))
+        await until(lambda: "few_descriptors" in server._facts()["degraded"])
+        assert "raise LimitNOFILE" in server._facts()["degraded"]["few_descriptors"]
+        assert "1 regions were removed" in server._facts()["degraded"]["unlinked_files"]
+
+
 async def test_page_store_ends_before_another_ones_lock(tmp_path):
     pool = tmp_path / "pool"
     with pytest.raises(PoolInUse):
