@@ -297,6 +297,36 @@ def test_a_reset_finds_nothing_that_was_stored_before_and_what_is_stored_then(tm
         assert ask(other, "r", KEYS[:4]) == [Answer.HERE] * 4, "what others have stored is theirs"
 
 
+def test_end_of_old_store_never_counts_for_another_row(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        first.begin("a")
+        [key], [row], _ = first.take_for_store(KEYS[:1]) or ([], [], [])
+        first.has_lost_track = True  # a hook has raised
+        first.planned(())
+        assert first.take_for_store(KEYS[:1]) == ([], [], []), "a worker is still writing it"
+        next(iter(first.arena.pages([row])))[:] = bytes_of(key)
+        first.stored([key])
+        first.engine.drain(SOON)
+    with opened(disk(tmp_path)) as second:
+        second.begin("b")
+        assert ask(second, "b", [key]) == [Answer.HERE]
+        assert load(second, "b", [key]) == [bytes_of(key)]
+
+
+def test_rows_are_taken_back_when_a_store_cannot_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with opened(disk(tmp_path)) as memory:
+        memory.begin("a")
+
+        def broken(rows: Sequence[int]) -> set[int]:
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(memory.arena, "take_unwritten", broken)
+            with pytest.raises(MemoryError):
+                memory.take_for_store(KEYS[:2])
+        assert write(memory, KEYS[:2]) == 2
+
+
 def test_an_instance_is_not_stopped_by_an_engine_that_is_closed(tmp_path: Path):
     with opened(disk(tmp_path)) as memory:
         memory.engine.close()

@@ -225,6 +225,23 @@ def test_nothing_is_here_after_a_reset_and_rows_that_are_copied_are_withheld():
     assert len(table.take_for_store(KEYS[40:60])[0]) == 4
 
 
+def test_rows_that_workers_copy_stay_when_the_table_starts_over():
+    table = table_of(6, "r")
+    filled(table, KEYS[:2])
+    loading = table.load("r", KEYS[:2])
+    _, writing, _ = table.take_for_store(KEYS[2:4])
+    write(table, KEYS[4:6])
+    table.start_over()
+    for _ in range(2 * WITHHELD_STEPS):
+        table.step()
+    assert ask(table, "r", KEYS[:6]) == [*[Answer.ASKED] * 2, *[Answer.COMING] * 2, *[Answer.ASKED] * 2]
+    assert table.take_for_store(KEYS[2:4]) == ([], [], []), "another worker is still writing them"
+    assert set(table.take_for_store(KEYS[20:40])[1]).isdisjoint(loading + writing)
+    assert table.stored(KEYS[2:4]) == (KEYS[2:4], writing)
+    table.loaded("r", KEYS[:2])
+    assert set(table.take_for_store(KEYS[40:60])[1]) == set(loading)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_no_row_has_two_owners_whatever_happens(seed: int):
     """Whatever is written, filled, loaded and reset in whatever order: a row that somebody copies is nobody else's."""
@@ -286,9 +303,12 @@ def test_no_row_has_two_owners_whatever_happens(seed: int):
         elif what == 8:
             table.run(request)
         elif what == 9 and rng.random() < 0.1:
-            table.reset()
-            loading.clear()
-            writing.clear()
+            if rng.random() < 0.5:
+                table.start_over()
+            else:
+                table.reset()
+                loading.clear()
+                writing.clear()
             for _ in range(WITHHELD_STEPS):
                 table.step()
     for fill in fills:

@@ -290,12 +290,16 @@ class HostMemory:
         self._take_in()
         refused = self.table.refused
         taken = self.table.take_for_store(keys)
-        if self.table.refused > refused:
-            why = "all of it is held; see cpu_bytes_to_use"
-            self.counts.trouble("chunks not stored for want of room", why, self.table.refused - refused)
-            if not taken[0]:
-                return None
-        self.arena.take_unwritten(taken[1])
+        try:
+            if self.table.refused > refused:
+                why = "all of it is held; see cpu_bytes_to_use"
+                self.counts.trouble("chunks not stored for want of room", why, self.table.refused - refused)
+                if not taken[0]:
+                    return None
+            self.arena.take_unwritten(taken[1])
+        except BaseException:
+            self.not_written(taken[0])  # vLLM begins no copy into their rows, and reports no end of one
+            raise
         return taken
 
     def not_written(self, keys: Iterable[Key]) -> None:
@@ -355,10 +359,10 @@ class HostMemory:
         self._generation.reset()
 
     def _start_over(self) -> None:
-        """Know nothing of any row: chunks are asked for anew. At the end of a step, when no hit is about to be loaded."""
+        """Forget all chunks that no worker copies, at the end of a step, when no hit is about to be loaded."""
         for request_id in list(self._lookups):
             self._cancel_lookups(request_id)
-        self.table.reset()
+        self.table.start_over()
         self.has_lost_track = False
 
     def close(self) -> None:

@@ -12,7 +12,10 @@ long as somebody holds it (:mod:`._placed`). A *place* is a row, or a number bel
 Rule 1. What a request was told to be here is held for it until it loads it, is computed without, or has ended.
 Rule 2. A request asks the tiers for a chunk once. What they did not have it is not asked for again, until it was preempted.
 Rule 3. What does not fit is missing. No request waits for rows that another one holds, or two could wait for each other.
-Rule 4. A place that a worker may be copying when the cache is reset is used again only after ``WITHHELD_STEPS``.
+Rule 4. A place that a worker may be copying when vLLM resets the cache is used again only after ``WITHHELD_STEPS``: vLLM does
+        not report the end of these copies, but has them end in the next step.
+Rule 5. A place that a worker may be copying when the table starts over, of which vLLM knows nothing, stays with its chunk until
+        that copy is reported as over. So a report never counts for another row than that which was copied.
 """
 
 from __future__ import annotations
@@ -329,14 +332,18 @@ class RowTable:
             self._release(held)
 
     def reset(self) -> None:
-        """Nothing is here any more, and nothing that is coming will be."""
-        self.generation += 1
-        for request_id in list(self._requests):
-            self.begin(request_id)
+        """Forget all chunks, as vLLM does with its cache and all jobs of its workers: rule 4."""
+        self.start_over()
         copied = [row for loading in self._loading.values() for row in loading.values()]
         self._withheld.append((self._steps + WITHHELD_STEPS, list(self._written.values()), copied))
         self._loading.clear()
         self._written.clear()
+
+    def start_over(self) -> None:
+        """Forget all chunks except those that workers copy: rule 5."""
+        self.generation += 1
+        for request_id in list(self._requests):
+            self.begin(request_id)
         self._coming.clear()
         keys = self.pool.list_keys()
         self.pool.forget(keys, self.pool.slots(keys))

@@ -182,8 +182,8 @@ class HostManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned."""
-        self.memory.arena.unlink()  # the workers have opened it
         self.memory.planned(context.preempted_req_ids, context.new_req_ids)
+        self.memory.arena.unlink()  # the workers have opened it
 
     # --- what is there --------------------------------------------------------------------------------------------
 
