@@ -102,6 +102,19 @@ class Destination(Protocol):
         ...
 
 
+class DeviceDestination(Destination, Protocol):
+    """A destination that may lie on a device. Optional: one without the attribute lies in host memory.
+
+    What a device has to do yet may still write to the places, so whoever loads has to wait for that first. A destination that
+    forwards to another one forwards this as well.
+    """
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a device writes to the places, behind what it was given to do before."""
+        ...
+
+
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +255,7 @@ class ReadableTier(TransferExecutor, Protocol):
         ...
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks to ``destination``, position by position, and verify them.
+        """Copy the leased blocks to ``destination``, position by position, and verify them. It may be written from the call on.
 
         One outcome per key of the lease: ``LOADED``, :class:`Missed` or :class:`Failed`. A damaged block is missed, counted,
         and no longer found. Cancelled, it returns only when the copy is over: however it ends, the caller may use the

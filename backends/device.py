@@ -308,6 +308,8 @@ class DeviceTier(SlotTier):
     def into(self, ids: Sequence[int]) -> Destination:
         """A destination for loads: blocks of the engine, by their numbers.
 
+        On a device, the load takes a ``precondition``: what the device writes to these blocks must be over before.
+
         Raises:
             ValueError: there is no such block.
             RepeatedPlaces: a number is given twice.
@@ -352,6 +354,10 @@ class _Into:
     @property
     def block_bytes(self) -> int:
         return self._storage.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        return self._tier.device is not None
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -30,7 +30,7 @@ class PolicyFailed(OffloadError):
 
 
 class PreconditionFailed(OffloadError):
-    """A precondition raised, or did not hold within ``precondition_timeout``: nothing was read. The cause says why."""
+    """A precondition raised, or that of a store did not hold in time: nothing was copied. The cause says why."""
 
 
 class DestinationFull(OffloadError):

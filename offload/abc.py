@@ -74,7 +74,7 @@ class Precondition(ABC):
 
     @abstractmethod
     def is_set(self) -> bool:
-        """Whether it holds already. Never blocks."""
+        """Whether it holds already. Never blocks. A load asks in the thread that calls it."""
 
     @abstractmethod
     async def wait(self) -> None:
@@ -185,7 +185,7 @@ class EngineInstrument(Protocol):
         """A lookup of these keys was answered, and what was found is pinned."""
 
     def loaded(self, hit: offload.Hit, result: LoadResult, seconds: float) -> None:
-        """A load is over; it took so long."""
+        """A load is over; it took so long, from when its precondition held."""
 
     def deleted(self, keys: Sequence[Key]) -> None:
         """These keys were deleted in all tiers that could be asked."""

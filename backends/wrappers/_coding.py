@@ -239,6 +239,11 @@ class Decoding:
         """The largest size of a stored block."""
         return self._coder.slot_bytes
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the decoded blocks go to a device; see :class:`~backends.abc.DeviceDestination`."""
+        return getattr(self._destination, "on_device", False)
+
     def views(self) -> None:
         """None: blocks are decoded in :meth:`copy_in`."""
         return

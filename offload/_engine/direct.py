@@ -13,9 +13,9 @@ the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does a
 Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is given up
         where a tier would have to be asked that is not direct, or that may be probed: a probe has a deadline. A tier whose
         breaker is open is left out, and named. What a tier raises is raised to the ordinary way once more, which counts it.
-Rule 2. A load is made here only if all of it goes to host memory, comes from direct tiers whose breakers are closed, and is
-        what was stored. A block that is not is loaded once more the ordinary way, which finds the damage, forgets the block,
-        counts the fault and looks in other tiers.
+Rule 2. A load is made here only if its precondition holds already, all of it goes to host memory, comes from direct tiers
+        whose breakers are closed, and is what was stored. A block that is not is loaded once more the ordinary way, which
+        finds the damage, forgets the block, counts the fault and looks in other tiers.
 Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to see goes the ordinary way, and so does every
         lookup while a key is withheld.
 Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .._health import BreakerTier
     from .._instruments import EngineHooks
     from .._pipeline.priority import LoadPriority
+    from ..abc import Precondition
     from .history import History
     from .load_choice import LoadChoice
     from .lookup import Place
@@ -129,7 +130,9 @@ class DirectReads:
         hit = Hit(keys_found, segments, unavailable, self.live, tenant, since=since, advice=advice, left_out=left)
         return DirectLookup(hit, keys, asking.permits, self, left_out)
 
-    def plan(self, hit: Hit, destination: Destination, promote: bool | str, deadline: float) -> DirectLoad | None:
+    def plan(
+        self, hit: Hit, destination: Destination, precondition: Precondition, promote: bool | str, deadline: float
+    ) -> DirectLoad | None:
         """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
         if self.shadow is not None and not self.shadow.may_pass(hit.keys, hit._since):
@@ -138,6 +141,8 @@ class DirectReads:
         if ends is not None and not ends.fits_at_once(hit._segments):
             return None
         if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
+            return None
+        if not precondition.is_set():
             return None
         if isinstance(promote, str):
             self.promoter.check(promote)
@@ -188,11 +193,13 @@ class DirectReads:
         """Whether all tiers are direct, so that it is worth while to look here first."""
         return all([breaker_tier.direct is not None for _, breaker_tier in self.places])
 
-    def load(self, hit: Hit, destination: Destination, promote: bool | str) -> LoadResult | None:
+    def load(
+        self, hit: Hit, destination: Destination, precondition: Precondition, promote: bool | str
+    ) -> LoadResult | None:
         """Load a hit at once, if it is short and waits for no disk; or rule 2."""
         if len(hit.keys) * destination.block_bytes > PORTION_BYTES:
             return None
-        load = self.plan(hit, destination, promote, inf)
+        load = self.plan(hit, destination, precondition, promote, inf)
         if load is None or load.waits_for_disk:
             return None
         result = load.copy()

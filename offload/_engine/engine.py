@@ -43,7 +43,7 @@ from .history import History
 from .layout_check import LayoutCheck, LayoutChecker
 from .load_choice import LoadChoice
 from .load_or_recompute import check_computed
-from .loading import GIVEN_UP, LoadFailed, Loading, LoadResult
+from .loading import GIVEN_UP, LoadFailed, Loading, LoadResult, precondition_of, wait_for
 from .lookup import Hit, Place, Segment, TimeShares, find, release_segments
 from .onward import OnwardRoutes
 from .promotion import Promoter
@@ -307,7 +307,14 @@ class Engine:
             await hit.__aexit__(None, None, None)
             raise
 
-    async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
+    async def load(
+        self,
+        hit: Hit,
+        destination: Destination,
+        *,
+        precondition: PreconditionLike | None = None,
+        promote: bool | str | None = None,
+    ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
         Segment by segment, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that
@@ -320,20 +327,26 @@ class Engine:
         Args:
             hit: the result of a lookup.
             destination: addresses, numpy arrays or torch tensors, one for each block.
+            precondition: what must hold before the destination may be written. Required if that lies on a device, where queued
+                work may still write to the same blocks: an event recorded behind it, or ``NO_WAIT``. By default, in host
+                memory, ``NO_WAIT``.
             promote: whether blocks from a slower tier are also written into a faster one, after the load has returned: into
                 the fastest, or the one named. By default the engine's ``promote``.
 
         Raises:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
+            PreconditionFailed: the precondition has failed; nothing was copied.
             BlockSizeError: the blocks of the destination have another size.
+            TypeError: the destination lies on a device and ``precondition`` is missing, or is no precondition.
             ValueError: the hit was released, the destination is too small, or no tier has the name in ``promote``.
             RepeatedPlaces: two blocks of the destination share memory.
             Unproven: a copy may still be going on: ``destination`` must not be used again.
         """
+        ready = precondition_of(destination, precondition)
         up = self.promote if promote is None else promote
         if self.direct.serves:
             await trio.lowlevel.checkpoint_if_cancelled()
-            if (loaded_here := self.direct.load(hit, destination, up)) is not None:
+            if (loaded_here := self.direct.load(hit, destination, ready, up)) is not None:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 return loaded_here
         wanted = len(hit.keys)
@@ -348,8 +361,10 @@ class Engine:
             self._promoter.check(up)
         retry = self.on_load_failure == "retry"
         loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout, self._choice)
-        segments, began = hit._begin_load(), trio.current_time()
+        segments = hit._begin_load()
         try:
+            await wait_for(ready)
+            began = trio.current_time()
             with self._load_priority.loading():
                 await loading.load(segments)
                 drawn = None if self._shadow is None else self._shadow.draw(hit.keys, hit._since)

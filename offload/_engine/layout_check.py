@@ -103,7 +103,9 @@ class LayoutChecker:
         _, expected = self.canary.write(key, self.layout)
         destination = self.canary.clear()
         async with await self.engine.lookup([key]) as hit:
-            outcomes = (await self.engine.load(hit, destination, promote=False)).outcomes
+            # What the canary writes is over when it returns.
+            result = await self.engine.load(hit, destination, precondition=NO_WAIT, promote=False)
+            outcomes = result.outcomes
             tier = hit.runs[0][0] if len(hit) else ""
             silent = ", ".join(hit.unavailable)
         # The shadow check may have been faster: what it found wrong has arrived all the same.

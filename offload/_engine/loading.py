@@ -1,5 +1,8 @@
 """Loading: copies the segments of a hit to a destination, in order, up to the first block that fails. Rule 2.
 
+Before that it waits until the places may be written. On a device they mostly may not yet: work that was queued before would
+overwrite what is loaded, and no checksum sees it. vLLM zeroes new blocks; the request that had them may have a pass to go.
+
 With ``retry``, a block that fails is looked up once more, within the same load, in the tiers behind the one that failed, and
 the prefix goes on from there. A search only moves to slower tiers, so each is asked for a block at most once.
 
@@ -32,7 +35,9 @@ from backends.abc import (
 from backends.pages import Pages
 from maru.exception_groups import holds
 
-from .._errors import OffloadError
+from .._errors import OffloadError, PreconditionFailed
+from ..abc import Precondition, PreconditionLike
+from ..preconditions import NO_WAIT, as_precondition
 from .load_choice import LoadChoice
 from .load_or_recompute import GiveUp, LeftOut, LoadBudget, leave_out
 from .lookup import Place, Segment, find, release_segments
@@ -65,6 +70,35 @@ class LoadResult:
     computed sooner than it would have come is missed as ``given up``."""
     left_out: LeftOut | None = None
     """Where and why it was given up, with ``load_or_recompute``; ``None``: it was not."""
+
+
+def precondition_of(destination: Destination, given: PreconditionLike | None) -> Precondition:
+    """Return what must hold before a load may write to its destination.
+
+    Raises:
+        TypeError: ``given`` is no precondition, or it is missing and the destination lies on a device.
+    """
+    if given is not None:
+        return as_precondition(given)
+    if getattr(destination, "on_device", False):
+        raise TypeError(
+            f"precondition is missing: {destination!r:.80} lies on a device, which may still write to it. Pass an event "
+            "recorded behind that work, as torch.cuda.Event is one, or offload.NO_WAIT if there is none"
+        )
+    return NO_WAIT
+
+
+async def wait_for(precondition: Precondition) -> None:
+    """Wait until a destination may be written.
+
+    Raises:
+        PreconditionFailed: the precondition has failed.
+    """
+    try:
+        if not precondition.is_set():
+            await precondition.wait()
+    except Exception as error:
+        raise PreconditionFailed(f"the precondition did not hold: {error!r}") from error
 
 
 @attrs.define(eq=False)
@@ -306,6 +340,10 @@ class _Part:
     @property
     def block_bytes(self) -> int:
         return self._whole.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        return getattr(self._whole, "on_device", False)
 
     def views(self) -> Pages | None:
         views = self._whole.views()

@@ -10,6 +10,7 @@ from typing import Final
 from backends.abc import Destination, Key, Outcome
 from backends.trio_thread import TrioThread
 
+from ..abc import PreconditionLike
 from ._errors import DaemonUnavailable
 from ._pages import POOL_BYTES, PageLease, PageReservation, Pages, open_pages
 
@@ -92,9 +93,11 @@ class BlockingPages:
         """Hold the longest prefix of these keys; see :meth:`Pages.reserve_read`."""
         return self._home.wait(self._opened().reserve_read, keys)
 
-    def load(self, lease: PageLease, destination: Destination) -> Sequence[Outcome]:
+    def load(
+        self, lease: PageLease, destination: Destination, *, precondition: PreconditionLike | None = None
+    ) -> Sequence[Outcome]:
         """Copy what is held, and verify it; see :meth:`Pages.load`."""
-        return self._home.wait(self._opened().load, lease, destination)
+        return self._home.wait(partial(self._opened().load, lease, destination, precondition=precondition))
 
     def release(self, reserved: PageReservation | PageLease) -> None:
         """Give back what is reserved; see :meth:`Pages.release`."""

@@ -34,7 +34,9 @@ from backends.maru.l1 import MaruL1, WriteReservation
 from backends.pages import Pages as BlockPages
 from maru import MaruConfig, MaruError, MaruHandler
 
+from .._engine.loading import precondition_of, wait_for
 from .._errors import ConfigError
+from ..abc import PreconditionLike
 from ..daemon._messages import Commit, Fate, PageStore, PageStoreAt, Reserved, ReserveWrite
 from ..daemon._tenants import stored_keys
 from ._connection import DaemonConnection, Session, open_connection
@@ -280,15 +282,25 @@ class Pages:
         self._connection.read_blocks += len(lease.keys)
         return PageLease(self, keys[: len(lease.keys)], lease)
 
-    async def load(self, lease: PageLease, destination: Destination) -> Sequence[Outcome]:
+    async def load(
+        self, lease: PageLease, destination: Destination, *, precondition: PreconditionLike | None = None
+    ) -> Sequence[Outcome]:
         """Copy what is held to ``destination``, position by position, and verify it: the one copy of a read.
 
         A block that is not what was stored is ``Missed``, and not found any more. Cancelled, it returns when the copy is over.
 
+        Args:
+            lease: what is held.
+            destination: addresses, numpy arrays or torch tensors, one for each block.
+            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
+
         Raises:
+            offload.PreconditionFailed: the precondition has failed; nothing was copied.
+            TypeError: the destination lies on a device and ``precondition`` is missing, or is no precondition.
             ValueError: it was released, or the destination is too small.
             backends.abc.BlockSizeError: the blocks of the destination have another size.
         """
+        await wait_for(precondition_of(destination, precondition))
         return await self._reading.load(lease._lease, destination)
 
     async def release(self, reserved: PageReservation | PageLease) -> None:

@@ -202,6 +202,7 @@ class TensorStorage:
         from backends.device import DeviceTier
 
         self._device = DeviceTier(tensors, block_axis=[tensor.block_axis for tensor in layout.tensors])
+        self.on_device: bool = self._device.device is not None
         self.block_bytes: int = layout.block_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
@@ -406,6 +407,7 @@ class CacheBlocks:
 
     def __init__(self, storage: Storage, ids: list[int]) -> None:
         self.block_bytes: int = storage.block_bytes
+        self.on_device: bool = getattr(storage, "on_device", False)
         self._storage = storage
         self._ids = ids
 

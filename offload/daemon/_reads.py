@@ -22,6 +22,7 @@ from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
 from .._engine.explain import BlockExplanation, Explanation
+from ..preconditions import NO_WAIT
 from ._engine import DaemonEngine
 from ._memory import CacheBlocks
 from ._messages import (
@@ -129,7 +130,8 @@ class Reads:
 
     async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
         try:
-            result = await self._engine.require().load(hit, destination)
+            # What must be over before the cache may be written, the client has waited for before it asked.
+            result = await self._engine.require().load(hit, destination, precondition=NO_WAIT)
         except BaseException as exc:
             if holds(exc, Unproven):  # also in a group with a cancel, which asked for this answer
                 session.requests[request.seq].unproven = True

@@ -18,6 +18,7 @@ from backends.abc import Destination, Key
 
 from .._engine import Advice, BlocksInPlace, LoadResult
 from .._engine import Hit as PinnedHit
+from ..abc import Precondition
 from ._future import Future
 
 if TYPE_CHECKING:
@@ -132,25 +133,28 @@ class LoadFuture(CallFuture[LoadResult]):
     before it had an answer raises :class:`CallCancelled`: the destination may be used, its bytes are undefined.
     """
 
-    __slots__ = ("destination", "hit")
+    __slots__ = ("destination", "hit", "precondition")
 
     def __init__(
         self,
         worker: EngineWorker,
         hit: Hit,
         destination: Destination,
+        precondition: Precondition,
         promote: bool | str | None,
         deadline: float,
         *,
         polled: bool,
     ) -> None:
         # The pinned prefix is taken from the hit here: the caller may release the hit as soon as the load has begun.
-        load = partial(worker.load, hit.pinned, destination, promote)
+        load = partial(worker.load, hit.pinned, destination, precondition, promote)
         super().__init__(worker, load, deadline, to_the_end=True, polled=polled)
         self.hit: Hit = hit
         """The hit whose blocks are loaded."""
         self.destination: Destination = destination
         """Where they are copied to."""
+        self.precondition: Precondition = precondition
+        """What it waits for before it copies."""
 
 
 class Hit:

@@ -29,6 +29,7 @@ from .._engine import open_engine as _open_engine
 from .._engine.config import SHADOW_CHECK
 from .._engine.explain import Explanation
 from .._engine.load_or_recompute import check_computed
+from .._engine.loading import precondition_of
 from .._engine.opening import configuration_of
 from .._errors import EngineCrashed
 from .._keys import BlockKey
@@ -355,23 +356,33 @@ class Engine:
         destination: Destination,
         timeout: float | None = None,
         *,
+        precondition: PreconditionLike | None = None,
         promote: bool | str | None = None,
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        What such a lookup has found, and goes to host memory, this thread reads itself, up to 32 MiB; where that finds
-        anything wrong, and for all else, it is :meth:`begin_load`, and a wait for its end. So a disk that hangs within one
-        block holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's
+        What such a lookup has found, and goes to host memory that may be written now, this thread reads itself, up to 32 MiB;
+        where that finds anything wrong, and for all else, it is :meth:`begin_load`, and a wait for its end. So a disk that
+        hangs within one block holds this thread, and no timeout ends that. However it ends, ``destination`` is the caller's
         again, but for the one case below: a load that runs out of time, or is interrupted, is ended and waited for.
+
+        Args:
+            hit: the result of a lookup.
+            destination: addresses, numpy arrays or torch tensors, one for each block.
+            timeout: in seconds, with the wait for the precondition; by default the engine's.
+            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
+            promote: as for :meth:`offload.Engine.load`.
 
         Raises:
             WaitTimeout: it took too long, and was ended.
             DrainUnproven: it took too long, and its copy may still be going on: ``destination`` must not be used.
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
+            PreconditionFailed: the precondition has failed; nothing was copied.
+            TypeError: the destination lies on a device and ``precondition`` is missing, or is no precondition.
             ValueError: the hit was released or belongs to another engine, or the destination is too small.
         """
-        call = self._load(hit, destination, promote, timeout, polled=False)
-        result = self._worker.reads.load(hit, destination, promote, call.deadline)
+        call = self._load(hit, destination, precondition, promote, timeout, polled=False)
+        result = self._worker.reads.load(hit, destination, call.precondition, promote, call.deadline)
         return self._worker.wait_for(call, timeout) if result is None else result
 
     def begin_load(
@@ -379,6 +390,7 @@ class Engine:
         hit: Hit,
         destination: Destination,
         *,
+        precondition: PreconditionLike | None = None,
         promote: bool | str | None = None,
         timeout: float | None = None,
     ) -> LoadFuture:
@@ -391,18 +403,20 @@ class Engine:
         Args:
             hit: the result of a lookup.
             destination: addresses, numpy arrays or torch tensors, one for each block.
+            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
             promote: as for :meth:`offload.Engine.load`; it does not make this load slower.
-            timeout: in seconds; by default the engine's. After it the load is ended, and its result raises
-                :class:`WaitTimeout`, or :class:`offload.DrainUnproven` if a copy may still be going on.
+            timeout: in seconds, with the wait for the precondition; by default the engine's. After it the load is ended, and
+                its result raises :class:`WaitTimeout`, or :class:`offload.DrainUnproven` if a copy may still be going on.
 
         Raises:
             PipelineFull: too many calls have begun and not ended, or wait to be polled.
             PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
+            TypeError: the destination lies on a device and ``precondition`` is missing, or is no precondition.
             ValueError: the hit was released, or belongs to another engine.
         """
-        worker, call = self._worker, self._load(hit, destination, promote, timeout, polled=True)
+        worker, call = self._worker, self._load(hit, destination, precondition, promote, timeout, polled=True)
         worker.check_begin(call)
-        result = worker.reads.load(hit, destination, promote, call.deadline, waits=False)
+        result = worker.reads.load(hit, destination, call.precondition, promote, call.deadline, waits=False)
         if result is None:
             return worker.begin(call)
         worker.end_here(call, result)
@@ -501,12 +515,20 @@ class Engine:
         return LookupFuture(worker, list(keys), tenant, worker.deadline(timeout), polled=polled)
 
     def _load(
-        self, hit: Hit, destination: Destination, promote: bool | str | None, timeout: float | None, *, polled: bool
+        self,
+        hit: Hit,
+        destination: Destination,
+        precondition: PreconditionLike | None,
+        promote: bool | str | None,
+        timeout: float | None,
+        *,
+        polled: bool,
     ) -> LoadFuture:
         worker = self._worker
         if hit._worker is not worker:
             raise ValueError(f"{hit!r} belongs to another engine")
-        return LoadFuture(worker, hit, destination, promote, worker.deadline(timeout), polled=polled)
+        ready = precondition_of(destination, precondition)
+        return LoadFuture(worker, hit, destination, ready, promote, worker.deadline(timeout), polled=polled)
 
     def _ask(
         self,

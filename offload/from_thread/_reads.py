@@ -25,6 +25,7 @@ from backends.abc import Destination, Key
 from .._engine import Hit as PinnedHit
 from .._engine import LoadResult
 from .._engine.direct import DirectLoad, DirectLookup
+from ..abc import Precondition
 from ._calls import Hit
 
 if TYPE_CHECKING:
@@ -66,13 +67,21 @@ class ThreadReads:
         self._worker.hits[found.hit] = None
 
     def load(
-        self, hit: Hit, destination: Destination, promote: bool | str | None, deadline: float, *, waits: bool = True
+        self,
+        hit: Hit,
+        destination: Destination,
+        precondition: Precondition,
+        promote: bool | str | None,
+        deadline: float,
+        *,
+        waits: bool = True,
     ) -> LoadResult | None:
         """Copy what a hit holds, and verify it.
 
         Args:
             hit: of this engine.
             destination: where it goes.
+            precondition: what must hold before; if it does not yet, this is for the engine's thread.
             promote: whether it is promoted, as the engine says by default.
             deadline: on the clock of ``time.monotonic``.
             waits: whether the caller waits for it. Else only a short copy of memory is made.
@@ -83,7 +92,8 @@ class ThreadReads:
             if not worker.is_open:
                 return None
             engine = worker.engine
-            load = engine.direct.plan(pinned, destination, engine.promote if promote is None else promote, deadline)
+            up = engine.promote if promote is None else promote
+            load = engine.direct.plan(pinned, destination, precondition, up, deadline)
             if load is None or not (waits or (load.size_bytes <= SHORT_COPY_BYTES and not load.waits_for_disk)):
                 return None
             result = self._copy(load)

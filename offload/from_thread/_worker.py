@@ -455,10 +455,12 @@ class EngineWorker(ThreadBoundary):
         self.hits[pinned] = None
         return Hit(self, pinned)
 
-    async def load(self, pinned: PinnedHit, destination: Destination, promote: bool | str | None) -> LoadResult:
+    async def load(
+        self, pinned: PinnedHit, destination: Destination, precondition: Precondition, promote: bool | str | None
+    ) -> LoadResult:
         """Load. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
         try:
-            return await self.engine.load(pinned, destination, promote=promote)
+            return await self.engine.load(pinned, destination, precondition=precondition, promote=promote)
         except (
             BaseException
         ) as error:  # also in a group with the cancel, of which the scope around would leave nothing else

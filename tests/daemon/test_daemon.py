@@ -97,6 +97,28 @@ async def test_what_one_engine_has_stored_another_one_loads(path):
         assert held(server) == {}
 
 
+async def test_a_client_asks_for_a_load_once_its_precondition_holds(path):
+    async with daemon(path) as server:
+        cache, computed = cache_of(), trio.Event()
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache)
+            async with await engine.lookup(KEYS) as hit, trio.open_nursery() as nursery:
+                asked, load = [], server._service.reads._load
+
+                async def note(*args):
+                    asked.append(args)
+                    return await load(*args)
+
+                server._service.reads._load = note
+                nursery.start_soon(lambda: engine.load(hit, cache.into(range(8, 16)), precondition=computed))
+                async with await engine.lookup(KEYS):  # behind which a message of the load would have come
+                    pass
+                assert not asked and cache.read(8) == bytes(SIZE)
+                computed.set()
+            assert len(asked) == 1
+            assert [cache.read(8 + at) for at in range(8)] == [payload_of(key, SIZE) for key in KEYS]
+
+
 async def test_the_first_lookup_in_a_daemon_that_holds_nothing_is_a_miss(path):
     async with daemon(path) as server:
         cache = cache_of()

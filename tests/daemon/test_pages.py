@@ -379,6 +379,45 @@ async def test_a_load_that_is_cancelled_anywhere_is_over_when_it_returns_and_its
         assert pages._l1.report_status().pinned_keys == 0
 
 
+class OnDevice:
+    """Places of a device."""
+
+    on_device, block_bytes = True, SIZE
+
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def __len__(self):
+        return 4
+
+    def views(self):
+        return None
+
+    def copy_in(self, start, pages):
+        self.blocks.into(range(4)).copy_in(start, pages)
+
+
+async def test_a_load_to_a_device_waits_for_its_precondition_and_can_be_cancelled_meanwhile(path):
+    async with paged(path) as running, opened(running) as pages:
+        await store(pages, keys_of(4))
+        blocks, computed = SharedBlocks(SharedMemory(4 * SIZE), SIZE), trio.Event()
+        lease, there = await pages.reserve_read(keys_of(4)), OnDevice(blocks)
+        with pytest.raises(TypeError, match="precondition is missing"):
+            await pages.load(lease, there)
+        for cancelled in (True, False):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: pages.load(lease, there, precondition=computed))
+                for _ in range(10):
+                    await trio.lowlevel.checkpoint()
+                assert blocks.read(0) == bytes(SIZE)
+                if cancelled:
+                    nursery.cancel_scope.cancel()
+                else:
+                    computed.set()
+        assert [blocks.read(at) for at in range(4)] == list(map(bytes_of, keys_of(4)))
+        await pages.release(lease)
+
+
 async def test_a_reservation_that_is_released_in_a_cancelled_scope_is_given_back(path):
     async with paged(path) as running, opened(running) as pages:
         reservation = await pages.reserve_write(keys_of(2))

@@ -93,13 +93,20 @@ def test_what_is_summed_while_it_is_copied_is_the_whole_of_each_page(beside_byte
     assert source.into([[1, 2, 3]]).copy_in_and_sum(0, pages.part(0, 1)) == checksums(pages.part(0, 1))
 
 
+def test_chunks_say_whether_they_lie_on_a_device():
+    group = GroupCaches(caches(), BLOCKS, 2)
+    assert not ChunkSource([group]).into([[0, 1]]).on_device
+    group.blocks.device = 0
+    assert ChunkSource([group]).into([[0, 1]]).on_device
+
+
 def test_what_goes_to_a_device_is_not_cut_into_small_transfers(monkeypatch):
     cache = caches()
     source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     pages = new_pages(2, source.block_bytes)
     source.copy_out(source.chunks([b"a", b"b"], [[0, 1], [2, 3]], first=0).refs, pages)
     monkeypatch.setattr(_chunks, "WARM_BYTES", 1)
-    monkeypatch.setattr(source, "_on_device", True)  # the copies are those of a host: what they are given is to be seen
+    monkeypatch.setattr(source, "on_device", True)  # the copies are those of a host: what they are given is to be seen
     transfers, copy_in = [], type(source._groups[0].blocks._storage).copy_in
     monkeypatch.setattr(
         type(source._groups[0].blocks._storage),

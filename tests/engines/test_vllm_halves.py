@@ -501,6 +501,58 @@ def test_a_load_out_of_its_time_is_ended_and_computed():
         assert "took too long" in vllm.worker.counts.report()["last_failures"][computed]
 
 
+class Passes:
+    """What the device is given: each event stands for all that was queued before it."""
+
+    def __init__(self) -> None:
+        self.events: list[from_thread.Event] = []
+        self.over_at_once = True
+
+    def record(self) -> from_thread.Event:
+        self.events.append(event := from_thread.Event())
+        if self.over_at_once:
+            event.set()
+        return event
+
+
+def test_loads_of_a_step_wait_for_what_the_device_was_given_before():
+    passes = Passes()
+    with instance(memory(), computed=passes.record) as vllm:
+        stored(vllm)
+        passes.events.clear()
+        passes.over_at_once = False
+        found = {name: vllm.matched("p", 256, name=name) for name in ("second", "third")}
+        for name, start in (("second", 20), ("third", 40)):
+            vllm.scheduler.allocated(name, [blocks_from(start)], found[name])
+        assert not passes.events, "steps without a load record nothing"
+        vllm.step()
+        assert len(passes.events) == 1
+        vllm.worker.engine.call(lambda: None)  # the loads have begun
+        vllm.cache[:, 20:56] = 0.0  # queued before them: zeroes new blocks
+        vllm.step()
+        assert not vllm.received
+        passes.events[0].set()
+        eventually(lambda: vllm.step() and vllm.received == {"second", "third"}, SOON)
+        for start in (20, 40):
+            vllm.assert_content("p", blocks_from(start), 192)
+        assert not vllm.failed and len(passes.events) == 1
+
+
+def test_a_load_that_waits_for_the_device_is_ended_with_its_request():
+    passes = Passes()
+    with instance(memory(), computed=passes.record) as vllm:
+        stored(vllm)
+        passes.over_at_once = False
+        vllm.scheduler.allocated("second", [blocks_from(32)], vllm.matched("p", 256, name="second"))
+        vllm.step()
+        vllm.worker.engine.call(lambda: None)
+        vllm.cache[:, 32:44] = -1.0
+        vllm.scheduler.finished("second", aborted=True)
+        vllm.step(finished=["second"])
+        eventually(lambda: vllm.step() and vllm.received == {"second"}, SOON)
+        assert (vllm.cache[:, 32:44] == -1.0).all()
+
+
 def test_what_goes_between_match_and_load_is_computed():
     tier = FakeTier(64, SIZE)
     with instance(tier) as vllm:

@@ -149,6 +149,13 @@ def test_a_page_is_what_a_published_connector_stores_and_loads(shape):
     assert not source._chunks
 
 
+def test_layers_of_chunks_say_whether_they_lie_on_a_device():
+    source = chunks_of(caches(next(iter(SHAPES.values()))))
+    assert not source.into([[5, 1, 9]]).on_device
+    source.on_device = True
+    assert source.into([[5, 1, 9]]).on_device
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_blocks_that_are_there_already_are_not_written_to(shape):
     layers = caches(shape)

@@ -124,7 +124,8 @@ class ChunkSource(NoChunks):
 
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
-        self._on_device = any(group.blocks.device is not None for group in groups)
+        self.on_device: bool = any(group.blocks.device is not None for group in groups)
+        """Whether the cache lies on a device."""
         self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
@@ -207,7 +208,7 @@ class ChunkSource(NoChunks):
 
     def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
         """Like :meth:`copy_in`; returns the xxh3-64 of each page, whatever of it is copied."""
-        if self._on_device:  # a transfer for each few blocks takes longer than to read pages once more
+        if self.on_device:  # a transfer for each few blocks takes longer than to read pages once more
             with run_beside(checksums, pages) as sums:
                 self.copy_in(blocks, pages)
                 return sums()
@@ -288,6 +289,11 @@ class ChunkDestination:
     def block_bytes(self) -> int:
         """Size of a chunk, in bytes."""
         return self._source.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the cache lies on a device; see :class:`backends.abc.DeviceDestination`."""
+        return self._source.on_device
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -523,7 +523,7 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
 
 
 def _forward_pass() -> PreconditionLike:
-    """Holds once what was started on the device until now is over."""
+    """Return a precondition that holds once what this thread's stream was given until now is over."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
     event.record()
     return event  # type: ignore[no-any-return]

@@ -55,6 +55,8 @@ class LayerChunks(NoChunks):
         self.naming: LayerNaming = LayerNaming(tuple(map(_number, caches)))
         """What pages are called."""
         self.pages_per_chunk: int = len(self._layers)
+        self.on_device: bool = self._layers[0].cache.device.type != "cpu"
+        """Whether the cache lies on a device."""
         self._numbers = itertools.count()
         self._chunks: dict[int, Sequence[int | None]] = {}  # by number, while it is being stored
 
@@ -126,6 +128,11 @@ class LayerPlaces:
     def block_bytes(self) -> int:
         """Size of a page, in bytes."""
         return self._source.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the cache lies on a device; see :class:`backends.abc.DeviceDestination`."""
+        return self._source.on_device
 
     def __len__(self) -> int:
         return len(self.blocks) * self._source.pages_per_chunk

@@ -346,7 +346,9 @@ class RowWorker(OffloadingWorker):
 
 def _started_on_device() -> Callable[[], None]:
     """Returns what waits until everything that was started on the device until now is over."""
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+    # Blocking: waiting for another event takes a core. Each of the two threads that copy waits so, job by job; a copy that is
+    # itself queued on the device would need no wait here.
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call, unused-ignore]
     event.record()
     return lambda: event.synchronize()
 

@@ -71,8 +71,8 @@ class WorkerHalf:
         lookup_timeout: seconds that it may take to pin what is to be loaded.
         load_timeout: seconds that a load may take.
         room_knob: what is to be raised where there is no room.
-        computed: gives what must hold before the blocks of a forward pass may be read, once that was started: an event of CUDA.
-            By default the pass is over when vLLM says so.
+        computed: returns a precondition that holds once all that the device was given until now is over: an event of CUDA.
+            Stores wait for it before they read blocks, loads before they write them. By default it holds already.
         tenant: who may find it.
         events: is told which hashes the keys of tiers stand for.
     """
@@ -166,22 +166,29 @@ class WorkerHalf:
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def load(self, plan: StepPlan) -> None:
-        """Begin the loads of a step."""
+        """Begin the loads of a step. They write their blocks once what the device was given before is over.
+
+        vLLM's own work on these blocks may still be queued: it zeroes new blocks, and those who had them before may have a
+        pass to go.
+        """
         self._idle = plan.idle
+        if not plan.loads:
+            return
+        computed = self._computed()
         for one in plan.loads:
             load = self._loads[one.request_id] = _Load(one)
             try:
-                self._begin_load(load, plan.generation)
+                self._begin_load(load, plan.generation, computed)
             except Exception as error:  # whatever it is, the request must go on
                 self._arrive(load, 0, error)
 
-    def _begin_load(self, load: _Load, generation: str) -> None:
+    def _begin_load(self, load: _Load, generation: str, computed: PreconditionLike) -> None:
         hashes = load.plan.hashes
         if not hashes:  # of a request whose load could not be planned
             self._arrive(load, 0)
             return
         keys = self._naming.keys(hashes, with_adapter(generation, load.plan.adapter))
-        pinned = partial(self._pinned, load)
+        pinned = partial(self._pinned, load, computed)
         if self.events is not None:
             self.events.found(keys, hashes)
         load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
@@ -194,7 +201,7 @@ class WorkerHalf:
                 load = self._loads[one.request_id] = _Load(one)
                 self._arrive(load, 0)
 
-    def _pinned(self, load: _Load, future: from_thread.LookupFuture) -> None:
+    def _pinned(self, load: _Load, computed: PreconditionLike, future: from_thread.LookupFuture) -> None:
         """In the engine's thread: what is to be loaded is pinned, or not there any more."""
         try:
             hit = future.result(0)
@@ -202,7 +209,7 @@ class WorkerHalf:
                 self.counts.trouble(f"loads without {tier}, which is unavailable", error)
             with hit:  # the load keeps it pinned
                 destination = self._source.into(load.plan.blocks[: len(hit)])
-                loading = self.engine.begin_load(hit, destination, timeout=self._load_timeout)
+                loading = self.engine.begin_load(hit, destination, precondition=computed, timeout=self._load_timeout)
         except Exception as error:  # whatever it is, the request must go on
             self._arrive(load, 0, error)
             return
