@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -35,6 +35,30 @@ class TensorMemory:
     """Number of its CUDA device; ``None`` for host memory."""
     owner: object
     """Keeps the memory."""
+
+
+def memory_of(name: str, tensor: Any) -> TensorMemory:
+    """Return where a torch tensor lies; the only place that asks one.
+
+    Args:
+        name: of the tensor, for errors.
+        tensor: a torch tensor, or what says already where it lies.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it lies neither in host memory nor on a CUDA device.
+    """
+    if isinstance(tensor, TensorMemory):
+        return tensor
+    if not hasattr(tensor, "data_ptr"):
+        raise TypeError(f"{name} is {type(tensor).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise ValueError(f"{name} is on {tensor.device}, but must be in host memory or on a CUDA device")
+    device = tensor.device.index if tensor.device.type == "cuda" else None
+    size = tensor.element_size()
+    return TensorMemory(
+        tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), size, str(tensor.dtype), device, tensor
+    )
 
 
 @attrs.frozen

@@ -28,7 +28,7 @@ from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
-from .block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of
+from .block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
 from .copier import BlockPieces, copier_of
 from .pages import Pages
 from .planes import TensorPlanes
@@ -248,7 +248,7 @@ class DeviceTier(SlotTier):
         eviction: EvictionPolicy[Key] | None = None,
         plane_axes: Mapping[str, int] | None = None,
     ) -> None:
-        tensors = [_memory_of(at, layer) for at, layer in enumerate(_listed(layers))]
+        tensors = [memory_of(f"layers[{at}]", layer) for at, layer in enumerate(_listed(layers))]
         axes = _axes_of(block_axis, len(tensors))
         layouts = [
             layout_of(tensor.shape, tensor.strides, tensor.item_bytes, axis)
@@ -293,7 +293,7 @@ class DeviceTier(SlotTier):
                 raise ValueError(
                     f"block_axis is {axes}, but planes are told apart where all tensors count blocks on one axis"
                 )
-            named: dict[str, Any] = {f"layer {at}": tensor.owner for at, tensor in enumerate(tensors)}
+            named = {f"layer {at}": tensor for at, tensor in enumerate(tensors)}
             self.planes = TensorPlanes(named, block_axis=axes[0], plane_axes=plane_axes)
 
     @property
@@ -410,20 +410,6 @@ def _listed(layers: Iterable[Any]) -> list[Any]:
     if not listed:
         raise ValueError("layers is empty, but a block is a slice of at least one tensor")
     return listed
-
-
-def _memory_of(at: int, layer: Any) -> TensorMemory:
-    """Return where a torch tensor lies; the only place that asks one."""
-    if isinstance(layer, TensorMemory):
-        return layer
-    if not hasattr(layer, "data_ptr"):
-        raise TypeError(f"layers[{at}] is {type(layer).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
-    if layer.device.type not in {"cpu", "cuda"}:
-        raise ValueError(f"layers[{at}] is on {layer.device}, but must be in host memory or on a CUDA device")
-    device = layer.device.index if layer.device.type == "cuda" else None
-    return TensorMemory(
-        layer.data_ptr(), tuple(layer.shape), layer.stride(), layer.element_size(), str(layer.dtype), device, layer
-    )
 
 
 def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:

@@ -10,21 +10,28 @@ Rule 1. Of a plane a few numbers are read, its *samples*: enough to tell one pla
 Rule 2. Samples are compared within a tolerance. A block may have passed through a codec that loses bits, or have been
         computed by another process for the same key, so that last bits differ.
 
-torch is imported when planes are made, not with this module.
+Rule 3. On a device a sample is a copy of one item, and a pattern arrives by copies, too (:mod:`backends.copier`): nothing is
+        launched there, and whoever calls waits until they are over.
+
+torch is imported when planes are read, not with this module.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
-import operator
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import xxhash
+
+from ._unproven import kept_if_unproven
+from .block_layout import TensorMemory, memory_of
+from .copier import Pieces, copier_of
+from .pages import Pages, new_pages
 
 if TYPE_CHECKING:
     import torch
@@ -34,48 +41,128 @@ SAMPLES: Final = 8
 
 
 @attrs.frozen(eq=False)
-class _Group:
+class _Tensor:
     """The planes of one tensor."""
 
-    view: torch.Tensor
-    """Its axes: blocks, those that tell planes apart, the others."""
+    memory: TensorMemory
     names: tuple[str, ...]
     """Of the planes."""
-    plane_shape: tuple[int, ...]
-    """The sizes of the other axes."""
-    positions: list[int]
-    """Where the samples lie in a flat plane."""
+    sizes: tuple[int, ...]
+    """Of the axes: blocks, those that tell planes apart, the others."""
+    strides: tuple[int, ...]
+    """Of the axes, in bytes."""
+    split: int
+    """How many axes tell planes apart."""
 
-
-@attrs.frozen(eq=False)
-class _Gather:
-    """Where the samples of all planes lie that are in one storage: read by one call, for each costs more than its numbers."""
-
-    flat: torch.Tensor
-    offsets: torch.Tensor
-    """Of block 0, in items."""
-    strides: torch.Tensor
-    """From one block to the next, of each."""
-
-    def read(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Of each block a row."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """The kind of its items."""
         import torch
 
-        numbers = torch.tensor(blocks, device=self.flat.device).unsqueeze(1)
-        return self.flat[torch.addcmul(self.offsets, numbers, self.strides)]
+        return getattr(torch, self.memory.dtype.removeprefix("torch."))  # type: ignore[no-any-return]
+
+    @property
+    def plane_items(self) -> int:
+        """Items of a plane."""
+        return math.prod(self.sizes[1 + self.split :])
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the samples lie in a flat plane."""
+        # In the middle of equal parts: a first and a last number are what a fault at an edge would leave alone.
+        return [(2 * at + 1) * self.plane_items // (2 * SAMPLES) for at in range(SAMPLES)]
+
+    def sample_addresses(self) -> list[int]:
+        """Addresses of the samples of block 0, plane by plane."""
+        inner = 1 + self.split
+        starts = _offsets(self.sizes[1:inner], self.strides[1:inner]).tolist()
+        within: list[int] = []
+        for position in self.positions:
+            offset = 0
+            for size, stride in zip(reversed(self.sizes[inner:]), reversed(self.strides[inner:]), strict=True):
+                position, at = divmod(position, size)
+                offset += at * stride
+            within.append(offset)
+        return [self.memory.address + start + offset for start in starts for offset in within]
+
+    def runs(self, block: int) -> tuple[Any, int]:
+        """Addresses of a block's runs of memory, in the order of its items, and the bytes of each run."""
+        run, end = self.memory.item_bytes, len(self.sizes)
+        while end > 1 and (self.sizes[end - 1] == 1 or self.strides[end - 1] == run):
+            end -= 1
+            run *= self.sizes[end]
+        starts = _offsets(self.sizes[1:end], self.strides[1:end])
+        return starts + (self.memory.address + block * self.strides[0]), run
+
+    def view(self, block: int) -> Any:
+        """A block in host memory, as a numpy array of whole numbers."""
+        import numpy
+
+        sizes, strides = self.sizes[1:], self.strides[1:]
+        item = self.memory.item_bytes
+        nbytes = item + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        memory: Any = (ctypes.c_char * nbytes).from_address(self.memory.address + block * self.strides[0])
+        return numpy.ndarray(sizes, f"u{item}", memory, strides=strides)
+
+
+def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> Any:
+    """Where the items of some axes lie, the last axis varying fastest."""
+    import numpy
+
+    found = numpy.zeros(1, numpy.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        found = (found[:, None] + numpy.arange(size) * stride).ravel()
+    return found
+
+
+class _Gather:
+    """The samples of tensors of one kind, read together: a call for each tensor would cost more than its numbers."""
+
+    def __init__(self, tensors: Sequence[_Tensor]) -> None:
+        import numpy
+
+        self.dtype: torch.dtype = tensors[0].dtype
+        self.item_bytes: int = tensors[0].memory.item_bytes
+        columns = [tensor.sample_addresses() for tensor in tensors]
+        self._first = numpy.array([at for column in columns for at in column], numpy.int64)
+        self._strides = numpy.repeat([tensor.strides[0] for tensor in tensors], [len(column) for column in columns])
+        self._start, last = int(self._first.min()), int((self._first + self._strides * (tensors[0].sizes[0] - 1)).max())
+        self._items: Any = None
+        if tensors[0].memory.device is None:
+            # From the first sample to the last: the memory between tensors may not even be mapped, so only samples are touched.
+            memory: Any = (ctypes.c_char * (last + self.item_bytes - self._start)).from_address(self._start)
+            self._items = numpy.frombuffer(memory, f"u{self.item_bytes}")
+
+    def addresses(self, blocks: Sequence[int]) -> Any:
+        """Addresses of the samples, of each block a row."""
+        import numpy
+
+        return self._first + self._strides * numpy.array(blocks, numpy.int64)[:, None]
+
+    def read(self, addresses: Any) -> bytes:
+        """The items at these addresses of host memory."""
+        found: bytes = self._items[(addresses - self._start) // self.item_bytes].tobytes()
+        return found
+
+    def numbers(self, data: bytes) -> Any:
+        """These items as numbers of 4 bytes."""
+        import torch
+
+        return torch.frombuffer(bytearray(data), dtype=self.dtype).to(torch.float32).numpy()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class TensorPlanes:
     """The planes of blocks in tensors.
 
     Args:
-        tensors: tensors of any dtype, by name: one for each layer say. Where keys and values are packed into one axis, a
-            slice of it for each.
+        tensors: tensors of any dtype or where they lie, by name: one for each layer say; all with as many blocks, and on one
+            device. Where keys and values are packed into one axis, a slice of it for each.
         block_axis: the axis that counts blocks, in all of them.
         plane_axes: the axes that tell planes apart, by name: ``{"kv": 0, "head": 3}``. None: each tensor is one plane.
 
     Raises:
-        ValueError: no tensor, no such axis, one axis twice, or a tensor that holds nothing.
+        ValueError: no tensor, no such axis, one axis twice, a tensor that holds nothing, or tensors that differ in blocks or
+            device.
 
     Attributes:
         plane_names: the name of each plane, in the order of their samples.
@@ -83,134 +170,131 @@ class TensorPlanes:
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | TensorMemory],
         *,
         block_axis: int = 0,
         plane_axes: Mapping[str, int] | None = None,
     ) -> None:
         axes = dict(plane_axes or {})
-        self._stream: torch.cuda.Stream | None = None
-        self._groups = [_group(name, tensor, block_axis, axes) for name, tensor in tensors.items()]
-        if not self._groups:
+        self._tensors = [_tensor(name, memory_of(name, one), block_axis, axes) for name, one in tensors.items()]
+        if not self._tensors:
             raise ValueError("tensors is empty, but a block has at least one plane")
-        self._gathers = [_gather(list(groups)) for _, groups in itertools.groupby(self._groups, _storage_of)]
-        self.plane_names: tuple[str, ...] = tuple(name for group in self._groups for name in group.names)
+        alike = {(tensor.sizes[0], tensor.memory.device) for tensor in self._tensors}
+        if len(alike) > 1:
+            raise ValueError(f"the tensors differ in their number of blocks, or in their device: {alike}")
+        [(self._n, self._device)] = alike
+        self._gathers = [_Gather(list(some)) for _, some in itertools.groupby(self._tensors, _read_with)]
+        self.plane_names: tuple[str, ...] = tuple(name for tensor in self._tensors for name in tensor.names)
 
     def __repr__(self) -> str:
-        return f"<TensorPlanes: {len(self.plane_names)} in {len(self._groups)} tensors>"
+        return f"<TensorPlanes: {len(self.plane_names)} in {len(self._tensors)} tensors>"
 
     def samples(self, blocks: Sequence[int]) -> list[array[float]]:
         """The samples of each of these blocks, :data:`SAMPLES` for each plane. Any thread; waits for a device."""
-        import torch
+        import numpy
 
-        with torch.inference_mode(), self._own_stream():
-            parts = [gather.read(blocks).to("cpu", torch.float32) for gather in self._gathers]
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return [array("f", row.numpy().tobytes()) for row in rows]
+        if not blocks:
+            return []
+        self._check(blocks)
+        columns = [gather.addresses(blocks) for gather in self._gathers]
+        if self._device is None:
+            found = [gather.read(column) for gather, column in zip(self._gathers, columns, strict=True)]
+        else:
+            found = self._read_device(self._device, columns)
+        pairs = zip(self._gathers, found, strict=True)
+        rows = numpy.concatenate([gather.numbers(data).reshape(len(blocks), -1) for gather, data in pairs], 1)
+        return [array("f", row.tobytes()) for row in rows]
 
     def fill(self, blocks: Sequence[int], seed: str) -> list[array[float]]:
         """Write a pattern into these blocks, another one into each plane of each, and return the samples that it has.
 
         What is written follows from the names of the planes, the position of the block and ``seed`` alone: it is the same in
-        every process whose planes have the same names and shapes, wherever they lie.
+        every process whose planes have the same names and shapes, wherever they lie. Any thread; waits for a device.
         """
         import torch
 
+        self._check(blocks)
         expected: list[array[float]] = []
-        with torch.inference_mode(), self._own_stream():
-            for at, block in enumerate(blocks):
-                samples: list[torch.Tensor] = []
-                for group in self._groups:
-                    n = math.prod(group.plane_shape)
-                    pattern = [_pattern(f"{seed} {at} {name}", n, group.view.dtype) for name in group.names]
-                    target = group.view[block]
-                    target.copy_(torch.stack(pattern).view(target.shape))
-                    samples += [plane[group.positions].to(torch.float32) for plane in pattern]
-                expected.append(array("f", torch.cat(samples).numpy().tobytes()))
+        for at, block in enumerate(blocks):
+            samples: list[torch.Tensor] = []
+            data: list[bytes] = []
+            for tensor in self._tensors:
+                pattern = [_pattern(f"{seed} {at} {name}", tensor.plane_items, tensor.dtype) for name in tensor.names]
+                data.append(b"".join(plane.view(torch.uint8).numpy().tobytes() for plane in pattern))
+                samples += [plane.to(torch.float32)[tensor.positions] for plane in pattern]
+            self._write(block, data)
+            expected.append(array("f", torch.cat(samples).numpy().tobytes()))
         return expected
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Write zeros into these blocks."""
-        import torch
+        """Write zeros into these blocks. Any thread; waits for a device."""
+        self._check(blocks)
+        for block in blocks:
+            self._write(block, [bytes(math.prod(one.sizes[1:]) * one.memory.item_bytes) for one in self._tensors])
 
-        with torch.inference_mode(), self._own_stream():
-            for group in self._groups:
-                for block in blocks:
-                    group.view[block].zero_()
+    def _check(self, blocks: Sequence[int]) -> None:
+        # Memory is read and written at addresses that follow from these numbers.
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._n:
+            raise IndexError(f"there are {self._n} blocks, and none of the numbers {[*blocks]}")
 
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """On a device, beside what it computes; what was begun in here is over behind it.
+    def _write(self, block: int, data: Sequence[bytes]) -> None:
+        """Write the items of a block, tensor by tensor, in the order of their planes."""
+        import numpy
 
-        On the stream of the forward pass, a few numbers would be read behind all that is queued there.
-        """
-        device = self._groups[0].view.device
-        if device.type != "cuda":
-            yield
+        if self._device is None:
+            for tensor, one in zip(self._tensors, data, strict=True):
+                view = tensor.view(block)
+                view[...] = numpy.frombuffer(one, view.dtype).reshape(view.shape)
             return
-        import torch
+        runs = [tensor.runs(block) for tensor in self._tensors]
+        page = new_pages(1, sum(map(len, data)))
+        page[0][:] = b"".join(data)
+        with kept_if_unproven(page):
+            copier_of(self._device).load(_pieces(runs, page).joined())
 
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+    def _read_device(self, device: int, columns: Sequence[Any]) -> list[bytes]:
+        """The items at these addresses of a device, column by column: by one batch of copies."""
+        items = [(column.ravel(), gather.item_bytes) for gather, column in zip(self._gathers, columns, strict=True)]
+        sizes = [len(column) * size for column, size in items]
+        page = new_pages(1, sum(sizes))
+        with kept_if_unproven(page):
+            copier_of(device).store(_pieces(items, page))
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [bytes(page[0][start:end]) for start, end in itertools.pairwise(ends)]
 
 
-def _group(name: str, tensor: torch.Tensor, block_axis: int, plane_axes: Mapping[str, int]) -> _Group:
+def _pieces(columns: Sequence[tuple[Any, int]], page: Pages) -> Pieces:
+    """Copies between addresses of a device, so many bytes at each of a column, and a page: there they follow each other."""
+    import numpy
 
-    chosen = [block_axis, *plane_axes.values()]
-    if not all(-tensor.ndim <= axis < tensor.ndim for axis in chosen):
-        raise ValueError(f"axes {chosen} of {name}, which has {tensor.ndim} axes")
-    first = [axis % tensor.ndim for axis in chosen]
+    device = numpy.concatenate([addresses for addresses, _ in columns]).astype(numpy.uint64)
+    sizes = numpy.concatenate([numpy.full(len(addresses), size, numpy.uint64) for addresses, size in columns])
+    ends = numpy.cumsum(sizes, dtype=numpy.uint64)
+    return Pieces(device, ends - sizes + numpy.uint64(page.addresses[0]), sizes)
+
+
+def _tensor(name: str, memory: TensorMemory, block_axis: int, plane_axes: Mapping[str, int]) -> _Tensor:
+    n_axes, chosen = len(memory.shape), [block_axis, *plane_axes.values()]
+    if not all(-n_axes <= axis < n_axes for axis in chosen):
+        raise ValueError(f"axes {chosen} of {name}, which has {n_axes} axes")
+    first = [axis % n_axes for axis in chosen]
     if len(set(first)) < len(first):
         raise ValueError(f"axes {chosen} of {name}: each of another meaning")
-    if not tensor.numel():
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds no blocks")
-    view = tensor.permute(*first, *[axis for axis in range(tensor.ndim) if axis not in first])
-    split, rest = view.shape[1 : len(first)], view.shape[len(first) :]
+    if 0 in memory.shape:
+        raise ValueError(f"{name} of shape {tuple(memory.shape)} holds no blocks")
+    axes = [*first, *[axis for axis in range(n_axes) if axis not in first]]
+    sizes = tuple(memory.shape[axis] for axis in axes)
     names = tuple(
         " ".join([name, *[f"{axis} {at}" for axis, at in zip(plane_axes, index, strict=True)]])
-        for index in itertools.product(*map(range, split))
+        for index in itertools.product(*map(range, sizes[1 : len(first)]))
     )
-    n = math.prod(rest)
-    # In the middle of equal parts: a first and a last number are what a fault at an edge would leave alone.
-    return _Group(view, names, tuple(rest), [(2 * at + 1) * n // (2 * SAMPLES) for at in range(SAMPLES)])
+    strides = tuple(memory.strides[axis] * memory.item_bytes for axis in axes)
+    return _Tensor(memory, names, sizes, strides, len(plane_axes))
 
 
-def _storage_of(group: _Group) -> tuple[object, ...]:
-    return group.view.untyped_storage().data_ptr(), group.view.dtype, group.view.device
-
-
-def _gather(groups: Sequence[_Group]) -> _Gather:
-    """The samples of groups that share a storage."""
-    import torch
-
-    view = groups[0].view
-    storage = view.untyped_storage()
-    flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(
-        storage, 0, (storage.nbytes() // view.element_size(),), (1,)
-    )
-    places = [_offsets(group) for group in groups]
-    strides = [group.view.stride(0) for group, offsets in zip(groups, places, strict=True) for _ in range(len(offsets))]
-    offsets = torch.tensor([offset for column in places for offset in column], device=view.device)
-    return _Gather(flat, offsets, torch.tensor(strides, device=view.device))
-
-
-def _offsets(group: _Group) -> list[int]:
-    """Where the samples of block 0 lie in the storage, in items, plane by plane."""
-    view, inner = group.view, len(group.plane_shape)
-    split = view.ndim - 1 - inner
-    planes = itertools.product(*[range(size) for size in view.shape[1 : 1 + split]])
-    starts = [sum(map(operator.mul, index, view.stride()[1 : 1 + split])) for index in planes]
-    within: list[int] = []
-    for position in group.positions:
-        offset = 0
-        for size, stride in zip(reversed(group.plane_shape), reversed(view.stride()[1 + split :]), strict=True):
-            position, at = divmod(position, size)
-            offset += at * stride
-        within.append(offset)
-    return [view.storage_offset() + start + offset for start in starts for offset in within]
+def _read_with(tensor: _Tensor) -> tuple[str, int]:
+    """What tensors have in common whose samples are read together."""
+    return tensor.memory.dtype, tensor.memory.address % tensor.memory.item_bytes
 
 
 def _pattern(name: str, n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -136,7 +136,7 @@ class SlotTier(PooledTier[BlockPool]):
         return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
-        """Register one block that an engine wrote. A full tier evicts a block that is not held.
+        """Register one block that an engine wrote. A full tier evicts a block that is not held. Waits for a device.
 
         Returns:
             Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
@@ -176,7 +176,7 @@ class SlotTier(PooledTier[BlockPool]):
         return True
 
     def get(self, key: Key) -> bytes | None:
-        """A verified copy of one block, or ``None`` if it is not here (any more)."""
+        """A verified copy of one block, or ``None`` if it is not here (any more). Waits for a device."""
         refs = self.pool.upgrade((key,))
         if refs[0] == EVICTED:
             self._missed["gone"] += 1

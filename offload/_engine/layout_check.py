@@ -13,12 +13,15 @@ done twice:
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from array import array
+from typing import TYPE_CHECKING
 
 import attrs
+import trio
 
-from backends.abc import LOADED, Canary, Deletion, Key
+from backends.abc import LOADED, Blocks, Canary, Deletion, Key
 from backends.planes import difference
+from backends.threads import run_in_thread_to_the_end
 
 from .._errors import LayoutCheckFailed, OffloadError
 from .._keys import block_key
@@ -68,7 +71,8 @@ class LayoutChecker:
             if not shared and round_trip:
                 shared = await self._store(common) and await self._comes_back(common)
         finally:
-            self.canary.clear()
+            with trio.CancelScope(shield=True):
+                await run_in_thread_to_the_end(self.canary.clear)
         return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
 
     def _key(self, name: bytes) -> Key:
@@ -85,7 +89,7 @@ class LayoutChecker:
 
     async def _store(self, key: Key) -> bool:
         """Write the pattern and store it; whether it has arrived."""
-        blocks, _ = self.canary.write(key, self.layout)
+        blocks, _ = await self._write(key)
         try:
             result = await (await self.engine.store(blocks, NO_WAIT)).wait()
         except OffloadError as error:
@@ -98,10 +102,14 @@ class LayoutChecker:
         )
         return False
 
+    async def _write(self, key: Key) -> tuple[Blocks, array[float]]:
+        """Write the pattern; returns the block, and the samples of the pattern. In a thread, since a device is waited for."""
+        return await run_in_thread_to_the_end(self.canary.write, key, self.layout)
+
     async def _comes_back(self, key: Key) -> bool:
         """Load the block, and compare its planes with the pattern; False where it is not there."""
-        _, expected = self.canary.write(key, self.layout)
-        destination = self.canary.clear()
+        _, expected = await self._write(key)
+        destination = await run_in_thread_to_the_end(self.canary.clear)
         async with await self.engine.lookup([key]) as hit:
             # What the canary writes is over when it returns.
             result = await self.engine.load(hit, destination, precondition=NO_WAIT, promote=False)
@@ -112,7 +120,8 @@ class LayoutChecker:
         if not outcomes or outcomes[0] not in (LOADED, MISMATCH):
             self.reason = f"no answer from {silent}" if silent else self.reason or "not found after it was stored"
             return False
-        what = difference(destination.plane_names, expected, _read(destination))
+        (found,) = await run_in_thread_to_the_end(destination.plane_samples, [0])
+        what = difference(destination.plane_names, expected, found or array("f"))
         if what is not None:
             self.engine._announce(Mismatch(key, tier, "layout", what))
             raise LayoutCheckFailed(
@@ -124,8 +133,3 @@ class LayoutChecker:
         answers = await self.engine.delete([key], within=1.0)
         if answers != [Deletion.MISSING] and answers != [Deletion.DELETED]:
             self.reason = self.reason or f"the block of the check stays: {answers[0].value}"
-
-
-def _read(destination: Any) -> Any:
-    (samples,) = destination.plane_samples([0])
-    return samples

@@ -352,7 +352,7 @@ class _EngineBuilder:
             stored = StoredSamples(self.source, every)
             for route in routes:
                 if place_of(route.pipeline.source) is self.source:
-                    route.pipeline.add_instrument(stored)
+                    route.pipeline.sample_with(stored.note)
         return ShadowCheck(
             every=every,
             places=inspector.places,

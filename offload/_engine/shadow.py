@@ -20,20 +20,20 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
 import trio
 
-from backends.abc import LOADED, Deletion, Destination, Key, Missed, PlanarPlace, Source
+from backends.abc import LOADED, Deletion, Destination, Key, Missed, PlanarPlace, Source, Unproven
 from backends.pages import Pages, checksums, new_pages
 from backends.planes import difference
 from backends.slots import PagesDestination
-from backends.threads import kept_if_unproven, leave_after, run_in_thread_to_the_end
+from backends.threads import kept_if_unproven, leave_after, run_in_thread, run_in_thread_to_the_end
+from maru.exception_groups import holds
 
 from .._health.faults import describe
-from .._pipeline.container import OffloadBatch
 from ..abc import EngineInstrument, Mismatch, Recompute
 from .history import History
 from .loading import Loading
@@ -78,9 +78,7 @@ class _StoredBlock:
 
 
 class StoredSamples:
-    """The samples of some of the blocks that were stored. An instrument of the pipelines that lead from the source."""
-
-    in_any_thread = True
+    """The samples of some of the blocks that were stored, read by the pipelines that lead from the source."""
 
     def __init__(self, source: Source, every: int) -> None:
         place: Any = source
@@ -91,11 +89,31 @@ class StoredSamples:
         self.blocks: dict[Key, _StoredBlock] = {}
         self.plane_names: Sequence[str] = place.plane_names
 
-    def xfer_start(self, batch: OffloadBatch) -> None:
-        """The hook: the blocks of this batch are copied next, so they are complete, and stay as they are for as long."""
-        drawn = self._sampler.draw(len(batch.keys))
-        if drawn:
-            self._note({batch.keys[at] for at in drawn}, batch)
+    async def note(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """Read some of these blocks, which are copied next, so that they are complete, and stay as they are for as long.
+
+        Blocks that are no runs of host memory are read in a thread, since a device may be long about it.
+        """
+        drawn = list(self._sampler.draw(len(keys)))
+        if not drawn:
+            return
+        wanted = [refs[at] for at in drawn]
+        try:
+            if self._source.views(wanted) is None:
+                found = await run_in_thread(self._read, wanted)
+            else:
+                found = self._read(wanted)
+        except Exception as error:
+            if holds(error, Unproven):
+                raise
+            _log.warning("%d blocks were not sampled when they were stored: %s", len(drawn), describe(error))
+            return
+        for at, samples in zip(drawn, found, strict=True):
+            if samples is not None:
+                self.blocks.pop(keys[at], None)
+                self.blocks[keys[at]] = _StoredBlock(samples)
+        while len(self.blocks) > MOST_STORED:
+            del self.blocks[next(iter(self.blocks))]
 
     def due(self, keys: Sequence[Key]) -> Mapping[int, array[float]]:
         """The blocks of a load that are to be compared with what was stored, by position."""
@@ -106,24 +124,6 @@ class StoredSamples:
         """These were wrong: whatever was sampled of them, they will be stored anew."""
         for key in keys:
             self.blocks.pop(key, None)
-
-    def _note(self, drawn: Collection[Key], batch: OffloadBatch) -> None:
-        for container in batch.containers:
-            keys = [key for key in container.keys if key in drawn]
-            if not keys:
-                continue
-            held = self._source.upgrade(keys) if container.blocks.refs is None else ()
-            try:
-                refs = held or container.refs_of(keys)
-                for key, samples in zip(keys, self._read(refs), strict=True):
-                    if samples is not None:
-                        self.blocks.pop(key, None)
-                        self.blocks[key] = _StoredBlock(samples)
-            finally:
-                if held:
-                    self._source.release(held)
-        while len(self.blocks) > MOST_STORED:
-            del self.blocks[next(iter(self.blocks))]
 
 
 # --- the check --------------------------------------------------------------------------------------------------------

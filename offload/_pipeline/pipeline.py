@@ -45,7 +45,7 @@ from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
 from .settlement import Settlement
 from .statistics import PipelineStatistics
-from .transfer import Transfer
+from .transfer import Sampling, Transfer
 
 _SWEPT = 64
 """Parked containers that the safety net looks at in each channel, per round."""
@@ -385,6 +385,10 @@ class Pipeline:
     def add_instrument(self, instrument: Instrument | object) -> None:
         """Call the hooks of an instrument from now on."""
         self.hooks.add(instrument)
+
+    def sample_with(self, sampling: Sampling) -> None:
+        """Have some of the blocks read at the source, too, before each copy."""
+        self._transfer.sampling = sampling
 
     def remove_instrument(self, instrument: Instrument | object) -> None:
         """Stop calling an instrument; KeyError if it was not added (one that raised was removed)."""

@@ -386,6 +386,8 @@ class Slot:
             if stage.chain is not None:
                 hold_until_released(reservation)
             note_depths(reservation, flat.containers)
+            if stage.sampling is not None:
+                await stage.sampling(flat.keys, flat.refs)
             outcomes = list(await reservation.transfer(stage.source, flat.refs))
             if (cause := unproven_among(outcomes)) is not None:
                 outcomes = None

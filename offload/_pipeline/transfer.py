@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import attrs
 import trio
 
-from backends.abc import Source, TransferExecutor
+from backends.abc import Key, Source, TransferExecutor
 
 from .._config import PipelineConfig
 from .._instruments import Hooks
@@ -17,6 +19,9 @@ from .priority import PriorityReceiver
 from .quarantine import Quarantine
 from .settlement import Settlement
 from .slot import Slot
+
+Sampling: TypeAlias = Callable[[Sequence[Key], Sequence[int]], Awaitable[None]]
+"""Reads blocks by key and ref. Like a copy, it is abandoned when its time is over."""
 
 
 @attrs.define(eq=False)
@@ -39,6 +44,8 @@ class Transfer:
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
     """The time at which every wait of a slot ends: the end of a shutdown's drain."""
+    sampling: Sampling | None = None
+    """Reads some of the blocks at the source before each copy, if what is loaded is to be compared with them."""
     batches: int = 0
     """Copies started."""
     copied_bytes: int = 0

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-AREAS = ("breaker", "daemon", "engine", "l1", "maru", "pipeline", "shadow", "wrappers")
+AREAS = ("breaker", "daemon", "device", "engine", "l1", "maru", "pipeline", "shadow", "wrappers")
 
 Fault: TypeAlias = Callable[[Any], None]
 
