@@ -83,7 +83,7 @@ async def run_compaction(path: str) -> Outcome:
         OSError: no process could be started.
     """
     done = await run_process(
-        [sys.executable, "-m", "maru._journal.compaction", path],
+        [sys.executable, "-P", "-m", "maru._journal.compaction", path],
         stdin=subprocess.DEVNULL,
         capture_stdout=True,
         capture_stderr=True,

@@ -121,7 +121,7 @@ class RelaySupervisor:
             ours, theirs = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             start = partial(
                 run_process,
-                [sys.executable, "-m", "maru._relay", *arguments],
+                [sys.executable, "-P", "-m", "maru._relay", *arguments],
                 stdin=theirs,
                 capture_stdout=False,
                 stdout=subprocess.PIPE,

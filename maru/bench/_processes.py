@@ -57,7 +57,7 @@ class Child:
     def __init__(self, arguments: Sequence[str], said: Callable[[bytes], Any] = json.loads) -> None:
         self._said: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-P", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

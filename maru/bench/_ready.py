@@ -95,6 +95,6 @@ def _start(path: str, capacity_bytes: int, keys: Sequence[str]) -> float:
 def _bare_start() -> float:
     begin = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-c", _BARE_START], check=True, timeout=PATIENCE, env=environment(), process_group=0
+        [sys.executable, "-P", "-c", _BARE_START], check=True, timeout=PATIENCE, env=environment(), process_group=0
     )
     return (time.perf_counter() - begin) * 1e3

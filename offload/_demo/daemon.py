@@ -181,7 +181,7 @@ class DaemonProcess:
 async def daemon_process(runtime: str, options: Options) -> AsyncIterator[DaemonProcess]:
     """``offload serve``, once it is ready; killed at the end if it still runs."""
     pool = region_bytes(options)
-    command = [sys.executable, "-m", "offload", "serve", "--runtime-dir", runtime, "--host-bytes", str(pool)]
+    command = [sys.executable, "-P", "-m", "offload", "serve", "--runtime-dir", runtime, "--host-bytes", str(pool)]
     command += ["--maru-pool-size-gb", str(pool / _GIB), "--log-level", "error"]
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
@@ -210,7 +210,7 @@ async def engine_process(role: str, directory: Path, url: str, options: Options)
         "checksums": True,
         "region_bytes": 0,
     }
-    command = [sys.executable, "-m", "offload._demo.daemon_engine", json.dumps(job)]
+    command = [sys.executable, "-P", "-m", "offload._demo.daemon_engine", json.dumps(job)]
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(

@@ -77,7 +77,7 @@ async def run_engine_process(
         "checksums": options.checksums,
         "region_bytes": region_bytes(options),
     }
-    command = [sys.executable, "-m", "offload._demo.engine_process", json.dumps(job)]
+    command = [sys.executable, "-P", "-m", "offload._demo.engine_process", json.dumps(job)]
     outcome: dict[str, Any] | None = None
     status: int | None = None
     with trio.move_on_after(PROCESS_TIMEOUT) as scope:

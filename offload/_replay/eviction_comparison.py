@@ -175,7 +175,7 @@ async def _share_out(
             process: trio.Process = await nursery.start(
                 partial(
                     trio.run_process,  # noqa: TID251
-                    [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+                    [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     check=False,

@@ -120,7 +120,7 @@ class PageStore:
 
     def launch(self) -> None:
         """Start it, over whatever is there. To be called in a thread that lives as long as the run: it dies with that."""
-        command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "--json", "--host", "", "--rm-address", ""]
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), "--json", "--host", "", "--rm-address", ""]
         command += ["--pool-path", self.pool, *self._options]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True

@@ -84,6 +84,7 @@ class ChildProcess:
         with theirs:
             command = [
                 sys.executable,
+                "-P",
                 "-m",
                 "offload.testing.scenarios._real_child",
                 str(theirs.fileno()),

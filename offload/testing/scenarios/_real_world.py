@@ -319,7 +319,7 @@ def _mounted(nbytes: int) -> int:
     ours, theirs = socket.socketpair()
     with ours, tempfile.TemporaryDirectory() as directory:
         with theirs:
-            command = [sys.executable, "-S", "-E", "-c", _HELPER, str(theirs.fileno()), directory, str(nbytes)]
+            command = [sys.executable, "-I", "-S", "-c", _HELPER, str(theirs.fileno()), directory, str(nbytes)]
             try:
                 done = subprocess.run(
                     command,

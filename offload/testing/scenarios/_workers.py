@@ -233,7 +233,7 @@ class WorkerPool:
         handles = theirs.fileno(), last_words.fileno()
         program = f"from {__name__} import _serve; _serve({handles[0]}, {handles[1]})"
         process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+            [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a system prints does not belong among our results
