@@ -408,7 +408,9 @@ class Engine:
         await hit.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
-    async def delete(self, keys: Sequence[Key], *, within: float = inf, why: str = "") -> list[Deletion]:
+    async def delete(
+        self, keys: Sequence[Key], *, within: float = inf, why: str = "", together: bool = False
+    ) -> list[Deletion]:
         """Delete these keys in all tiers, the fastest first.
 
         Returns one answer per key, for all tiers together: ``PINNED`` if one of them has the block pinned (it stays there, and
@@ -421,6 +423,7 @@ class Engine:
             within: seconds for all tiers together, which share it. A tier that does not answer within its share has a fault,
                 and its answer is ``UNAVAILABLE``.
             why: the reason in a word or two, for :meth:`explain`.
+            together: ask the slowest tier first, and keep in the others what one keeps: ``PINNED`` or ``UNAVAILABLE``.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
@@ -429,25 +432,38 @@ class Engine:
         check_keys(keys)
         time = TimeShares(inf, trio.current_time() + _checked(within), len(self._places))
         answers = [Deletion.MISSING] * len(keys)
-        for name, tier in self._places:
-            try:
-                told = await tier.delete(keys, within=time.left(name, trio.current_time()))
-                if len(told) != len(keys):
-                    raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
-            except Exception as error:
-                _log.warning("%s could not be asked to delete %d blocks: %r", name, len(keys), error)
-                told = [Deletion.UNAVAILABLE] * len(keys)
-            if Deletion.PINNED in told:
-                held = told.count(Deletion.PINNED)
-                _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
-            deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
-            self._inspector.history.deleted(name, deleted, why)
-            if self._tags is not None:
-                self._tags.forget(name, deleted)
-            answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
+        asked: Sequence[int] = range(len(keys))
+        for name, tier in reversed(self._places) if together else self._places:
+            told = await self._delete_in(
+                name, tier, [keys[at] for at in asked], time.left(name, trio.current_time()), why
+            )
+            for at, one in zip(asked, told, strict=True):
+                answers[at] = max(answers[at], one, key=_WEIGHT.__getitem__)
+            if together:
+                asked = [at for at in asked if answers[at] in (_DELETED, Deletion.MISSING)]
         if self._hooks.deleted:
             self._hooks.fire("deleted", keys)
         return answers
+
+    async def _delete_in(
+        self, name: str, tier: BreakerTier, keys: Sequence[Key], within: float, why: str
+    ) -> Sequence[Deletion]:
+        """Delete keys in one tier; ``UNAVAILABLE`` if it raises."""
+        try:
+            told = await tier.delete(keys, within=within)
+            if len(told) != len(keys):
+                raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
+        except Exception as error:
+            _log.warning("%s could not be asked to delete %d blocks: %r", name, len(keys), error)
+            told = [Deletion.UNAVAILABLE] * len(keys)
+        if Deletion.PINNED in told:
+            held = told.count(Deletion.PINNED)
+            _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
+        deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
+        self._inspector.history.deleted(name, deleted, why)
+        if self._tags is not None:
+            self._tags.forget(name, deleted)
+        return told
 
     # --- whether it is what was stored ------------------------------------------------------------------------------
 

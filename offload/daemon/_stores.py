@@ -13,7 +13,7 @@ from functools import partial
 
 import trio
 
-from backends.abc import Key
+from backends.abc import Deletion, Key
 
 from .._errors import OffloadError, PipelineFull
 from .._pipeline.container import OffloadContainer
@@ -114,14 +114,20 @@ class Stores:
         return await self._engine.require().store(blocks, precondition, tenant=account.tenant)
 
     async def make_room(self, account: Account, keys: Sequence[Key]) -> None:
-        """Have blocks of a tenant go, as long as some are missing room and others may go. Cancelled, some may have gone."""
+        """Delete least recently used blocks of a tenant, as many as these lack room. Cancelled, some are deleted.
+
+        Held blocks are passed over. A tier that cannot delete now ends it: what a tier keeps stays in the others as well.
+        """
         asked: set[Key] = set(keys)
         while short := account.shortage(keys, self._quotas.block_bytes):
             victims = account.victims(short, asked)
             if not victims:
                 return
             asked.update(victims)  # what is held stays, and is not asked for twice
-            account.asked(victims, await self._engine.require().delete(victims, why="over the quota of its tenant"))
+            answers = await self._engine.require().delete(victims, why="over the quota of its tenant", together=True)
+            account.asked(victims, answers)
+            if Deletion.UNAVAILABLE in answers:
+                return
 
     def trim(self) -> None:
         """Begin to have go what is beyond quotas that were made smaller."""

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from backends.abc import Deletion
+from backends.testing import FakeTier
 from maru import ServerConfig, open_server
 from offload import NO_WAIT, ConfigError
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
@@ -444,6 +445,38 @@ async def test_a_smaller_quota_that_is_read_again_holds_at_once(path, tmp_path):
             server.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
             await until(lambda: server.statistics()["tenant.a.used_bytes"] == 3 * SIZE)
             assert await there(his, keys_of(5)) == 0 and await there(his, keys_of(3, 5)) == 3
+
+
+class Slow(FakeTier):
+    """A tier that deletes nothing while it is away."""
+
+    contains_nowait = None
+    away = False
+
+    async def contains(self, keys):
+        return super().contains_nowait(keys)
+
+    async def delete(self, keys):
+        if self.away:
+            raise ConnectionError("its server restarts")
+        return await super().delete(keys)
+
+
+async def test_no_tier_loses_blocks_that_another_cannot_delete(path, tmp_path):
+    slow, host = Slow(64, SIZE), {"type": "memory", "capacity_bytes": 64 * SIZE}
+    both = engine_config(tiers={"host": host, "slow": slow})
+    async with daemon(path, engine=both, tenants_file=tenants(tmp_path, 8 * SIZE), block_bytes=SIZE) as server:
+        cache = cache_of()
+        async with open_client(cache, server.url, credential=HIS) as his:
+            await store(his, cache, keys_of(8))
+            await server.engine.drain()
+            slow.away = True
+            for _ in range(2):
+                assert refused(await store(his, cache, keys_of(2, 8))) == set(keys_of(2, 8))
+                assert len(server.engine.tiers["host"]) == len(slow) == 8
+            slow.away = False
+            assert len((await store(his, cache, keys_of(2, 8))).completed) == 2
+            assert server.statistics()["tenant.a.evicted_blocks"] == 2
 
 
 @pytest.mark.parametrize(("waits_in", "left"), [("delete", 8), ("store", 0)])

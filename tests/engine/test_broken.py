@@ -146,6 +146,19 @@ async def test_a_delete_says_what_nobody_knows(
         assert await engine.delete(keys) == [Deletion.UNAVAILABLE] * 4  # its breaker is open
 
 
+async def test_a_delete_together_keeps_in_all_tiers_what_the_slowest_keeps() -> None:
+    joined, keys = Joined(), keys_of(4)
+    joined["good"].fill(keys[:3])
+    joined.moody.fill(keys[:2])
+    async with joined.open(breaker=BREAKER) as engine:
+        async with await joined.moody.pin(keys[:1]):
+            gone = [Deletion.PINNED, Deletion.DELETED, Deletion.DELETED, Deletion.MISSING]
+            assert await engine.delete(keys, together=True) == gone
+        joined.moody.raises = OSError("no")
+        assert await engine.delete(keys, together=True) == [Deletion.UNAVAILABLE] * 4
+        assert len(joined["good"]) == len(joined.moody) == 1
+
+
 async def test_a_tier_that_answers_a_delete_with_nonsense_is_one_that_fails() -> None:
     class Terse(FakeTier):
         async def delete(self, keys):  # type: ignore[no-untyped-def]
