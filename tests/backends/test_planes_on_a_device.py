@@ -164,10 +164,10 @@ async def test_a_load_into_other_places_is_found_by_what_was_sampled_at_its_stor
         async with opened as engine:
             await (await engine.store(tier.external([0, 1], [b"a", b"b"]), NO_WAIT)).wait()
             async with await engine.lookup([b"a"]) as hit:
-                assert (await engine.load(hit, tier.into([2]))).loaded == 1
+                assert (await engine.load(hit, tier.into([2]), precondition=NO_WAIT)).loaded == 1
             P.pieces_are_loaded_in_another_order(monkeypatch)
             async with await engine.lookup([b"b"]) as hit:
-                assert (await engine.load(hit, tier.into([2]))).loaded == 0
+                assert (await engine.load(hit, tier.into([2]), precondition=NO_WAIT)).loaded == 0
             assert engine.statistics().shadow.mismatches == {"stored": 1}
 
 
