@@ -279,6 +279,20 @@ def test_a_reset_cache_is_not_found_any_more():
         assert vllm.load("q", 256, blocks_from(40), name="third") == 192
 
 
+@pytest.mark.parametrize("answered", [False, True], ids=["asked", "answered"])
+@pytest.mark.parametrize("prompt", ["p", "missing"])
+def test_requests_that_wait_are_looked_up_after_a_reset(prompt: str, answered: bool):
+    with instance(memory(), lookup_timeout=1.0) as vllm:
+        stored(vllm)
+        vllm.scheduler.added("waits", hashes_of(prompt, 256), 256)
+        if answered:
+            assert vllm.matched(prompt, 256, name="waits") == (192 if prompt == "p" else 0)
+        vllm.scheduler.reset()
+        stored(vllm, "missing")  # by another request, with the weights after the reset
+        assert vllm.matched(prompt, 256, name="waits") == (192 if prompt == "missing" else 0)
+        vllm.scheduler.finished("waits", aborted=True)
+
+
 # --- rule 3: what is read is not overwritten ------------------------------------------------------------------------
 
 

@@ -118,6 +118,11 @@ class RequestRecord:
             raise RuntimeError(f"a request that is {self.state.value} cannot become {state.value}")
         self.state = state
 
+    def ask_again(self) -> None:
+        """Forget the answer, or that one is awaited. Nothing changes once the request has got its blocks."""
+        if self.state in (State.ASKED, State.FOUND, State.MISSED):
+            self.move(State.NEW)
+
 
 @attrs.define(eq=False)
 class RequestTable:

@@ -262,11 +262,13 @@ class SchedulerHalf:
             self.forget(request_id)
 
     def reset(self) -> None:
-        """Find nothing any more that was stored until now."""
+        """Find nothing any more that was stored until now. Requests that wait to be computed are looked up again."""
         self._generation.reset()
         for request_id in list(self._lookups):
             if request_id not in self._loading:
                 self._let_go(request_id)
+        for record in self._table.records.values():
+            record.ask_again()
 
     def close(self) -> None:
         """Let go of everything."""
