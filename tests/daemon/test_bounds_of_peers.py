@@ -12,14 +12,22 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
+import zmq
 
 import maru
+from maru._relay.relay import MAX_PENDING_HANDSHAKES
+from maru._wire import BeatRequest, Code, DropRequest, StoreRequest, StoreStatus
+from maru.kv_events import open_mirror
+from maru.kv_events._messages import Snapshot, pack_request
 from maru.testing import open_test_server
+from maru.transport import ChannelConnection
 from offload.client import CannotHandOver, DaemonBusy, SharedMemory, open_connection
 from offload.daemon import _messages as messages
 from offload.daemon._messages import MAX_FRAME_BYTES, Refused, TensorLayout
 from tests.daemon.test_daemon import cache_of, registered, until
 from tests.daemon.test_hostile import Raw, serves, silent_connections
+from tests.maru.test_relay import claim
+from tests.support import longest_step
 from tests.support.daemons import SIZE, daemon
 from tests.support.pools import until as until_of_pools
 from tests.support.published import PublishedRmClient
@@ -307,7 +315,80 @@ async def fill_resource_manager(server, stack):
     await trio.to_thread.run_sync(ask)
 
 
+def ask_from_thread(server, stack):
+    """A connection to a page store that says whatever a test wants."""
+    connection = ChannelConnection(server.channel_path)
+    stack.callback(connection.close)
+    return longest_step.Stage(longest_step.Steps(), connection, 0)
+
+
+async def fill_returns(server, stack):
+    directory = server._storage.directory
+    directory._limits = attrs.evolve(directory._limits, max_unacknowledged=8)
+
+    def store_and_have_dropped():
+        asks = ask_from_thread(server, stack)
+        owner, region = asks.session("k", 8)
+        other, _ = asks.session("other")
+        asks.ask(Code.DROP, DropRequest(other, 0, 1, [f"k{at}" for at in range(8)]))
+        asks.ask(Code.BEAT, BeatRequest(owner, 0, 0))
+        return [
+            asks.ask(Code.STORE, StoreRequest(token, 0, 1 << 20, of, ["new"], [9], 1, None)).statuses
+            for token, of in ((owner, region), asks.session("o", 1))
+        ]
+
+    mine, _ = await trio.to_thread.run_sync(store_and_have_dropped)
+    assert list(mine) == [StoreStatus.BUSY]
+
+
+async def fill_readers(server, stack):
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr("maru.kv_events._publisher._MOST_READERS", 2)
+    keys = [f"{at:01000x}" for at in range(4_096)]
+
+    def store_keys():
+        asks = ask_from_thread(server, stack)
+        owner, region = asks.session("k", 1)
+        for at in range(0, len(keys), 512):
+            some = list(range(at + 1, at + 513))
+            asks.ask(Code.STORE, StoreRequest(owner, 0, at + 2, region, keys[at : at + 512], some, 1, None))
+
+    await trio.to_thread.run_sync(store_keys)
+    context = stack.enter_context(zmq.Context())
+    for _ in range(6):
+        mute = stack.enter_context(context.socket(zmq.DEALER))
+        mute.linger, mute.rcvhwm = 0, 1
+        mute.connect(server.kv_events[1])
+        mute.send_multipart(pack_request(Snapshot()))
+    await until_of_pools(lambda: server.statistics().kv_events.given_up >= 4)  # two have the places
+    async with open_mirror(*server.kv_events) as mirror:
+        await mirror.wait(lambda mirror: mirror.prefix([bytes.fromhex(key) for key in keys]) == len(keys))
+
+
+async def dial_tcp(server, stack, count):
+    host, _, port = server.endpoints[0].removeprefix("tcp://").rpartition(":")
+    for _ in range(count):
+        peer = await trio.to_thread.run_sync(socket.create_connection, (host, int(port)))
+        yield stack.enter_context(peer)
+
+
+async def fill_relay(server, stack):
+    async for peer in dial_tcp(server, stack, 8):
+        peer.sendall(claim(b""))
+    await until_of_pools(lambda: server.statistics().relay.crowded == 6)
+    assert server.statistics().relay.relayed == 2
+
+
+async def fill_handshakes(server, stack):
+    async for _ in dial_tcp(server, stack, MAX_PENDING_HANDSHAKES + 8):
+        pass
+    await until_of_pools(lambda: server.statistics().relay.malformed == 8)
+
+
 OF_PAGE_STORES = {
+    "unacknowledged returns of a session": (fill_returns, {}),
+    "readers of KV events that are answered": (fill_readers, {"kv_events": "ipc"}),
+    "connections at the TCP relay of a page store": (fill_relay, {"host": "127.0.0.1", "max_connections": 4}),
+    "handshakes at the TCP relay of a page store": (fill_handshakes, {"host": "127.0.0.1"}),
     "connections at channel.sock of a page store": (fill_channel, {"max_connections": 4}),
     "connections at descriptors.sock of a page store": (fill_region_descriptors, {}),
     "connections to the resource manager of a page store": (
