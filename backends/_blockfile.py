@@ -26,13 +26,13 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import xxhash
 
 from maru._all_bytes import read_head, read_up_to, write_all
 from maru._forks import belongs_to, watch_forks
-from maru._private_directory import open_private_directory
+from maru._private_directory import check_private_directory, open_private_directory
 
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
 from .abc import MAX_KEY_BYTES, Key
@@ -124,6 +124,37 @@ def name_of(key: Key, number: int) -> str:
 # --- the directory, as far as it is files -------------------------------------------------------------------------
 
 
+_LOCK: Final = "offload.lock"
+
+
+def check_directory(path: str) -> None:
+    """Raise what opening a :class:`Directory` would. Changes nothing there.
+
+    Raises:
+        StrayPath: it cannot be used.
+        PlaceInUse: another tier owns it.
+    """
+    check_private_directory(path, StrayPath, purpose="a directory of blocks")
+    if os.path.lexists(path) and not os.access(path, os.W_OK):
+        raise StrayPath(f"{path!r} cannot be used as a directory of blocks: it may not be written")
+    try:
+        lock = os.open(os.path.join(path, _LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        raise _in_use(path) from exc
+    finally:
+        os.close(lock)
+
+
+def _in_use(path: str) -> PlaceInUse:
+    return PlaceInUse(f"{path!r} is in use by another tier, here or in another process")
+
+
 class Directory:
     """An open, locked directory. Threads work in it within :meth:`in_use`, so that it is not closed meanwhile.
 
@@ -142,13 +173,13 @@ class Directory:
         self.root, _ = open_private_directory(path, StrayPath, purpose="a directory of blocks")
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self.lock = os.open("offload.lock", flags, 0o600, dir_fd=self.root)
+            self.lock = os.open(_LOCK, flags, 0o600, dir_fd=self.root)
         except OSError as exc:
             raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            raise PlaceInUse(f"{path!r} is in use by another tier, here or in another process") from exc
+            raise _in_use(path) from exc
         watch_forks(self, Directory._after_fork)
 
     @property

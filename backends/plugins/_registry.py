@@ -373,7 +373,7 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
         TierParameterError: a parameter is missing, unknown (then it names the one that was perhaps meant) or wrong; a
             :class:`ValueError`, as is what else a tier says of its parameters.
     """
-    name, parameters = _read(spec)
+    name, parameters = read_spec(spec)
     factory = _find(name)
     if factory is None:
         module_path, colon, attribute = name.partition(":")
@@ -390,6 +390,30 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
     check_call(factory, name, block_bytes=block_bytes, **parameters)
     made = factory(block_bytes=block_bytes, **parameters)
     return adopt(made, name, block_bytes)
+
+
+def read_spec(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters of a specification.
+
+    Raises:
+        ValueError: it has no type, or is no JSON.
+    """
+    if isinstance(spec, str) and spec.lstrip().startswith("{"):
+        try:
+            spec = json.loads(spec)
+        except ValueError as exc:
+            raise ValueError(f"the specification of a tier is not JSON: {exc}") from None
+    if isinstance(spec, str):
+        kind, colon, where = spec.partition(":")
+        parameter = {"file": "directory", "maru": "server_url"}.get(kind)
+        if colon and parameter:
+            return kind, {parameter: where}
+        return spec, {}
+    parameters = dict(spec)
+    name = parameters.pop("type", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the specification of a tier has a 'type', a string; this one has {name!r}")
+    return name, parameters
 
 
 def known_tiers() -> list[str]:
@@ -433,23 +457,3 @@ def _by_import(name: str, module: ModuleType) -> TierFactory:
         ) from None
     _modules.pop(name, None)
     return factory
-
-
-def _read(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters of a specification."""
-    if isinstance(spec, str) and spec.lstrip().startswith("{"):
-        try:
-            spec = json.loads(spec)
-        except ValueError as exc:
-            raise ValueError(f"the specification of a tier is not JSON: {exc}") from None
-    if isinstance(spec, str):
-        kind, colon, where = spec.partition(":")
-        parameter = {"file": "directory", "maru": "server_url"}.get(kind)
-        if colon and parameter:
-            return kind, {parameter: where}
-        return spec, {}
-    parameters = dict(spec)
-    name = parameters.pop("type", None)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"the specification of a tier has a 'type', a string; this one has {name!r}")
-    return name, parameters

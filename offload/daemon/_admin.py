@@ -161,7 +161,7 @@ class Admin:
 
     def __init__(self, daemon: Daemon, path: str, token: bytes) -> None:
         self.operators: Operators = Operators(token)
-        self.reload: Callable[[], Sequence[str]] | None = None
+        self.reload: Callable[[], Awaitable[Sequence[str]]] | None = None
         self._daemon = daemon
         self._handlers: Mapping[type, Callable[[bytes, Any], Answer | _Later | None]] = {
             request: getattr(self, f"_{name}") for request, name in ADMIN_NAME_OF.items() if request is not AdminHello
@@ -320,12 +320,17 @@ class Admin:
         released = self._engine.serve_again(request.withheld)
         return Done(request.seq, self._daemon.epoch, len(set(request.copies)) + released)
 
-    def _reload(self, peer: bytes, request: Reload) -> Reloaded:
-        if self.reload is None:
+    def _reload(self, peer: bytes, request: Reload) -> _Later:
+        read_again = self.reload
+        if read_again is None:
             raise Refusal(
                 "unavailable", "this daemon was not started by `offload serve`, and has no file to read again"
             )
-        return Reloaded(request.seq, self._daemon.epoch, list(self.reload()))
+
+        async def reload() -> Answer:
+            return Reloaded(request.seq, self._daemon.epoch, list(await read_again()))
+
+        return reload
 
     def _set_log_level(self, peer: bytes, request: SetLogLevel) -> Done:
         _log.warning("an operator sets the log level: %s", request.level)

@@ -1,5 +1,7 @@
 """Makes what the settings of a daemon name, without starting it, and lets go of it again: ``--check``, and before a reload.
 
+Nothing that holds blocks is opened: a file tier would sweep its directory, and shrink it.
+
 Rule 1. What is wrong is a :class:`~offload.ConfigError` that names the setting; a package that is not installed is the
         environment's fault, with the name of the extra.
 Rule 2. A daemon that runs in this directory has its ports and directories itself: they are not tried then. What it has made
@@ -13,21 +15,23 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 from backends import PlaceInUse
+from backends._blockfile import check_directory
 from backends.abc import ReadableTier
 from backends.closing import closing
+from backends.plugins._registry import read_spec
 from maru._errors import excerpt
 from maru._private_directory import check_private_directory
 
-from .._engine.config import EngineConfig, TierLike
+from .._engine.config import EngineConfig, TierLike, TierTable
 from .._engine.factories import leads_on, make_policies, make_tier
 from .._engine.routes import plan
 from .._errors import ConfigError
 from ._admin import read_token
 from ._config import DaemonConfig, read_tenants
-from ._engine import unpopulated
 from ._instruments import make_instrument
 from ._server import LOCK_NAME
 from ._settings import Settings, maru_config
@@ -36,12 +40,15 @@ _LARGEST_FIRST: Final = 4_096
 """Bytes of a block, where only the first cache says it."""
 
 
-def check_settings(settings: Settings, *, running: Settings | None = None) -> None:
-    """Make what the settings name, without entering it, and drop it again.
+def check_settings(
+    settings: Settings, *, running: Settings | None = None, tiers: Mapping[str, ReadableTier] | None = None
+) -> None:
+    """Make what the settings name, without entering it, and drop it again. For any thread.
 
     Args:
         settings: to check.
         running: those of the daemon that runs here, which are not made again.
+        tiers: of that daemon, if they are open.
 
     Raises:
         offload.ConfigError: a directory, a port, a tenant, an instrument, a tier or a policy cannot be what it is said to be.
@@ -55,12 +62,14 @@ def check_settings(settings: Settings, *, running: Settings | None = None) -> No
         with _naming("daemon.admin_token_file", config.admin_token_file):
             read_token(config.admin_token_file)
     for name in config.instruments:
-        make_instrument(name)
+        if running is None or name not in running.daemon.instruments:
+            make_instrument(name)
     if not served:
         _check_places(config)
         _check_addresses(settings)
     maru_config(settings)
-    _check_tiers(settings.engine, config.block_bytes or _LARGEST_FIRST, running, served=served)
+    before = None if running is None else running.engine
+    _check_tiers(settings.engine, config.block_bytes or _LARGEST_FIRST, before, tiers or {}, served=served)
 
 
 def _check_places(config: DaemonConfig) -> None:
@@ -110,17 +119,28 @@ def _check_address(knob: str, address: str) -> None:
         raise ConfigError(knob, address, f"cannot listen there: {exc.strerror or exc}") from exc
 
 
-def _check_tiers(engine: EngineConfig, block_bytes: int, running: Settings | None, *, served: bool) -> None:
+def _check_tiers(
+    engine: EngineConfig,
+    block_bytes: int,
+    before: EngineConfig | None,
+    running: Mapping[str, ReadableTier],
+    *,
+    served: bool,
+) -> None:
     """Make the tiers that the running daemon does not have, then the routes between them, with their policies."""
-    before: Mapping[str, TierLike] = {} if running is None else running.engine.tiers
-    if running is not None and engine.tiers == before and engine.routes == running.engine.routes:
+    if before is not None and engine.tiers == before.tiers and engine.routes == before.routes:
         return
     with ExitStack() as stack:
         tiers: dict[str, ReadableTier] = {}
-        for name, tier in unpopulated(engine.tiers).items():
+        scratch = stack.enter_context(TemporaryDirectory(prefix="offload-check-"))
+        for name, tier in engine.tiers.items():
+            if before is not None and tier == before.tiers.get(name):
+                if name in running:
+                    tiers[name] = running[name]
+                continue
             with _naming(f"engine.tiers.{name}", _described(tier)):
                 try:
-                    tiers[name] = make_tier(f"tiers.{name}", tier, block_bytes)
+                    tiers[name] = make_tier(f"tiers.{name}", _without_blocks(tier, scratch, served), block_bytes)
                 except PlaceInUse:
                     if not served:
                         raise
@@ -132,6 +152,34 @@ def _check_tiers(engine: EngineConfig, block_bytes: int, running: Settings | Non
         for route in plan(list(tiers), sources, engine.routes, engine.chain):
             with _naming(f"engine.routes.{route.name}.policies", route.route.policies):
                 make_policies(route.route.policies, tiers[route.to], route.name)
+
+
+def _without_blocks(tier: TierLike, scratch: str, served: bool) -> TierLike:
+    """The same tier over an empty directory, or over memory that is not touched.
+
+    Raises:
+        StrayPath: its own directory cannot be used.
+        PlaceInUse: another tier owns that, and no daemon runs here that may be its owner.
+    """
+    if not isinstance(tier, str | Mapping):
+        return tier
+    try:
+        kind, parameters = read_spec(tier)
+    except ValueError:  # raised again when it is made, with its position in the file
+        return tier
+    if kind == "memory":
+        if isinstance(parameters.get("populate", True), bool):
+            parameters["populate"] = False
+        parameters.setdefault("pin_memory", False)
+    elif kind == "file" and isinstance(directory := parameters.get("directory"), str) and directory:
+        try:
+            check_directory(directory)
+        except PlaceInUse:
+            if not served:
+                raise
+        parameters["directory"] = mkdtemp(dir=scratch)
+    table = {"type": kind, **parameters}
+    return TierTable(table, tier.document, tier.section) if isinstance(tier, TierTable) else table
 
 
 def _described(tier: TierLike) -> Any:

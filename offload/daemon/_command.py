@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -40,6 +41,8 @@ from ._settings import (
 )
 
 if TYPE_CHECKING:
+    import trio
+
     from ._dropped import Dropped
     from ._server import Daemon
 
@@ -126,7 +129,7 @@ async def _serve(settings: Settings) -> Dropped:
         async with open_daemon(
             settings.daemon, settings.engine, maru=maru_config(settings), pinned_pool=settings.pinned_pool
         ) as daemon:
-            running = _Running(daemon, settings)
+            running = _Running(daemon, settings, trio.Lock())
             if daemon.admin is not None:
                 daemon.admin.reload = running.reload
             print(ready_line(daemon), flush=True)
@@ -156,7 +159,7 @@ async def _until_the_end(running: _Running, signals: AsyncIterator[int]) -> str:
             if number != signal.SIGHUP:
                 nursery.cancel_scope.cancel()
                 return signal.Signals(number).name
-            running.reload_for_signal()
+            nursery.start_soon(running.reload_for_signal)
     return "an operator"
 
 
@@ -166,8 +169,10 @@ class _Running:
 
     daemon: Daemon
     settings: Settings
+    _turn: trio.Lock
+    """Held by the reload that is under way."""
 
-    def reload(self) -> list[str]:
+    async def reload(self) -> list[str]:
         """Take over what may change; everything else is named, and left as it is.
 
         Raises:
@@ -175,14 +180,22 @@ class _Running:
             ImportError: they need a package that is not installed.
             OSError: they cannot be read.
         """
+        async with self._turn:
+            return await self._reload()
+
+    async def _reload(self) -> list[str]:
+        from maru._threads import run_in_thread
+
         from ._checking import check_settings
         from ._notify import notify
 
         daemon, before = self.daemon, self.settings
+        tiers = None if daemon.engine is None else daemon.engine.tiers
         notify("RELOADING", "reading the settings again")
         try:
             fresh = read_settings(before.path, before.options)
-            check_settings(fresh, running=before)
+            check = partial(check_settings, fresh, running=before, tiers=tiers)
+            await run_in_thread(check, abandon_on_cancel=True)  # engines are served while tiers are made
             engine = keep_unreloadable_of_engine(before.engine, fresh.engine)
             daemon.reload(keep_unreloadable(before.daemon, fresh.daemon), engine)
         finally:
@@ -195,10 +208,10 @@ class _Running:
         self.settings = attrs.evolve(before, daemon=daemon.config, engine=engine)
         return refused
 
-    def reload_for_signal(self) -> None:
+    async def reload_for_signal(self) -> None:
         """The same, where no answer is waited for: a failure is logged."""
         try:
-            self.reload()
+            await self.reload()
         except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
         except Exception:  # of a tier or a policy that is named now; what runs goes on

@@ -446,10 +446,14 @@ async def enter(nursery, url):
 async def test_settings_are_read_again_by_whom_has_the_file(path):
     async with daemon(path) as server, Operator(server) as operator:
         assert (await operator.ask(Reload)).kind == "unavailable"
-        server.admin.reload = lambda: ["daemon.max_sessions"]
+
+        async def refuses():
+            return ["daemon.max_sessions"]
+
+        server.admin.reload = refuses
         assert await operator.ask(Reload) == Reloaded(3, server.epoch, ["daemon.max_sessions"])
 
-        def fails():
+        async def fails():
             raise ConfigError("daemon.lease", 0, "must be more")
 
         server.admin.reload = fails

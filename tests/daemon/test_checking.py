@@ -1,5 +1,6 @@
 """``offload serve --check`` makes all that the settings name; a reload refuses what it refuses."""
 
+import resource
 import signal
 import socket
 import subprocess
@@ -7,11 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import trio
 from click.testing import CliRunner
 
 import offload.cli
+from backends.closing import closing
+from backends.file import FileTier
+from backends.memory import MemoryTier
 from backends.plugins import make_tier
+from backends.testing import FakeTier
 from maru.eviction import LRU
+from offload import NO_WAIT, open_pipeline
 from offload.client import open_connection
 from tests.daemon.test_daemon import until
 from tests.support.daemons import SIZE, serve
@@ -179,6 +186,89 @@ def test_a_missing_package_is_the_environment(here, text, module, extra):
     assert done.returncode == 3, done.stderr
     assert f"trio-offload[{extra}]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def fill(directory, n):
+    """Fill a directory with blocks."""
+
+    async def store():
+        host = MemoryTier(n * SIZE, SIZE)
+        keys = [b"%d" % at for at in range(n)]
+        for key in keys:
+            host.put(key, bytes(SIZE))
+        with closing(FileTier(directory, n * SIZE, block_bytes=SIZE)) as disk:
+            async with open_pipeline(host, disk) as pipeline:
+                await (await pipeline.enqueue(host.strong(keys), NO_WAIT)).wait()
+
+    trio.run(store)
+
+
+def files(directory):
+    return {path: path.stat().st_mtime_ns for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def test_check_changes_nothing_in_a_directory_of_blocks(here):
+    fill("kv", 16)
+    before = files("kv")
+    smaller = HOST + DISK.replace("1 MiB", str(4 * SIZE))
+    assert check(f"[daemon]\nblock_bytes = {SIZE}\n" + smaller).exit_code == 0
+    assert files("kv") == before
+
+
+def test_check_makes_no_directory_of_blocks(here):
+    assert check(HOST + DISK).exit_code == 0
+    assert not (here / "kv").exists()
+
+
+def test_check_refuses_a_directory_of_blocks_that_is_in_use(here):
+    with closing(FileTier("kv", 1 << 20)):
+        done = check(HOST + DISK)
+    assert done.exit_code == 2 and "engine.tiers.disk" in done.stderr and "in use by another tier" in done.stderr
+
+
+def test_a_reload_changes_nothing_in_a_directory_of_blocks(path, here):
+    fill("kv", 16)
+    before, file = files("kv"), here / "daemon.toml"
+    file.write_text(f"[daemon]\nblock_bytes = {SIZE}\n" + HOST)
+    with serve(path, str(file)):
+        file.write_text(file.read_text() + DISK.replace("1 MiB", str(4 * SIZE)))
+        done = CliRunner().invoke(offload.cli.main, ["reload", "--runtime-dir", path])
+    assert "engine.tiers" in done.output and files("kv") == before
+
+
+class Single(FakeTier):
+    """A tier, or an instrument, of which a process can make one."""
+
+    made = False
+
+    def __init__(self, block_bytes=SIZE):
+        assert not Single.made, "it is made a second time"
+        Single.made = True
+        super().__init__(64, block_bytes)
+
+    def settled(self, container):
+        """Observe nothing."""
+
+
+@pytest.mark.parametrize(
+    "single",
+    [f'[engine.tiers.x]\ntype = "{__name__}:Single"\n', f'[daemon]\ninstruments = ["{__name__}:Single"]\n'],
+)
+def test_a_reload_makes_nothing_again_that_runs(path, here, single):
+    file = here / "daemon.toml"
+    text = single + HOST if "instruments" in single else HOST + single
+    text = text if "[daemon]" in text else "[daemon]\n" + text
+    file.write_text(text.replace("[daemon]", f"[daemon]\nblock_bytes = {SIZE}"))
+    with serve(path, str(file)):
+        file.write_text(file.read_text() + HOST.replace("host", "more") + '[[engine.routes]]\nto = "host"\n')
+        done = CliRunner().invoke(offload.cli.main, ["reload", "--runtime-dir", path])
+    assert "engine.tiers" in done.output and "second time" not in done.output
+
+
+def test_a_check_touches_no_memory_of_tiers(here):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert check(HOST.replace("1 MiB", "1 GiB") + "populate = true\n").exit_code == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (512 << 10)
 
 
 async def test_a_reload_refuses_what_check_refuses(path, tmp_path):
