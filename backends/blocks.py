@@ -44,6 +44,8 @@ T = TypeVar("T")
 _log = logging.getLogger("backends.eviction")
 _NONE: frozenset[Key] = frozenset()
 _NO_SLOTS: frozenset[int] = frozenset()
+_LISTED = 4_096
+"""Slots that are listed as free at a time, at least: some 100 us."""
 
 
 class _HeldKeys:
@@ -509,7 +511,9 @@ class BlockPool(Registry):
         super().__init__(eviction)
         self.capacity = capacity
         # A stack: the end is handed out next. Descending, so that slices taken from the end ascend when sorted.
-        self._free = list(range(first + capacity - 1, first - 1, -1))
+        self._free: list[int] = []
+        self._fresh = range(first, first + capacity)  # below the stack: listed when needed, as there may be 100 million
+        self._list_fresh(0)
 
     def __repr__(self) -> str:
         return f"<BlockPool {len(self)} of {self.capacity} blocks>"
@@ -517,7 +521,7 @@ class BlockPool(Registry):
     @property
     def free(self) -> int:
         """The number of free slots."""
-        return len(self._free)
+        return len(self._free) + len(self._fresh)
 
     def could_hold(self, n: int, size: int = 1) -> bool:
         """Whether there are ``n`` slots."""
@@ -525,13 +529,15 @@ class BlockPool(Registry):
 
     def fitting(self, n: int, size: int = 1) -> int:
         """How many of ``n`` slots are free."""
-        return min(n, len(self._free))
+        return min(n, self.free)
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
         """Stage ``n`` free slots, ascending; ``None`` if there are not so many."""
         free = self._free
         if n > len(free):
-            return None
+            if n > self.free:
+                return None
+            self._list_fresh(n - len(free))
         if not n:
             return []
         slots = free[-n:]
@@ -543,7 +549,7 @@ class BlockPool(Registry):
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
         """Stage a slot for each key, evicting as many as needed; ``None`` if too many are held."""
         self.catch_up()
-        missing = len(keys) - len(self._free)
+        missing = len(keys) - self.free
         if missing <= 0:
             return self.take(len(keys))
         missing -= len(self._coming)
@@ -560,3 +566,9 @@ class BlockPool(Registry):
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         self._free += slots
+
+    def _list_fresh(self, n: int) -> None:
+        """Put at least ``n`` slots that were never taken at the bottom of the stack."""
+        listed = self._fresh[: max(n, _LISTED)]
+        self._fresh = self._fresh[len(listed) :]
+        self._free[:0] = reversed(listed)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 import trio
@@ -36,6 +36,9 @@ from ._page_keys import PageKeys
 if TYPE_CHECKING:
     from backends.maru import MaruTier
     from maru import MaruServer
+
+_LEAST_BYTES: Final = 512
+"""The least size of a block that an engine may decide: the entry of a block in the tables takes as much."""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -178,9 +181,14 @@ class DaemonEngine:
         """Wait until the tiers are open, for blocks of this size; the first call without a configured size opens them.
 
         Raises:
-            BadLayout: they hold blocks of another size, or cannot be opened for this one.
+            BadLayout: they hold blocks of another size, or cannot be opened for this one; or it is too small.
         """
         if not self.block_bytes:
+            if block_bytes < _LEAST_BYTES:
+                raise BadLayout(
+                    f"blocks of {block_bytes} bytes: the first cache decides the size, and a daemon takes at least "
+                    f"{_LEAST_BYTES} bytes from it (block_bytes in [daemon] may be less)"
+                )
             self.caches.block_bytes = block_bytes
             self._wanted.set()
         elif self.block_bytes != block_bytes:

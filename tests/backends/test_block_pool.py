@@ -36,6 +36,16 @@ def test_slots_are_handed_out_ascending_and_as_neighbours_again_after_an_evictio
     assert pool.take(2) == [0, 1]
 
 
+def test_free_slots_are_listed_when_they_are_needed():
+    pool = BlockPool(1 << 40)
+    assert pool.free == 1 << 40
+    assert pool.take(2) == [0, 1]
+    assert pool.take(10_000) == list(range(2, 10_002))
+    pool.give_back([1])
+    assert pool.take(2) == [1, 10_002]
+    assert pool.free == (1 << 40) - 10_003
+
+
 def test_the_first_slot_may_have_any_number():
     pool = BlockPool(3, first=5)
     assert pool.take(3) == [5, 6, 7]

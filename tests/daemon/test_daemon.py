@@ -617,6 +617,16 @@ async def test_an_engine_of_another_block_size_is_refused_and_told_both(path):
                 await connection.ask(lambda seq: RegisterKVCache(seq, layout), Registered)
 
 
+async def test_the_first_cache_decides_no_tiny_blocks(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        small = SharedMemory(SIZE)
+        memory = await connection.hand_over(small.descriptor, connection.session)
+        layout = [TensorLayout(memory, 0, 1, [8, 511], [511, 1], 0)]
+        with pytest.raises(DaemonRefused, match=r"511 bytes.*at least 512"):
+            await connection.ask(lambda seq: RegisterKVCache(seq, layout), Registered)
+        assert await registered(connection, cache_of()) == 1
+
+
 async def test_tiers_that_cannot_hold_the_first_cache_are_said_so_and_the_next_may_fit(path):
     tiers = {"host": {"type": "memory", "capacity_bytes": 2 * SIZE}}
     async with daemon(path, engine=engine_config(tiers=tiers)) as server, open_connection(server.url) as connection:
