@@ -342,7 +342,9 @@ async def fill_returns(server, stack):
 
 
 async def fill_readers(server, stack):
-    stack.enter_context(pytest.MonkeyPatch.context()).setattr("maru.kv_events._publisher._MOST_READERS", 2)
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr("maru.kv_events._publisher._MOST_READERS", 2)
+    patch.setattr("maru.kv_events._log.MOST_HASHES", 1)  # or else ZeroMQ's queue takes all of an answer
     keys = [f"{at:01000x}" for at in range(4_096)]
 
     def store_keys():
@@ -361,7 +363,7 @@ async def fill_readers(server, stack):
         mute.send_multipart(pack_request(Snapshot()))
     await until_of_pools(lambda: server.statistics().kv_events.given_up >= 4)  # two have the places
     async with open_mirror(*server.kv_events) as mirror:
-        await mirror.wait(lambda mirror: mirror.prefix([bytes.fromhex(key) for key in keys]) == len(keys))
+        await mirror.wait(lambda mirror: mirror.is_current and mirror.prefix([bytes.fromhex(keys[-1])]) == 1)
 
 
 async def dial_tcp(server, stack, count):
