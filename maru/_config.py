@@ -220,7 +220,8 @@ class ServerConfig:
         "auto",
         IndexUse,
         "Whether clients on this host may look keys up in shared memory, without a message. auto: where the machine keeps "
-        "loads and stores in order (x86). A file in pool_path for each tenant that reads: 96 bytes a key, at least 1.5 MiB.",
+        "loads and stores in order (x86). A file in pool_path for each tenant that reads: 96 to 400 bytes a key, "
+        "at least 1.5 MiB; all together at most 192 bytes for each of max_entries, or 96 MiB.",
     )
     # limits
     max_message_bytes: int = _knob.size(

@@ -85,6 +85,12 @@ class TenantIndexes:
         """Whether this index has not been filled yet."""
         return self._writers[tenant].is_filling
 
+    def is_empty(self, tenant: str) -> bool:
+        """Whether this index is filled and its tenant has no key."""
+        writer = self._writers[tenant]
+        statistics = writer.statistics()
+        return not (writer.is_filling or statistics.keys or statistics.left_out)
+
     def is_crowded(self, tenant: str) -> bool:
         """Whether this tenant should have a larger file."""
         return self._writers[tenant].is_crowded

@@ -10,11 +10,15 @@ Rule 2. What is added is in the journal: a piece is taken from the directory onl
 Rule 3. Without an index everything works, by messages. Whatever goes wrong with a file costs that, and a line in the log.
 Rule 4. An index goes with the last session of its tenant, and all go when the journal finds the disk full. A new one leaves the
         journal its room.
+Rule 5. A file is made for the keys of its tenant, whatever others have. All files together have a bound. Tenants are what
+        clients say: if there is no room, indexes of tenants without a key go.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -25,7 +29,7 @@ import trio
 
 from .._directory import Directory
 from .._errors import CannotMap
-from .._index import Boards, IndexStatistics, TenantIndexes, bytes_for
+from .._index import Boards, IndexStatistics, TenantIndexes, bytes_for, tenant_of
 from .._pool.index_files import make_board, make_index_file, open_index_file, remove_index_file, why_not_here
 from .._threads import run_in_thread
 from .committer import Committer
@@ -39,6 +43,8 @@ _LOOK: Final = 5.0
 """Seconds between two looks for tenants without a session."""
 _PIECE: Final = 128
 """Names that are added at once: a quarter of a millisecond."""
+_COUNTED: Final = 4_096
+"""Names whose tenant is looked at, at once: half a millisecond."""
 
 _log = logging.getLogger("maru.server")
 
@@ -100,6 +106,8 @@ class Indexes:
         self._home = home
         self._epoch = epoch
         self._most_keys = max(LEAST_KEYS, most_keys)
+        # A file has up to GROWTH times the slots that are taken: less is left for the last to grow if all keys are indexed.
+        self._most_bytes = max(2 * bytes_for(self._most_keys), MOST_TENANTS * bytes_for(LEAST_KEYS))
         self._indexes = TenantIndexes()
         self._boards = Boards(self._indexes, _fence)
         self._keep_free = keep_free
@@ -108,6 +116,7 @@ class Indexes:
         """Numbers of files to be removed."""
         self._is_short = False
         """Whether the last file could not be made."""
+        self._emptied_at = -math.inf
         self._numbers = 0
         self._handed_out = self._grown = 0
         self._making = trio.Lock()
@@ -214,11 +223,12 @@ class Indexes:
             OSError: it cannot be made or opened.
         """
         if tenant not in self._files:
-            if len(self._files) >= MOST_TENANTS:
+            if not self._has_room():
                 await self._drop_unused()
+                self._drop_empty()
             if len(self._files) >= MOST_TENANTS:
                 raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
-            await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
+            await self._make(tenant, max(LEAST_KEYS, 2 * await self._count_keys(tenant)))
         if tenant not in self._files:  # it gave way while it was made
             raise CannotMap("the disk of the pool is full")
         return await run_in_thread(open_index_file, self._home, self._files[tenant].number)
@@ -230,6 +240,23 @@ class Indexes:
         self._unneeded.append(self._files.pop(tenant).number)
         self._indexes.drop(tenant)
         self._due.set()
+
+    def _has_room(self) -> bool:
+        """Whether one tenant more may have an index."""
+        return len(self._files) < MOST_TENANTS and self._bytes() + bytes_for(LEAST_KEYS) <= self._most_bytes
+
+    def _bytes(self, *, but: str | None = None) -> int:
+        """Return the bytes of all files but this tenant's."""
+        return sum(bytes_for(file.keys) for tenant, file in self._files.items() if tenant != but)
+
+    def _drop_empty(self) -> None:
+        """Drop the indexes of tenants without a key. Not again at once: each new one looks at all keys."""
+        now = trio.current_time()
+        if now < self._emptied_at + _LOOK:
+            return
+        self._emptied_at = now
+        for tenant in [tenant for tenant in self._files if self._indexes.is_empty(tenant)]:
+            self._drop(tenant)
 
     async def _drop_unused(self) -> None:
         """Drop the indexes of tenants without a session, and remove the files of all that were dropped."""
@@ -254,6 +281,8 @@ class Indexes:
         self._numbers += 1
         number = self._numbers
         try:
+            if self._bytes(but=tenant) + bytes_for(keys) > self._most_bytes:
+                raise OSError(errno.ENOSPC, f"all indexes together have at most {self._most_bytes} bytes")
             memory = await run_in_thread(make_index_file, self._home, number, bytes_for(keys), self._keep_free())
         except OSError as exc:
             if not self._is_short:
@@ -266,7 +295,11 @@ class Indexes:
         before = self._files.get(tenant)
         self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
         self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
-        self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
+        try:
+            self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
+        except MemoryError:
+            self._unneeded.append(number)
+            raise OSError(errno.ENOMEM, "no memory for the names of an index") from None
         self._files[tenant] = _File(number, keys)
         if before is not None:
             self._unneeded.append(before.number)
@@ -287,6 +320,14 @@ class Indexes:
             await trio.lowlevel.checkpoint()
         if self._is_of(tenant, number):
             self._indexes.end_filling(tenant)
+
+    async def _count_keys(self, tenant: str) -> int:
+        """Return the number of keys that this tenant has. Others have their turn meanwhile."""
+        names, count = self._directory.list_keys(), 0
+        for start in range(0, len(names), _COUNTED):
+            count += sum([tenant_of(name) == tenant for name in names[start : start + _COUNTED]])
+            await trio.lowlevel.checkpoint()
+        return count
 
     def _is_of(self, tenant: str, number: int) -> bool:
         file = self._files.get(tenant)

@@ -287,9 +287,17 @@ async def test_a_good_engine_is_served_at_the_brim(bound, path):
 # --- the page store -----------------------------------------------------------------------------------------------------
 
 
+def a_client(server, **knobs):
+    return maru.MaruHandler(server_url=server.endpoints[-1], pool_size=1 << 20, chunk_size_bytes=SIZE, **knobs)
+
+
 async def serves_clients(server):
-    async with maru.MaruHandler(server_url=server.endpoints[-1], pool_size=1 << 20, chunk_size_bytes=SIZE) as handler:
+    async with a_client(server) as handler:
         assert not await handler.exists("key")
+
+
+async def read_index(server, handler):
+    os.close(await server._indexes.open_fd(handler._state.token, False))
 
 
 async def fill_channel(server, stack):
@@ -386,6 +394,16 @@ async def fill_handshakes(server, stack):
     await until_of_pools(lambda: server.statistics().relay.malformed == 8)
 
 
+async def fill_indexes(server, stack):
+    least = await stack.enter_async_context(a_client(server, tenant="a"))
+    await read_index(server, least)
+    server._indexes._most_bytes = 1 << 20
+    other = await stack.enter_async_context(a_client(server, tenant="b"))
+    with pytest.raises(maru.CannotMap, match="all indexes together have at most"):
+        await read_index(server, other)
+    assert not await other.exists("key")  # by message
+
+
 OF_PAGE_STORES = {
     "unacknowledged returns of a session": (fill_returns, {}),
     "readers of KV events that are answered": (fill_readers, {"kv_events": "ipc"}),
@@ -397,6 +415,7 @@ OF_PAGE_STORES = {
         fill_resource_manager,
         {"host": "127.0.0.1", "max_connections": 4},
     ),
+    "bytes of the shared indexes of a page store": (fill_indexes, {}),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from maru import Deleted, Loaded, MaruConfig, MaruHandler, ServerConfig, ServerRefused, Stored, open_server
-from maru._index import IndexReader
+from maru._index import IndexReader, bytes_for
 from maru._pool.descriptors import fetch_index_descriptor
 from tests.support.maru_processes import Server
 from tests.support.published import Ask, PublishedClient
@@ -154,6 +154,49 @@ async def test_an_index_grows_into_a_new_file_and_the_old_one_says_so(
         assert len(new.find(keys)) == len(keys)
         assert server.statistics().indexes.grown >= 1
         await until(lambda: len(list_indexes(pool)) == 1)
+
+
+async def test_an_index_is_sized_for_the_keys_of_its_tenant(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru._server.indexes.LEAST_KEYS", 8)
+    async with open_server(config(pool)) as server, client(pool, tenant="many") as many, client(pool) as none:
+        keys = [f"k{number}" for number in range(PAGES)]
+        await put(many, keys)
+        await filled(none)
+        assert len((await filled(many)).find(names_of(many, keys))) == PAGES
+        await until(lambda: not server._indexes.statistics().tenants["many"].left_out)
+        slots = {tenant: one.slots for tenant, one in server.statistics().indexes.tenants.items()}
+        assert PAGES <= slots["many"] <= 4 * PAGES
+        assert slots[""] <= 16
+
+
+async def test_tenants_without_a_key_leave_their_indexes_to_others(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru._server.indexes.MOST_TENANTS", 2)
+    async with open_server(config(pool)) as server, client(pool, tenant="a") as a, client(pool, tenant="b") as b:
+        for made_up in (a, b):
+            await filled(made_up)
+        async with client(pool, tenant="good") as good:
+            await put(good, ["k"])
+            assert len((await filled(good)).find(names_of(good, ["k"]))) == 1
+            assert "good" in server.statistics().indexes.tenants
+            with pytest.raises(ServerRefused, match="2 tenants have an index already"):
+                for made_up in (a, b):
+                    await fetch(made_up)
+
+
+async def test_all_index_files_together_have_a_bound(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru._server.indexes.LEAST_KEYS", 16)
+    monkeypatch.setattr("maru._server.indexes.MOST_TENANTS", 3)
+    async with open_server(config(pool, max_entries=16)) as server, client(pool, tenant="a") as a, client(pool) as b:
+        for one in (a, b):
+            await put(one, ["k"])
+            await filled(one)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server._indexes, "_most_bytes", 2 * bytes_for(16))
+            async with client(pool, tenant="c") as c:
+                with pytest.raises(ServerRefused, match="together have at most"):
+                    await fetch(c)
+        async with client(pool, tenant="c") as c:
+            await filled(c)
 
 
 async def test_uses_that_were_noted_before_an_index_grew_are_counted(
