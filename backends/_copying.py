@@ -13,11 +13,15 @@ Rule 4. Memory that a copy passes through is kept if the end of the copy is not 
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+from maru._memory.memory import Memory
+from maru._memory.pinning import Pin, uses_cuda
 from maru.exception_groups import holds, leaves
 
 from ._errors import BlockSizeError, DamagedBlock, Unproven
@@ -38,6 +42,43 @@ RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
 """``await run(fn, *args)``: runs the work of a tier in a copy thread."""
 
 
+_BUFFER_BYTES: Final = BOUNCE_BYTES
+_KEPT: Final = 4
+"""Buffers that are kept for later copies: pinning one takes longer than a copy through it."""
+_spare: deque[Memory] = deque(maxlen=_KEPT)
+_lent: dict[int, Memory] = {}
+"""Buffers in use, by address. They are kept here: were they part of a cycle of garbage with their user, they would be unmapped
+with it, though its finalizer gives them back."""
+
+
+class _Buffer:
+    """A staging buffer, pinned if this process uses CUDA. Another copy may use it once nothing refers to this any more."""
+
+    def __init__(self) -> None:
+        try:
+            memory = _spare.popleft()
+        except IndexError:
+            memory = Memory.private(_BUFFER_BYTES)
+            if uses_cuda():
+                Pin(memory).pin()
+        self._pid = os.getpid()
+        self.address: int = memory.address
+        _lent[self.address] = memory
+
+    def __del__(
+        self,
+        lent: dict[int, Memory] = _lent,
+        spare: deque[Memory] = _spare,
+        getpid: Callable[[], int] = os.getpid,
+    ) -> None:
+        memory = lent.pop(getattr(self, "address", 0), None)
+        if memory is not None and getpid() == self._pid:  # else it may be pinned, and not be here
+            spare.append(memory)
+
+
+os.register_at_fork(after_in_child=_spare.clear)  # a child has none of those that are pinned
+
+
 class Bounce:
     """A buffer in host memory that blocks pass through, a few at a time. For one thread at a time; allocated when needed."""
 
@@ -50,7 +91,13 @@ class Bounce:
         n = min(n, max(1, self._most_bytes // max(1, page_bytes)))
         pages = self._portions.get(page_bytes)
         if pages is None or len(pages) < n:
-            pages = self._portions[page_bytes] = new_pages(n, page_bytes)
+            if 0 < n * page_bytes <= _BUFFER_BYTES:
+                buffer = _Buffer()
+                start, stop = buffer.address, buffer.address + n * page_bytes
+                pages = Pages(range(start, stop, page_bytes), page_bytes, buffer)
+            else:
+                pages = new_pages(n, page_bytes)
+            self._portions[page_bytes] = pages
         return pages.part(0, n)
 
 

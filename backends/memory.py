@@ -6,15 +6,13 @@ when the tier is closed or collected, but not while its pages are in use: they k
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import errno
 import mmap
-import os
-import sys
 from collections.abc import Sequence
-from typing import Any
 
-from maru._memory.memory import madvise
+from maru._errors import CannotMap
+from maru._memory.memory import Memory, madvise
+from maru._memory.pinning import Pin, uses_cuda, why_no_driver
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
@@ -37,27 +35,32 @@ class HostPages:
         n: how many slots.
         block_bytes: size of every slot.
         populate: touch every page now. Otherwise the first write of each is slow.
-        pin: register the memory with CUDA, so that a device reads and writes it by DMA. Imports torch.
+
+    Raises:
+        OSError: there is no address space left.
     """
 
-    def __init__(self, n: int, block_bytes: int, *, populate: bool = True, pin: bool = False) -> None:
+    def __init__(self, n: int, block_bytes: int, *, populate: bool = True) -> None:
         self.block_bytes = block_bytes
         self.n = n
         # Private: a process that is forked off must not write into the blocks of this one.
-        memory = mmap.mmap(-1, n * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = Memory.private(n * block_bytes)
+        except CannotMap as exc:
+            raise OSError(errno.ENOMEM, str(exc)) from exc
         if populate:
             # Older kernels know neither, and some containers forbid huge pages: both are only faster.
-            if len(memory) >= _HUGE_PAGE_BYTES:
-                with contextlib.suppress(OSError):
-                    memory.madvise(_MADV_HUGEPAGE)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            if madvise(address, len(memory), _MADV_POPULATE_WRITE):
-                memory[:: mmap.PAGESIZE] = bytes(len(range(0, len(memory), mmap.PAGESIZE)))
-        self._run: _Run | None = _Run(memory, pin)
+            if memory.length >= _HUGE_PAGE_BYTES:
+                madvise(memory.address, memory.length, _MADV_HUGEPAGE)
+            if madvise(memory.address, memory.length, _MADV_POPULATE_WRITE):
+                memory.buffer()[:: mmap.PAGESIZE] = bytes(len(range(0, memory.length, mmap.PAGESIZE)))
+        self._memory: Memory | None = memory
+        self.pin: Pin | None = None
+        """The pinning of the memory, once it is to be pinned."""
 
     def pages(self, slots: Sequence[int]) -> Pages:
         """The addresses of these slots; the pages keep the mapping alive."""
-        run, size = self._run, self.block_bytes
+        run, size = self._memory, self.block_bytes
         if run is None:
             raise PlaceClosed("the memory of this tier was given back")
         n = len(slots)
@@ -79,35 +82,33 @@ class HostPages:
 
     def populate(self, start: int, length: int) -> None:
         """Have these bytes in place before they are used; what they hold stays. For any thread; without Python's lock."""
-        run = self._run
-        if run is not None:  # held here: not unmapped meanwhile
-            madvise(run.address + start, min(length, self.n * self.block_bytes - start), _MADV_POPULATE_WRITE)
+        memory = self._memory
+        if memory is not None:  # held here: not unmapped meanwhile
+            madvise(memory.address + start, min(length, memory.length - start), _MADV_POPULATE_WRITE)
+
+    def start_pinning(self, *, now: bool) -> None:
+        """Pin the memory for CUDA. Called again it does nothing.
+
+        Args:
+            now: before this returns; otherwise large memory is pinned in the background, and refusals are only logged.
+
+        Raises:
+            MemoryError: it was to be pinned now, and CUDA refuses.
+        """
+        memory = self._memory
+        if memory is None or self.pin is not None:
+            return
+        self.pin = Pin(memory)
+        if not now:
+            self.pin.pin_soon()
+            return
+        self.pin.pin()
+        if self.pin.why_not:
+            raise MemoryError(f"{memory.length} bytes cannot be pinned: {self.pin.why_not}")
 
     def close(self) -> None:
         """Unmap the memory as soon as none of its pages is in use. Idempotent."""
-        self._run = None
-
-
-class _Run:
-    """One mapping, unmapped with the last reference to this object."""
-
-    def __init__(self, memory: mmap.mmap, pin: bool) -> None:
-        self._pid = os.getpid()
-        self._cuda: Any = None
-        self._export = ctypes.c_char.from_buffer(memory)  # keeps the mapping from being closed
-        self.address = ctypes.addressof(self._export)
-        if pin:
-            import torch  # only where pinning is asked for
-
-            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
-            error = cuda.cudaHostRegister(self.address, len(memory), 0)
-            if int(error):
-                raise MemoryError(f"cudaHostRegister of {len(memory)} bytes failed with {error}")
-            self._cuda = cuda
-
-    def __del__(self) -> None:
-        if self._cuda is not None and os.getpid() == self._pid:  # CUDA does not survive a fork
-            self._cuda.cudaHostUnregister(self.address)
+        self._memory = None
 
 
 class MemoryTier(SlotTier, DirectTier):
@@ -118,11 +119,14 @@ class MemoryTier(SlotTier, DirectTier):
         block_bytes: size of every block.
         checksums: keep an xxh3-64 of each block, and verify it at every load and when it is copied elsewhere.
         eviction: chooses the victims; :class:`~maru.eviction.AdaptiveLRFU` by default.
-        pin_memory: register the memory with CUDA for DMA. ``None``: if torch is imported already and sees a device.
+        pin_memory: pin the memory for CUDA, so that devices copy from and to it by themselves. ``True``: now, or fail.
+            ``None``: once it is populated, if this process uses CUDA by then (torch has initialized it, or this is a
+            daemon on a host with a driver); more than 1 GiB in the background; and go without if CUDA refuses.
         populate: touch all of the memory now instead of at the first write of each page.
 
     Raises:
-        ValueError: a size that is not positive, or less capacity than one block; pinning without CUDA.
+        ValueError: a size that is not positive, or less capacity than one block; ``pin_memory`` without CUDA.
+        MemoryError: CUDA refuses to pin it, and ``pin_memory`` is true.
     """
 
     def __init__(
@@ -143,7 +147,14 @@ class MemoryTier(SlotTier, DirectTier):
             )
         n = capacity_bytes // block_bytes
         self._populated = populate
-        self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
+        self._pin_memory = pin_memory
+        if pin_memory and (why_not := why_no_driver()):
+            raise ValueError(f"pin_memory is True, but {why_not}")
+        self._pages = HostPages(n, block_bytes, populate=populate)
+        if pin_memory:
+            self._pages.start_pinning(now=True)
+        elif populate:
+            self._pin_soon()
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
@@ -163,8 +174,17 @@ class MemoryTier(SlotTier, DirectTier):
         return range(0, 0 if self._populated else self.pool.capacity * self.block_bytes, POPULATE_BYTES)
 
     def populate(self, start: int) -> None:
-        """Touch the portion that begins there, so that the first write of its pages is not slow. For any thread."""
+        """Touch the portion that begins there, so that the first write of its pages is not slow. For any thread.
+
+        The last portion comes last: the memory is pinned after it.
+        """
         self._pages.populate(start, POPULATE_BYTES)
+        if start == self.unpopulated()[-1]:
+            self._pin_soon()
+
+    def _pin_soon(self) -> None:
+        if self._pin_memory is None and uses_cuda():
+            self._pages.start_pinning(now=False)
 
     # --- its end --------------------------------------------------------------------------------------------------
 
@@ -174,15 +194,3 @@ class MemoryTier(SlotTier, DirectTier):
         Using the tier afterwards raises :class:`~backends.PlaceClosed`.
         """
         self._pages.close()
-
-
-def _wants_pinning(pin_memory: bool | None) -> bool:
-    if pin_memory is None:
-        torch: Any = sys.modules.get("torch")
-        return torch is not None and hasattr(torch, "cuda") and bool(torch.cuda.is_available())
-    if pin_memory:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError("pin_memory is True, but torch sees no CUDA device")
-    return pin_memory

@@ -159,6 +159,7 @@ _DAEMON_GAUGES: Final = (
     ("degraded.few_descriptors", "Whether nine tenths of the file descriptors are open"),
     ("degraded.stuck_journal", "Whether the embedded page store waits for its journal"),
     ("degraded.unlinked_files", "Files of the daemon that were removed while it runs"),
+    ("degraded.unpinned_memory", "Whether CUDA has refused to pin memory, or lost its context"),
     ("pages.announced", "Announcements of pages that engines write themselves, and have not told the end of"),
     ("connections", "Connections"),
     ("unread_bytes", "Answers that engines have not read"),

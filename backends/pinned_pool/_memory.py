@@ -24,7 +24,7 @@ from typing import Final
 
 from maru._errors import CannotMap
 from maru._memory.memory import Memory
-from maru._memory.pinning import Pinning, find_pinning
+from maru._memory.pinning import Pin as Registration
 from maru._pool.facts import memory_left
 
 from ._config import Pin
@@ -33,31 +33,13 @@ from ._errors import PoolRefused
 _STEP_BYTES: Final = 256 << 20
 """Bytes allocated at once; between two steps a server that ends is noticed."""
 _DEVICE_NODES: Final = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of the driver: without any of them there is no CUDA device, and torch need not be imported to check."""
+"""Device files of the driver: without any of them there is no CUDA device, and its driver need not be loaded to check."""
 
 _log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_mlock, _munlock = _libc.mlock, _libc.munlock
-for _function in (_mlock, _munlock):
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Locking:
-    """Pins memory with ``mlock``, which only keeps it from being paged out."""
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        """Pin it. Returns an empty text, or the reason against it."""
-        if _mlock(address, length) == 0:
-            return ""
-        code = ctypes.get_errno()
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN) and limit != resource.RLIM_INFINITY:
-            return f"mlock of {length} bytes: the limit (ulimit -l) is {limit} bytes"
-        return f"mlock of {length} bytes: {os.strerror(code)}"
-
-    def unpin(self, address: int) -> None:
-        """Unpin it. Unmapping does that anyway."""
+_mlock = _libc.mlock
+_mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class PoolMemory:
@@ -67,15 +49,12 @@ class PoolMemory:
         nbytes: its size.
         pin: how to pin it.
         go_on: called between two steps; if it raises, the memory is freed.
-        pinning: pins the memory; by default chosen by ``pin``.
 
     Raises:
         PoolRefused: there is not enough memory, or it must be pinned with CUDA and cannot be.
     """
 
-    def __init__(
-        self, nbytes: int, pin: Pin, go_on: Callable[[], None] = lambda: None, *, pinning: Pinning | None = None
-    ) -> None:
+    def __init__(self, nbytes: int, pin: Pin, go_on: Callable[[], None] = lambda: None) -> None:
         self.nbytes: Final = nbytes
         self.pinned = "no"
         """``cuda``, ``locked`` or ``no``."""
@@ -87,7 +66,7 @@ class PoolMemory:
         try:
             memory = Memory(self._fd, 0, nbytes, write=True)
             go_on()
-            self._pin(memory, pin, pinning)
+            self._pin(memory, pin, go_on)
         except CannotMap as exc:
             self.close()
             raise PoolRefused(f"no memory for {nbytes} bytes: {exc}") from exc
@@ -115,32 +94,47 @@ class PoolMemory:
         self._close()
         self.memory = None
 
-    def _pin(self, memory: Memory, pin: Pin, pinning: Pinning | None) -> None:
+    def _pin(self, memory: Memory, pin: Pin, go_on: Callable[[], None]) -> None:
         if pin == "none":
             return
         reasons = []
-        if pinning is None and (pin == "cuda" or (pin == "auto" and has_device())):
-            try:
-                pinning = find_pinning(True)
-            except CannotMap as exc:
-                reasons.append(str(exc))
-        if pinning is not None and pin != "lock":
-            failed = pinning.pin(memory.address, memory.length, True)
-            if not failed:
-                unpin, address = pinning.unpin, memory.address
-                # Without a reference to memory, which would never be collected.
-                memory.before_unmap(lambda: unpin(address))
+        if pin == "cuda" or (pin == "auto" and has_device()):
+            why_not = _pin_with_cuda(memory, go_on)
+            if not why_not:
                 self.pinned = "cuda"
                 return
-            reasons.append(failed)
+            reasons.append(why_not)
         if pin == "cuda":
             raise PoolRefused(f"{self.nbytes} bytes cannot be pinned: {'; '.join(reasons)}")
-        failed = Locking().pin(memory.address, memory.length, True)
+        failed = lock(memory)
         if not failed:
             self.pinned = "locked"
             return
         self.why_not = "; ".join([*reasons, failed])
         _log.warning("a pool of %d bytes is not pinned: %s", self.nbytes, self.why_not)
+
+
+def _pin_with_cuda(memory: Memory, go_on: Callable[[], None]) -> str:
+    """Register memory with CUDA. Returns an empty text, or the reason against it."""
+    pin = Registration(memory)
+    while pin.step():
+        go_on()
+    return pin.why_not
+
+
+def lock(memory: Memory) -> str:
+    """Pin memory with ``mlock``, which only keeps it from being paged out; unmapping ends that.
+
+    Returns:
+        An empty text, or the reason against it.
+    """
+    if _mlock(memory.address, memory.length) == 0:
+        return ""
+    code = ctypes.get_errno()
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN) and limit != resource.RLIM_INFINITY:
+        return f"mlock of {memory.length} bytes: the limit (ulimit -l) is {limit} bytes"
+    return f"mlock of {memory.length} bytes: {os.strerror(code)}"
 
 
 def has_device() -> bool:

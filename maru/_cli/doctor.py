@@ -14,6 +14,7 @@ import click
 
 from .._config import IPC_NAME, ServerConfig, default_pool_path, is_loopback, server_config
 from .._errors import ConfigError, NoAnswer, ServerRefused
+from .._memory.pinning import why_no_driver
 from .._pool.doctor import Facts, Finding, Wanted, examine, worst
 from .._pool.facts import read_facts
 from .._pool.index_files import why_not_here
@@ -60,6 +61,8 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
     sections: Sections = description.sections if near and description is not None else {}
     place = _place_of(sections.get("pool", {})) or _place_in(config)
     facts = _facts(place, _sockets(sections.get("server", {})), config)
+    if pin:
+        facts = attrs.evolve(facts, why_no_driver=why_no_driver())
     wanted = Wanted(
         capacity_bytes=config.capacity_bytes or _as_int(sections.get("pool", {}).get("total_bytes")),
         pin=pin,

@@ -4,7 +4,8 @@ Pinning, the copier, preconditions and the daemon's caches stand on it. It needs
 interpreter's lock.
 
 Rule 1. A thread calls :meth:`Driver.attach` before any other call. Contexts belong to threads, and a thread without one either
-        fails or, through the runtime, makes one on device 0. A thread of the engine's is attached by the engine.
+        fails or, through the runtime, makes one on device 0. A thread of the engine's is attached by the engine; code that may
+        run in any thread, as a finalizer does, uses :meth:`Driver.attached`, which leaves the thread as it was.
 Rule 2. Attaching sets the thread's capture mode to thread-local: an engine that captures a graph in global mode would otherwise
         have its capture invalidated by our calls (CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``).
 Rule 3. Every failure is a :exc:`CudaError`. A sticky one has ended the context: no later call of this process on that device
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final, NewType
@@ -38,6 +40,7 @@ _NOT_READY: Final = 600
 _NON_BLOCKING: Final = 1
 _BLOCKING_SYNC_NO_TIMING: Final = 1 | 2
 _THREAD_LOCAL: Final = 1
+_RELAXED: Final = 2
 _NOT_CAPTURING: Final = 0
 _LAZY_PEER_ACCESS: Final = 1
 _BATCH_SINCE: Final = 12080
@@ -78,11 +81,14 @@ ANY_ORDER: Final = 3
 
 _p, _z = c_void_p, c_size_t
 PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "cuCtxPopCurrent_v2": (_p,),
+    "cuCtxPushCurrent_v2": (_p,),
     "cuCtxSetCurrent": (_p,),
     "cuDeviceGet": (_p, c_int),
     "cuDeviceGetCount": (_p,),
     "cuDeviceGetName": (_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (_p, c_int),
+    "cuDevicePrimaryCtxGetState": (c_int, _p, _p),
     "cuDevicePrimaryCtxRetain": (_p, c_int),
     "cuDriverGetVersion": (_p,),
     "cuEventCreate": (_p, c_uint),
@@ -170,7 +176,7 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != "cuMemcpyBatchAsync"}
         self._contexts: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may run in a thread that holds it
         try:
             self._call("cuInit", 0)
             self.devices: int = self._get("cuDeviceGetCount", c_int())
@@ -197,14 +203,48 @@ class Driver:
 
         The first call of a process makes that context if nothing else has: some 500 MiB of the device's memory.
         """
+        self._call("cuCtxSetCurrent", self._context(device))
+        self._set_capture_mode(c_int(_THREAD_LOCAL))
+
+    @contextmanager
+    def attached(self, device: int) -> Iterator[None]:
+        """Have this thread use a device inside the block, and then the one that it used before. For any thread.
+
+        Inside, no call invalidates a graph capture, not even one of this thread.
+        """
+        self._call("cuCtxPushCurrent_v2", self._context(device))
+        mode = c_int(_RELAXED)
+        try:
+            self._set_capture_mode(mode)
+            try:
+                yield
+            finally:  # a context that was lost refuses these as well
+                self._calls["cuThreadExchangeStreamCaptureMode"](ctypes.addressof(mode))
+        finally:
+            popped = c_void_p()
+            self._calls["cuCtxPopCurrent_v2"](ctypes.addressof(popped))
+
+    def _context(self, device: int) -> int:
         with self._lock:
             context = self._contexts.get(device)
             if context is None:
                 handle = self._get("cuDeviceGet", c_int(), device)
                 context = self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", c_void_p(), handle)
-        self._call("cuCtxSetCurrent", context)
-        mode = c_int(_THREAD_LOCAL)
+        return context
+
+    def _set_capture_mode(self, mode: c_int) -> None:
+        """Set this thread's mode; ``mode`` is the former one afterwards."""
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
+
+    def active_device(self) -> int | None:
+        """Return the first device that this process has a primary context of; ``None`` if it has none. Makes none."""
+        flags, active = c_uint(), c_int()
+        for device in range(self.devices):
+            handle = self._get("cuDeviceGet", c_int(), device)
+            self._call("cuDevicePrimaryCtxGetState", handle, ctypes.addressof(flags), ctypes.addressof(active))
+            if active.value:
+                return device
+        return None
 
     def name(self, device: int) -> str:
         """Return the name of a device, such as "NVIDIA H100"."""

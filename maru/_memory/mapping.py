@@ -20,7 +20,7 @@ from typing import Final
 
 from .._errors import CannotMap, HandlerClosed
 from .memory import Memory
-from .pinning import Pinning, find_pinning
+from .pinning import Pin, uses_cuda, why_no_driver
 from .validation import check_descriptor, open_mappable
 
 POPULATE_STEP_BYTES: Final = 256 << 20
@@ -30,7 +30,7 @@ POPULATE_STEP_BYTES: Final = 256 << 20
 class Mapping:
     """One region in this process's address space. Made by :func:`map_region`. Any thread."""
 
-    def __init__(self, memory: Memory, *, pinned: bool, why_not_pinned: str = "") -> None:
+    def __init__(self, memory: Memory, pin: Pin | None = None) -> None:
         self._memory: Memory | None = memory
         self._root: memoryview | None = memory.buffer()
         self._alive = weakref.ref(memory)
@@ -40,14 +40,21 @@ class Mapping:
         """Bytes."""
         self.writable: Final = memory.writable
         """Whether this process may write it."""
-        self.pinned: Final = pinned
-        """Whether a CUDA device copies from and to it by itself."""
-        self.why_not_pinned: Final = why_not_pinned
-        """What CUDA said, where pinning was tried and did not work."""
+        self._pin = pin
 
     def __repr__(self) -> str:
         state = "" if self._root is not None else " (closed, but in use)" if self.mapped else " (closed)"
         return f"<Mapping of {self.length} bytes at {self.address:#x}, {'own' if self.writable else 'foreign'}{state}>"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a CUDA device copies from and to all of it by itself. A large region is pinned in the background."""
+        return self._pin is not None and self._pin.is_whole
+
+    @property
+    def why_not_pinned(self) -> str:
+        """The driver's reason, if pinning was tried and refused."""
+        return "" if self._pin is None else self._pin.why_not
 
     @property
     def owner(self) -> object:
@@ -116,7 +123,6 @@ def map_region(
     write: bool = False,
     populate: bool | None = None,
     pin: bool | None = False,
-    pinning: Pinning | None = None,
     keep: bool = False,
     device: str = "",
 ) -> Mapping:
@@ -128,9 +134,8 @@ def map_region(
         offset: of its first byte in that file. A multiple of the page size; of a device, of its alignment.
         write: whether to write it. Only a region of one's own.
         populate: whether to put all pages in place now; by default if they are to be written.
-        pin: True to pin it for CUDA, importing torch if need be; None to do so where torch is there with a device, and
-            to go without where that fails.
-        pinning: what pins; by default what ``pin`` says.
+        pin: True to pin it for CUDA before this returns; None to do so if this process uses CUDA, large regions in the
+            background, and to go without if it is refused.
         keep: whether a copy of the descriptor stays open for as long as the region is mapped: it may carry a lock.
         device: the path of the device that the configuration names.
 
@@ -138,8 +143,8 @@ def map_region(
         CannotMap: it is gone, shorter, misaligned or not allowed, it is no file that may be mapped, there is no memory behind
             it, or it cannot be pinned.
     """
-    if pinning is None:
-        pinning = find_pinning(pin)
+    if pin and (why_not := why_no_driver()):
+        raise CannotMap(f"the region cannot be pinned: {why_not}")
     if isinstance(file, int):
         check_descriptor(file, offset + length, device=device)
         memory = Memory(file, offset, length, write=write, keep=keep)
@@ -152,13 +157,13 @@ def map_region(
     if write if populate is None else populate:
         for start in range(0, length, POPULATE_STEP_BYTES):  # a signal is seen between two of them
             memory.populate(start, min(POPULATE_STEP_BYTES, length - start))
-    if pinning is None:
-        return Mapping(memory, pinned=False)
-    failed = pinning.pin(memory.address, length, write)
-    if failed:
-        if pin:
-            raise CannotMap(f"the region cannot be pinned: {failed}")
-        return Mapping(memory, pinned=False, why_not_pinned=failed)
-    unpin, address = pinning.unpin, memory.address
-    memory.before_unmap(lambda: unpin(address))  # not memory itself: it would hold itself
-    return Mapping(memory, pinned=True)
+    if not (uses_cuda() if pin is None else pin):
+        return Mapping(memory)
+    pinning = Pin(memory)
+    if not pin:
+        pinning.pin_soon()
+        return Mapping(memory, pinning)
+    pinning.pin()
+    if pinning.why_not:
+        raise CannotMap(f"the region cannot be pinned: {pinning.why_not}")
+    return Mapping(memory, pinning)

@@ -1,4 +1,4 @@
-"""Memory: a span of an open file in this process's address space, until nothing refers to it any more.
+"""Memory: a span of an open file, or of nothing, in this process's address space, until nothing refers to it any more.
 
 It is mapped by calls of the C library, not by :mod:`mmap`: that one duplicates the descriptor of every mapping, makes
 `madvise` hold the interpreter's lock (which for a cold GiB is a quarter of a second in which nothing else runs), and
@@ -8,8 +8,9 @@ Rule 1. There is no close. The memory is unmapped when the last object that refe
         point to nothing. What is to happen right before is said with :meth:`Memory.before_unmap`.
 Rule 2. What is mapped to be read cannot be written: its pages are read-only and its buffers, too. (From a descriptor that
         was opened to be read, it cannot be made writable either.)
-Rule 3. A forked child reads what its parent writes, and meets SIGSEGV where it would write into it. The file, with the locks on
-        it, is in use until both have unmapped it.
+Rule 3. A forked child reads what its parent writes into a file, and meets SIGSEGV where it would write into it. The file, with
+        the locks on it, is in use until both have unmapped it. Of private memory a child has a copy; but pinned private
+        memory is not there in a child, which so does not unmap it either.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import errno
 import mmap
 import os
 import stat
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,8 @@ from .._forks import watch_forks
 
 PAGE_BYTES = mmap.PAGESIZE
 
+_MADV_DONTFORK = 10
+_MADV_DOFORK = 11
 _MADV_POPULATE_READ = 22  # the mmap module knows neither
 _MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 1 << 20
@@ -53,25 +57,19 @@ class Memory:
             it is a device), the descriptor does not allow it, or there is no address space left.
     """
 
+    _kept = -1
+    _unpin: Callable[[], object] | None = None
+    _is_private = _is_hidden = False
+    length: int = 0  # nothing to unmap yet
+
     def __init__(self, fd: int, offset: int, length: int, *, write: bool, keep: bool = False) -> None:
-        self._kept = -1
-        self._unpin: Callable[[], object] | None = None
-        self.length: int = 0  # nothing to unmap yet
         status = os.fstat(fd)
         if length <= 0 or offset < 0 or offset % PAGE_BYTES:
             raise CannotMap(f"{length} bytes at {offset}: the offset must be a multiple of {PAGE_BYTES}")
         if stat.S_ISREG(status.st_mode) and offset + length > status.st_size:  # else a page behind its end is a SIGBUS
             raise CannotMap(f"{length} bytes at {offset} are not in a file of {status.st_size} bytes")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        address = _mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
-        if address == _FAILED:
-            code = ctypes.get_errno()
-            raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
-        self.address: int = address
-        """Of the first byte."""
-        self.length = length
-        self.writable = write
-        self._pid = os.getpid()
+        self._map(length, protection, mmap.MAP_SHARED, fd, offset)
         if keep:
             try:
                 self._kept = os.dup(fd)
@@ -79,6 +77,31 @@ class Memory:
                 raise CannotMap(f"no descriptor is left to keep a region with: {exc}") from exc
         if write:
             watch_forks(self, Memory._after_fork)
+
+    @classmethod
+    def private(cls, length: int) -> Memory:
+        """Return new memory of this process alone, zeroed and not populated.
+
+        Raises:
+            CannotMap: there is no address space left.
+        """
+        if not 0 < length <= sys.maxsize - PAGE_BYTES:
+            raise CannotMap(f"{length} bytes are no memory")
+        memory = cls.__new__(cls)
+        memory._is_private = True
+        memory._map(length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        return memory
+
+    def _map(self, length: int, protection: int, flags: int, fd: int, offset: int) -> None:
+        address = _mmap(None, length, protection, flags, fd, offset)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
+        self.address: int = address
+        """Of the first byte."""
+        self.length = length
+        self.writable = bool(protection & mmap.PROT_WRITE)
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Memory of {self.length} bytes at {self.address:#x}, {'writable' if self.writable else 'read-only'}>"
@@ -123,6 +146,18 @@ class Memory:
         """Have ``call`` called right before this is unmapped (in this process, not in one that was forked off)."""
         self._unpin = call
 
+    def hide(self, start: int, stop: int) -> None:
+        """Have children that are forked off from now on not have these addresses of private memory."""
+        if self._is_private:
+            self._is_hidden = True
+            madvise(start, stop - start, _MADV_DONTFORK)
+
+    def show(self) -> None:
+        """Have children have all of it again."""
+        if self._is_hidden:
+            madvise(self.address, self.length, _MADV_DOFORK)
+            self._is_hidden = False
+
     def _after_fork(self) -> None:
         """In a forked child: the pages are the parent's to write."""
         _mprotect(self.address, self.length, mmap.PROT_READ)
@@ -135,9 +170,11 @@ class Memory:
     ) -> None:
         if not self.length:  # (What is called is bound above: at the end of a process, module globals go first.)
             return
-        if self._unpin is not None and getpid() == self._pid:
+        is_owner = getpid() == self._pid
+        if self._unpin is not None and is_owner:
             self._unpin()
-        munmap(self.address, self.length)
+        if is_owner or not self._is_hidden:  # there, these addresses may be something else
+            munmap(self.address, self.length)
         if self._kept >= 0:
             close(self._kept)
 

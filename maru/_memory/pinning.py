@@ -1,89 +1,272 @@
-"""Pinning: host memory that a CUDA device copies from and to by itself (cudaHostRegister), through torch.
+"""Pin host memory for CUDA: one registrar in a process, for all memory that a device copies from and to by itself.
 
-torch is not imported unless the configuration names it: it takes over a second and 200 MiB.
+Rule 1. Memory is pinned chunk by chunk, for all devices. Chunks have at most 64 GiB, since registrations of half a TiB are
+        refused, and meet on borders of 2 MiB. A copy must not cross a border: :func:`spans` has them.
+Rule 2. A memory is pinned as a whole or not at all: a chunk that is refused unpins those before it, and the reason is kept.
+Rule 3. A forked child has no part in it. It unpins nothing, and pinned memory of its parent's alone is not there: the kernel
+        would copy each such page at the fork, which for 100 GiB takes a minute.
+Rule 4. After an error that ends the context, nothing is pinned any more in this process.
+Rule 5. Unpinning may happen in any thread, in a finalizer: it takes no lock of this module, and leaves the thread as it was.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
+import mmap
+import os
 import sys
-from typing import Any, Protocol
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
-from .._errors import CannotMap
+import attrs
 
-_PORTABLE = 1
-"""Pinned for every device and thread (cudaHostRegisterPortable)."""
-_READ_ONLY = 8
-"""The device only reads it (cudaHostRegisterReadOnly): without it, memory that is mapped read-only is refused."""
+from . import background
+from .cuda import CudaError, Driver, NoDriver, find_driver
+
+if TYPE_CHECKING:
+    from .memory import Memory
+
+CHUNK_BYTES: Final = 64 << 30
+"""Most bytes of one registration."""
+BORDER_BYTES: Final = 2 << 20
+"""Chunks meet at multiples of this, the size of a huge page."""
+AT_ONCE_BYTES: Final = 1 << 30
+"""Memory up to this size is pinned by its maker; it takes a tenth of a second. Larger memory is pinned in the background."""
+DRIVER_NODE: Final = "/dev/nvidiactl"
+"""Device file that a process of CUDA opens."""
 
 _log = logging.getLogger(__name__)
 
-
-class Pinning(Protocol):
-    """Pins memory, and lets go of it."""
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        """Pin it. An empty text, or why that cannot be."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Let go of what was pinned from this address on. Never raises."""
-        ...
+_lock = threading.Lock()
+_pins: Final[weakref.WeakSet[Pin]] = weakref.WeakSet()
+_spans: Final[dict[int, int]] = {}
+"""Where registrations stop, by where they start. Changed and copied by single operations, so that no lock is needed."""
 
 
-class CudaPinning:
-    """cudaHostRegister, by way of torch."""
+@attrs.define
+class _Process:
+    """What is known of CUDA in this process."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        try:
-            flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
-            code = int(self._torch.cuda.cudart().cudaHostRegister(address, length, flags))
-        except Exception as exc:  # no driver, no device, or a torch that was built without CUDA
-            return f"{type(exc).__name__}: {exc}"
-        if not code:
-            return ""
-        self._forget_error()
-        return f"cudaHostRegister gave error {code}"
-
-    def unpin(self, address: int) -> None:
-        try:
-            code = int(self._torch.cuda.cudart().cudaHostUnregister(address))
-        except Exception as exc:  # the interpreter is going down
-            _log.debug("not unpinned: %r", exc)
-        else:
-            if code:
-                self._forget_error()
-
-    def _forget_error(self) -> None:
-        """Clear an error that CUDA keeps until it is read. Otherwise a kernel of the engine would report it."""
-        try:
-            self._torch.empty(1, device="cuda").fill_(0)
-        except Exception:
-            _log.debug("there was one", exc_info=True)
+    is_expected: bool = False
+    lost: str = ""
+    """The error that ended the context."""
+    sorted_spans: tuple[object, list[tuple[int, int]]] = (None, [])
+    """The version of the spans, and these in order."""
+    version: object = None
 
 
-def find_pinning(wanted: bool | None) -> Pinning | None:
-    """How to pin here: None if it is not wanted, or if this process does not use CUDA.
+_process: Final = _Process()
+
+
+# --- whether to pin ---------------------------------------------------------------------------------------------------
+
+
+def expect_cuda() -> None:
+    """Have memory pinned in this process if there is a driver: it will copy for devices, and imports no torch before."""
+    _process.is_expected = os.path.exists(DRIVER_NODE)
+
+
+def uses_cuda() -> bool:
+    """Return whether memory is to be pinned here: torch has initialized CUDA, or :func:`expect_cuda` has found a driver."""
+    if _process.is_expected:
+        return True
+    torch: Any = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+def why_no_driver() -> str:
+    """Return the reason why nothing can be pinned on this host; empty if there is a driver with a device."""
+    try:
+        find_driver()
+    except NoDriver as exc:
+        return str(exc)
+    return ""
+
+
+# --- pinning ----------------------------------------------------------------------------------------------------------
+
+
+class Pin:
+    """The pinning of one memory, undone right before it is unmapped. Nothing is pinned before :meth:`step` is called.
 
     Args:
-        wanted: True imports torch if need be. None: only where torch is imported already, and has a device.
-
-    Raises:
-        CannotMap: it is wanted, and there is no CUDA.
+        memory: is not kept.
     """
-    if wanted is False:
-        return None
-    torch = sys.modules.get("torch")
-    if wanted and torch is None:
+
+    def __init__(self, memory: Memory) -> None:
+        self.nbytes: Final = -(-memory.length // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Size of the memory."""
+        self.pinned_bytes: int = 0
+        """Bytes that are pinned, from the start on."""
+        self.why_not: str = ""
+        """Reason why the memory is not pinned; empty while none is known."""
+        self._address = memory.address
+        self._read_only = not memory.writable
+        self._memory = weakref.ref(memory)
+        self._starts: list[int] = []
+        memory.before_unmap(self._unpin)
+        with _lock:
+            _pins.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Pin of {self.pinned_bytes} of {self.nbytes} bytes at {self._address:#x}>"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the memory is pinned."""
+        return self.pinned_bytes == self.nbytes
+
+    def pin(self) -> None:
+        """Pin all of the memory in this thread, or nothing: see :attr:`why_not`."""
+        while self.step():
+            pass
+
+    def pin_soon(self, *, may_block: bool = True) -> None:
+        """Pin the memory: now if it is small and the caller may block, and otherwise in the background."""
+        if may_block and self.nbytes <= AT_ONCE_BYTES:
+            self.pin()
+            return
         try:
-            import torch
-        except ImportError as exc:
-            raise CannotMap("pinning needs torch: pip install trio-offload[torch]") from exc
-    if torch is not None and torch.cuda.is_available():
-        return CudaPinning(torch)
-    if wanted:
-        raise CannotMap("pinning is wanted, but torch finds no CUDA device")
-    return None
+            background.in_background(self.step)
+        except RuntimeError as exc:
+            self.why_not = f"no thread pins it: {exc}"
+
+    def step(self) -> bool:
+        """Pin the next chunk. For one thread at a time; it waits for the driver.
+
+        Returns:
+            Whether there is another chunk. Not after a refusal, nor once the memory is unmapped.
+        """
+        memory = self._memory()
+        if memory is None or self.why_not or self.is_whole:
+            return False
+        start, end = self._address + self.pinned_bytes, self._address + self.nbytes
+        stop = min(end, (start + CHUNK_BYTES) // BORDER_BYTES * BORDER_BYTES)
+        memory.hide(start, stop)  # before it is pinned: a fork in between would copy it
+        self._starts.append(start)  # first: what is interrupted behind the call is unpinned as well
+        try:
+            _register(start, stop, read_only=self._read_only)
+        except CudaError as error:
+            self._starts.pop()
+            self._unpin()
+            memory.show()
+            self.why_not = _reason(error, self.nbytes)
+            _log.warning("memory of %d bytes is not pinned: %s", self.nbytes, self.why_not)
+            return False
+        self.pinned_bytes = stop - self._address
+        return not self.is_whole
+
+    def _unpin(self) -> None:
+        self.pinned_bytes = 0
+        while self._starts:
+            _unregister(self._starts.pop())
+
+
+def _register(start: int, stop: int, *, read_only: bool) -> None:
+    if _process.lost:
+        raise NoDriver(_process.lost)
+    driver = find_driver()
+    try:
+        with driver.attached(_device(driver)):
+            driver.register(start, stop - start, read_only=read_only)
+    except CudaError as error:
+        if error.sticky:
+            _process.lost = f"this process has lost its CUDA context: {error}"
+        raise
+    _spans[start] = stop
+    _process.version = object()
+
+
+def _unregister(start: int) -> None:
+    _spans.pop(start, None)
+    _process.version = object()
+    try:
+        driver = find_driver()
+        with driver.attached(_device(driver)):
+            driver.unregister(start)
+    except CudaError as error:  # not pinned after all, or the context is lost, or the process ends
+        _log.debug("not unpinned: %s", error)
+
+
+def _device(driver: Driver) -> int:
+    """Return a device that this process uses already: another one would take 500 MiB of that device for its context."""
+    active = driver.active_device()
+    return 0 if active is None else active
+
+
+def _reason(error: CudaError, nbytes: int) -> str:
+    """Return the driver's reason, and the limits of this process that are smaller than the memory."""
+    from .._pool.facts import memlock_limit, memory_left
+
+    text, locked, left = str(error), memlock_limit(), memory_left()
+    if locked is not None and locked < nbytes + sum(stop - start for start, stop in _spans.copy().items()):
+        text += f"; it may lock {locked} bytes (ulimit -l, LimitMEMLOCK)"
+    if left is not None and left < nbytes:
+        text += f"; {left} bytes of memory are left here"
+    return text
+
+
+# --- what is pinned ---------------------------------------------------------------------------------------------------
+
+
+def spans(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return where the registrations that overlap these bytes start and stop, in order. For any thread.
+
+    Empty: none of the bytes are pinned.
+    """
+    version, cached = _process.version, _process.sorted_spans
+    if cached[0] is not version:  # read before the spans are: an older list is made once more
+        cached = _process.sorted_spans = version, sorted(_spans.copy().items())
+    found = cached[1]
+    first = max(0, bisect.bisect_right(found, (address, sys.maxsize)) - 1)
+    if first < len(found) and found[first][1] <= address:
+        first += 1
+    return found[first : bisect.bisect_left(found, (address + nbytes,))]
+
+
+@attrs.frozen
+class PinningStatistics:
+    """Memory of this process that is to be pinned."""
+
+    wanted_bytes: int
+    """Bytes that are pinned, will be, or were refused."""
+    pinned_bytes: int
+    refused_bytes: int
+    why_not: str
+    """Reason for most of the refused bytes; empty if there are none."""
+    lost: str
+    """Error that ended the CUDA context of this process; empty if it is there."""
+
+
+def statistics() -> PinningStatistics:
+    """Return how much memory is pinned."""
+    with _lock:
+        pins = list(_pins)
+    refused: Counter[str] = Counter()
+    for pin in pins:
+        if pin.why_not:
+            refused[pin.why_not] += pin.nbytes
+    most = refused.most_common(1)
+    return PinningStatistics(
+        sum(pin.nbytes for pin in pins),
+        sum(pin.pinned_bytes for pin in pins),
+        refused.total(),
+        most[0][0] if most else "",
+        _process.lost,
+    )
+
+
+def _after_fork() -> None:
+    """Forget what the parent has pinned: rule 3."""
+    global _lock
+    _lock = threading.Lock()  # a thread that is not here may have held it
+    _pins.clear()
+    _spans.clear()
+    _process.version = object()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -122,6 +122,8 @@ class Facts:
     """Where regions are spans of one."""
     populates: bool = True
     """Whether the kernel puts pages in place when told (MADV_POPULATE_WRITE)."""
+    why_no_driver: str | None = None
+    """Reason why memory cannot be pinned for CUDA; empty: there is a driver; None: not asked."""
     curve: bool | None = None
     """Whether ZeroMQ was built with CURVE; None: not asked."""
 
@@ -138,7 +140,7 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
         findings.append(_device(facts.device, wanted))
     findings += [_descriptors(facts, wanted), _populate(facts)]
     if wanted.pin:
-        findings.append(_memlock(facts, wanted))
+        findings += [_memlock(facts, wanted), *_driver(facts)]
     if wanted.curve or facts.curve is not None:
         findings.append(_curve(facts, wanted))
     findings += [examine_socket(fact) for fact in facts.sockets]
@@ -269,6 +271,16 @@ def _memlock(facts: Facts, wanted: Wanted) -> Finding:
         "ulimit -l unlimited for the clients (in a container: --ulimit memlock=-1); some drivers pin without asking"
     )
     return Finding(name, "warn", found, needed, way_out)
+
+
+def _driver(facts: Facts) -> list[Finding]:
+    name, needed = "CUDA driver", "one, with a device"
+    if facts.why_no_driver is None:
+        return []
+    if not facts.why_no_driver:
+        return [Finding(name, "ok", "there, with a device", needed)]
+    way_out = "install it (in a container: --gpus all), or go without --pin: clients without one do not pin"
+    return [Finding(name, "warn", facts.why_no_driver, needed, way_out)]
 
 
 def _curve(facts: Facts, wanted: Wanted) -> Finding:

@@ -170,6 +170,22 @@ def a_thread_needs_to_be_attached(driver: Driver) -> None:
     assert [error.code for error in errors] == [201]
 
 
+def an_attached_block_leaves_its_thread_as_it_was(driver: Driver) -> None:
+    """A thread of somebody else's that runs a finalizer."""
+    errors: list[CudaError] = []
+
+    def run() -> None:
+        with driver.attached(0):
+            driver.destroy_stream(driver.stream())
+        errors.append(_refused(driver.stream))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [error.code for error in errors] == [201]
+    assert driver.active_device() == 0
+
+
 def an_empty_allocation_is_refused(driver: Driver) -> None:
     """And so is one that is larger than the device."""
     assert _refused(lambda: driver.allocate(0)).code == 1
@@ -197,6 +213,7 @@ CHECKS: Final = (
     what_is_read_only_is_registered_as_such,
     an_allocation_is_found_by_any_address_in_it,
     a_thread_needs_to_be_attached,
+    an_attached_block_leaves_its_thread_as_it_was,
     an_empty_allocation_is_refused,
     no_stream_of_ours_is_capturing,
     devices_have_names,

@@ -70,7 +70,9 @@ _WITHOUT_CONTEXT: Final = frozenset(
         "cuDeviceGet",
         "cuDeviceGetName",
         "cuDeviceGetUuid_v2",
+        "cuDevicePrimaryCtxGetState",
         "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent_v2",
         "cuCtxSetCurrent",
         "cuThreadExchangeStreamCaptureMode",
         "cuGetProcAddress_v2",
@@ -78,6 +80,7 @@ _WITHOUT_CONTEXT: Final = frozenset(
     }
 )
 _CONTEXTS: Final = 0xC000
+_RELAXED: Final = 2
 _BATCH: Final = "cuMemcpyBatchAsync"
 _PATIENCE: Final = 30.0
 """Seconds that a synchronization waits for a gate before it calls that a deadlock."""
@@ -223,7 +226,8 @@ class FakeCuda:
         if device in self._lost:
             return self._lost[device]
         others = any(thread != threading.get_ident() for thread in self._captures.values())
-        if name in _UNSAFE and self._captures and (not others or not getattr(self._of_thread, "mode", 0)):
+        mode = getattr(self._of_thread, "mode", 0)
+        if name in _UNSAFE and self._captures and mode != _RELAXED and (not others or not mode):
             self.invalidated = True
             return CAPTURE_UNSUPPORTED
         return 0
@@ -281,8 +285,19 @@ class FakeCuda:
         self.contexts.add(device)
         ctypes.c_void_p.from_address(out).value = _CONTEXTS + device
 
+    def _cuDevicePrimaryCtxGetState(self, device: int, flags: int, active: int) -> None:
+        ctypes.c_int.from_address(active).value = int(device in self.contexts)
+
     def _cuCtxSetCurrent(self, context: int) -> None:
         self._of_thread.device = context - _CONTEXTS
+
+    def _cuCtxPushCurrent(self, context: int) -> None:
+        self._of_thread.below = [*getattr(self._of_thread, "below", ()), self._device]
+        self._of_thread.device = context - _CONTEXTS
+
+    def _cuCtxPopCurrent(self, out: int) -> None:
+        ctypes.c_void_p.from_address(out).value = _CONTEXTS + self._here()
+        self._of_thread.device = self._of_thread.below.pop()
 
     def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> None:
         new = ctypes.c_int.from_address(mode)
@@ -295,7 +310,11 @@ class FakeCuda:
         return 0 if there else NOT_FOUND
 
     def _cuGetErrorName(self, code: int, out: int) -> None:
-        names = {value: name for name, value in globals().items() if name.isupper() and isinstance(value, int)}
+        names = {
+            value: name
+            for name, value in globals().items()
+            if name[0].isupper() and name.isupper() and isinstance(value, int)
+        }
         self._of_thread.text = ctypes.create_string_buffer(f"CUDA_ERROR_{names.get(code, 'UNKNOWN')}".encode())
         ctypes.c_void_p.from_address(out).value = ctypes.addressof(self._of_thread.text)
 

@@ -26,6 +26,7 @@ Name: TypeAlias = Literal[
     "few_descriptors",
     "unlinked_files",
     "stuck_journal",
+    "unpinned_memory",
 ]
 NAMES: Final[tuple[Name, ...]] = get_args(Name)
 
@@ -84,6 +85,10 @@ class ServiceFacts:
     """Room by tier."""
     descriptors: tuple[int, int] | None = None
     """Open file descriptors, and how many may be."""
+    refused_bytes: int = 0
+    """Memory that was to be pinned for CUDA, and could not be."""
+    why_not_pinned: str = ""
+    """Reason for that, or the error that ended the CUDA context; empty if there is neither."""
     unlinked: tuple[str, ...] | None = None
     """Files that the service has made, and that are gone."""
 
@@ -151,6 +156,12 @@ class DegradationWatch:
             is_open, most = facts.descriptors
             if is_open > MOST_OPEN * most:
                 yield Degradation("few_descriptors", "", few_descriptors(is_open, most))
+        if facts.why_not_pinned:
+            text = (
+                f"{_rounded(facts.refused_bytes)} of memory are not pinned, so that GPUs copy slower ({facts.why_not_pinned}): "
+                f"lift that limit, and restart the service"
+            )
+            yield Degradation("unpinned_memory", "", text)
         for path in facts.unlinked or ():
             text = (
                 f"{path} was removed while it is in use: keep cleaners away, and restart the service if it stays away"

@@ -1,7 +1,7 @@
 """Memory that a daemon can map: what an engine allocates its KV cache in, so that the daemon copies from and to it by itself.
 
 A memfd that is sealed against any change of its size: the daemon maps nothing else, since memory that shrinks under a mapping
-ends the process that touches it.
+ends the process that touches it. Where this process uses CUDA, it is pinned in the background.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.pages import Pages
 from maru._memory.memory import Memory
+from maru._memory.pinning import Pin, uses_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,8 @@ class SharedMemory:
         self.descriptor: int = descriptor
         """Handed over to the daemon."""
         self.nbytes: int = nbytes
+        if uses_cuda():
+            Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
         with _lock:
             _all.add(self)
 

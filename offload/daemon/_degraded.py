@@ -16,6 +16,7 @@ import trio
 
 from backends.file import FileTier
 from backends.threads import run_in_thread
+from maru._memory import pinning
 from maru._process_limits import find_descriptors
 
 from .._health import HealthState
@@ -90,7 +91,12 @@ class Degradations:
     async def _facts(self) -> ServiceFacts:
         engine = self.engine()
         rooms: dict[str, tuple[str, int]] = {}
-        facts = ServiceFacts(journal=self.journal())
+        pinned = pinning.statistics()
+        facts = ServiceFacts(
+            journal=self.journal(),
+            refused_bytes=pinned.refused_bytes,
+            why_not_pinned=pinned.lost or pinned.why_not,
+        )
         if engine is not None:
             statistics = engine.statistics()
             facts = attrs.evolve(

@@ -53,6 +53,7 @@ class Told:
     sessions: Sequence[SessionFacts]
     quarantined: int = 0
     withheld: int = 0
+    pinning: Mapping[str, Fact] = attrs.field(factory=dict)
     degraded: Mapping[str, str] = attrs.field(factory=dict)
     """What it does less than it was set up for: a sentence, by name and subject."""
 
@@ -68,7 +69,7 @@ def examine_daemon(facts: DaemonFacts) -> list[Finding]:
             findings.append(Finding("operator", "warn", text, "what the daemon tells", "use the token of this daemon"))
         return findings
     told = facts.told
-    findings += [_version(facts, told), _descriptors(told), _memlock(facts, told), _leases(told)]
+    findings += [_version(facts, told), _descriptors(told), _memlock(facts, told), _pinning(told), _leases(told)]
     findings += [_tier(tier) for tier in told.tiers]
     findings.append(_quarantine(told))
     findings += _degraded(told)
@@ -132,6 +133,13 @@ def _memlock(facts: DaemonFacts, told: Told) -> Finding:
     return Finding(
         name, "warn", _limit(limit), _size(needed), "LimitMEMLOCK=infinity: copies from pageable memory are slower"
     )
+
+
+def _pinning(told: Told) -> Finding:
+    """How far pinning is; a refusal is among the degradations, with its reason."""
+    wanted, pinned = (int(told.pinning.get(f"{name}_bytes") or 0) for name in ("wanted", "pinned"))
+    found = f"{_size(pinned)} of {_size(wanted)} are pinned" if wanted else "none is to be pinned"
+    return Finding("pinned memory", "ok", found, _size(wanted))
 
 
 def _leases(told: Told) -> Finding:

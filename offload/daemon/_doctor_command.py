@@ -69,6 +69,7 @@ def _look(options: DaemonOptions) -> tuple[DaemonFacts, Described | None]:
         described.sessions,
         len(quarantines.copies),
         quarantines.withheld_keys,
+        described.sections.get("pinning", {}),
         {name: str(text) for name, text in described.sections.get("degraded", {}).items()},
     )
     return attrs.evolve(facts, told=told), described

@@ -19,6 +19,7 @@ import trio
 from backends.abc import Key, Tier
 from backends.memory import MemoryTier
 from backends.threads import run_in_thread
+from maru._memory.pinning import expect_cuda
 from maru._pool.facts import memory_limit
 from maru.configuration import as_bytes
 from maru.kv_events import KeyBook
@@ -150,6 +151,7 @@ class DaemonEngine:
 
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
+        expect_cuda()  # nothing has imported torch: that is for the first cache on a device
         # Before they are made: those with populate = true have all of their memory then.
         _check_limit(self.config.tiers, self.page_store)
         if any(_is_page_store(tier) for tier in self.config.tiers.values()):
@@ -166,7 +168,7 @@ class DaemonEngine:
             self.on_opened(engine)
             self._attempt.over.set()
             task_status.started()
-            # Behind: a first touch of 64 GiB takes half a minute, in which engines can already be served.
+            # Behind: to touch and pin 64 GiB takes half a minute, in which engines can already be served.
             await _populate(engine)
             await trio.sleep_forever()
 

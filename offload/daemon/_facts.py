@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from maru._memory import pinning
 from maru._pool.facts import memlock_limit
 from maru._process_limits import find_descriptors
 from maru.configuration import as_size
@@ -41,6 +42,7 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
             "open_descriptors": is_open,
             "memlock_bytes": _or_none(memlock_limit()),
         },
+        "pinning": _pinning(),
         "page store": {"pool_path": daemon.pool_path, "pages_of_engines": daemon.pages_of_engines},
         "tenants": {
             name: f"quota {as_size(daemon.tenants.quotas[name])}" if name in daemon.tenants.quotas else "no quota"
@@ -51,6 +53,17 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
     }
     engine = daemon.engine
     return sections, [] if engine is None else _tiers(engine), _sessions(daemon)
+
+
+def _pinning() -> dict[str, Fact]:
+    """Return how much memory of this process is pinned for CUDA, and the reason if some is not."""
+    found = pinning.statistics()
+    return {
+        "wanted_bytes": found.wanted_bytes,
+        "pinned_bytes": found.pinned_bytes,
+        "refused_bytes": found.refused_bytes,
+        "why_not": found.lost or found.why_not,
+    }
 
 
 def _or_none(limit: int | None) -> Fact:

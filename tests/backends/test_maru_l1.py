@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import signal
 import sys
@@ -26,6 +25,7 @@ from backends.testing import payload_of
 from backends.wrappers import Zstd, wrap
 from maru import HandlerClosed, LeaseLost, MaruConfig, MaruError, MaruHandler, NoAnswer
 from maru.testing import Code, Fate, open_lossy_wire, open_test_server
+from tests.support.cuda_process import process_with_cuda
 from tests.support.maru_actors import impatient, operations
 from tests.support.maru_processes import Server, temporary_pool
 from tests.support.pools import until
@@ -566,32 +566,14 @@ async def test_a_server_that_is_killed_loses_nothing_that_was_committed() -> Non
 # --- a device that copies by itself -------------------------------------------------------------------------------
 
 
-class Pins:
-    """What CUDA would do, without a device."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        self.pinned[address] = length
-        return ""
-
-    def unpin(self, address: int) -> None:
-        del self.pinned[address]
-
-
-async def test_its_pages_are_registered_with_cuda_where_that_is_from_the_layout_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pins = Pins()
-    monkeypatch.setattr("maru._memory.mapping.find_pinning", lambda wanted: pins)
-    async with open_test_server() as server, open_l1(server.endpoints[0], register=False) as l1:
-        assert not pins.pinned
-        await l1.register_kv_layout(SHAPES, DTYPE)
-        [(start, length)] = pins.pinned.items()
-        async with await l1.reserve_write(keys_of(2)) as reservation:
-            for page in reservation.pages:
-                address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-                assert start <= address <= start + length - BLOCK
-    gc.collect()
-    assert not pins.pinned
+async def test_its_pages_are_registered_with_cuda_where_that_is_from_the_layout_on() -> None:
+    with process_with_cuda() as cuda:
+        async with open_test_server() as server, open_l1(server.endpoints[0], register=False) as l1:
+            assert not cuda.registered
+            await l1.register_kv_layout(SHAPES, DTYPE)
+            [region] = cuda.registered.values()
+            async with await l1.reserve_write(keys_of(2)) as reservation:
+                for page in reservation.pages:
+                    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+                    assert region.address <= address <= region.address + region.nbytes - BLOCK
+            del page, reservation

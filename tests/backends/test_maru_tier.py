@@ -1,7 +1,6 @@
 """The page store as a tier, against real servers: in this process, in another one, behind a wire that loses answers."""
 
 import ctypes
-import gc
 import itertools
 import json
 import subprocess
@@ -25,6 +24,7 @@ from backends.testing import check_tier, payload_of
 from maru import LeaseLost, MaruError, MaruHandler
 from maru.testing import Code, Fate, open_lossy_wire, open_test_server
 from offload import from_thread
+from tests.support.cuda_process import process_with_cuda
 from tests.support.maru_actors import impatient
 from tests.support.maru_processes import PATIENCE, Server, temporary_pool
 from tests.support.pools import until
@@ -773,38 +773,17 @@ async def test_a_server_that_is_killed_while_we_store_loses_nothing_that_was_ack
 # --- a device that copies by itself -------------------------------------------------------------------------------
 
 
-class Pins:
-    """What CUDA would do, without a device."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.ever: list[bool] = []
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        self.pinned[address] = length
-        self.ever.append(writable)
-        return ""
-
-    def unpin(self, address: int) -> None:
-        del self.pinned[address]
-
-
-async def test_pages_are_registered_with_cuda_where_it_is_those_of_others_to_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pins = Pins()
-    monkeypatch.setattr("maru._memory.mapping.find_pinning", lambda wanted: pins)
+async def test_pages_are_registered_with_cuda_where_it_is_those_of_others_to_be_read() -> None:
     keys = keys_of(3)
-    async with open_test_server() as server:
-        url = server.endpoints[0]
-        async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url, pool_size=0)) as other:
-            reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
-            [(start, length)] = pins.pinned.items()
-            assert all(start <= address < start + length for address in reservation.pages.addresses)
-            reservation.release()
-            await store(tier, keys)
-            assert (await load(other, keys))[1] == payloads(keys)
-            assert sorted(pins.ever) == [False, True]
-            del reservation
-    gc.collect()
-    assert not pins.pinned
+    with process_with_cuda() as cuda:
+        async with open_test_server() as server:
+            url = server.endpoints[0]
+            async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url, pool_size=0)) as other:
+                reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
+                [own] = cuda.registered.values()
+                assert all(own.address <= at < own.address + own.nbytes for at in reservation.pages.addresses)
+                reservation.release()
+                await store(tier, keys)
+                assert (await load(other, keys))[1] == payloads(keys)
+                assert sorted(span.read_only for span in cuda.registered.values()) == [False, True]
+                del reservation

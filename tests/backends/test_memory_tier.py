@@ -32,6 +32,10 @@ from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages
 from backends.slots import PORTION_BYTES, PagesDestination
 from backends.testing import check_tier, payload_of
 from backends.threads import keep_threads
+from maru._memory.cuda import find_driver
+from maru._memory.pinning import spans
+from maru.fake_cuda import FakeCuda
+from tests.support.cuda_process import process_with_cuda
 
 SIZE = 4096
 KEYS = [b"key %d" % number for number in range(8)]
@@ -407,11 +411,57 @@ def test_populating_touches_every_page(madvise, monkeypatch):
     assert lazy.pages([0])[0][0] == eager.pages([0])[0][0] == 0
 
 
-@pytest.mark.skipif("torch" in sys.modules and sys.modules["torch"].cuda.is_available(), reason="needs no CUDA")
-def test_pinning_without_cuda_is_refused():
-    pytest.importorskip("torch")
-    with pytest.raises(ValueError, match="pin_memory is True, but torch sees no CUDA device"):
+def test_pinning_without_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr("maru._memory.cuda.open_library", lambda: FakeCuda(devices=0).library)
+    find_driver.cache_clear()
+    with pytest.raises(ValueError, match="pin_memory is True, but the CUDA driver sees no device"):
         tier_of(pin_memory=True)
+    find_driver.cache_clear()
+
+
+@pytest.fixture
+def cuda():
+    with process_with_cuda() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("pin", [True, None])
+def test_a_tier_is_pinned_until_it_is_closed(cuda, pin):
+    tier = tier_of(16, pin_memory=pin)
+    address = tier.views([0]).addresses[0]
+    assert spans(address, 16 * SIZE) == [(address, address + 16 * SIZE)]
+    tier.close()
+    assert not cuda.registered
+
+
+def test_a_tier_that_is_not_to_be_pinned_is_not(cuda):
+    tier = tier_of(16, pin_memory=False)
+    assert not cuda.registered
+    tier.close()
+
+
+def test_a_refusal_is_an_error_only_if_pinning_was_demanded(cuda):
+    cuda.most_registered = 0
+    tier = tier_of(16)
+    assert "OUT_OF_MEMORY" in tier._pages.pin.why_not
+    tier.close()
+    with pytest.raises(
+        MemoryError, match="cannot be pinned: cuMemHostRegister_v2 failed with CUDA_ERROR_OUT_OF_MEMORY"
+    ):
+        tier_of(16, pin_memory=True)
+
+
+def test_memory_that_is_populated_later_is_pinned_after_its_last_portion(cuda, monkeypatch):
+    monkeypatch.setattr("backends.memory.POPULATE_BYTES", 8 * SIZE)
+    tier = tier_of(20, populate=False)
+    *others, last = tier.unpopulated()
+    for start in others:
+        tier.populate(start)
+    assert not cuda.registered
+    tier.populate(last)
+    assert cuda.registered
+    tier.close()
+    tier.populate(last)
 
 
 def test_a_tier_imports_no_torch():

@@ -64,7 +64,9 @@ from backends.pinned_pool._messages import (
     split,
 )
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru.fake_cuda import FakeCuda
 from maru.transport import BlockingDealer
+from tests.support.cuda_process import process_with_cuda
 from tests.support.held_by_process import open_descriptors
 from tests.support.maru_processes import PATIENCE, eventually, within
 from tests.support.pinned_pools import (
@@ -314,55 +316,49 @@ def test_mapped_memory_stays_when_the_session_ends(server: PinnedPoolServer) -> 
 # --- pinning ------------------------------------------------------------------------------------------------------
 
 
-class FakePinning:
-    """What cudaHostRegister would be asked."""
-
-    def __init__(self, failed: str = "") -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self.failed = failed
-
-    def pin(self, address: int, length: int, writable: bool) -> str:
-        self.calls.append(("pin", length, writable))
-        return self.failed
-
-    def unpin(self, address: int) -> None:
-        self.calls.append(("unpin",))
-
-
-def test_pool_is_pinned_with_cuda_and_let_go() -> None:
-    pinning = FakePinning()
-    make = functools.partial(PoolMemory, pinning=pinning)
-    with server_in_thread(make_memory=make) as server:
+def test_pool_is_pinned_with_cuda_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "has_device", lambda: True)
+    with process_with_cuda(uses=False) as cuda, server_in_thread() as server:
         with client_of(server) as client:
             assert (client.info.pinned, client.info.why_not_pinned) == ("cuda", "")
-            assert pinning.calls == [("pin", MIB, True)]
-        assert eventually(lambda: at_rest(server) and pinning.calls == [("pin", MIB, True), ("unpin",)])
+            assert [span.nbytes for span in cuda.registered.values()] == [MIB]
+        assert eventually(lambda: at_rest(server) and not cuda.registered)
 
 
-def test_pool_that_cuda_refuses_is_locked_instead_unless_cuda_was_wanted() -> None:
-    memory = PoolMemory(MIB, "auto", pinning=FakePinning("cudaHostRegister gave error 1"))
-    assert memory.pinned in ("locked", "no")
-    memory.close()
-    with pytest.raises(PoolRefused, match="gave error 1"):
-        PoolMemory(MIB, "cuda", pinning=FakePinning("cudaHostRegister gave error 1"))
-
-
-def test_real_path_to_cuda_is_taken_where_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[bool | None] = []
-    pinning = FakePinning()
-
-    def find(pin: bool | None) -> FakePinning:
-        wanted.append(pin)
-        return pinning
-
-    monkeypatch.setattr(memory_module, "find_pinning", find)
+def test_pool_that_cuda_refuses_is_locked_instead_unless_cuda_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "has_device", lambda: True)
-    assert PoolMemory(4096, "auto").pinned == "cuda"
-    assert PoolMemory(4096, "cuda").pinned == "cuda"
-    assert wanted == [True, True]
-    assert PoolMemory(4096, "lock").pinned in ("locked", "no")
-    assert PoolMemory(4096, "none").pinned == "no"
-    assert wanted == [True, True]
+    with process_with_cuda(FakeCuda(most_registered=0)):
+        memory = PoolMemory(MIB, "auto")
+        assert memory.pinned in ("locked", "no")
+        memory.close()
+        with pytest.raises(PoolRefused, match="OUT_OF_MEMORY"):
+            PoolMemory(MIB, "cuda")
+
+
+def test_cuda_is_used_where_a_device_is_and_it_is_not_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "has_device", lambda: False)
+    with process_with_cuda():
+        pools = [PoolMemory(4096, "auto"), PoolMemory(4096, "cuda")]
+        assert [pool.pinned for pool in pools][1] == "cuda" != pools[0].pinned
+        monkeypatch.setattr(memory_module, "has_device", lambda: True)
+        pools += [PoolMemory(4096, "auto"), PoolMemory(4096, "lock"), PoolMemory(4096, "none")]
+        assert pools[2].pinned == "cuda" != pools[3].pinned
+        assert pools[4].pinned == "no"
+        for pool in pools:
+            pool.close()
+        del pools, pool
+
+
+def test_a_pool_whose_server_ends_while_it_is_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru._memory.pinning.CHUNK_BYTES", 2 * MIB)
+    with process_with_cuda() as cuda:
+
+        def end() -> None:
+            if cuda.registered:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            PoolMemory(8 * MIB, "cuda", end)
 
 
 def test_memory_beyond_the_limit_is_used_unpinned_and_said(

@@ -237,22 +237,101 @@ def test_a_forked_child_reads_a_region_and_cannot_write_it() -> None:
     """)
 
 
-def test_a_forked_child_unpins_nothing() -> None:
-    run("""
-        from backends.memory import HostPages
+CUDA = """
+import logging
+from maru._memory import pinning
+from maru._memory.memory import Memory
+from maru.fake_cuda import FakeCuda, use
 
-        class Cuda:
-            unregistered = 0
-            def cudaHostUnregister(self, address):
-                Cuda.unregistered += 1
-        pages = HostPages(1, 4096)
-        pages._run._cuda = Cuda()
+fake = FakeCuda()
+cuda = use(fake)
+cuda.__enter__()
+pinning._process.is_expected = True
+logging.disable()
+"""
+
+
+def test_a_forked_child_unpins_nothing() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        from backends.memory import MemoryTier
+
+        tier = MemoryTier(4096, 4096)
         def check():
-            pages.close()
-            assert not Cuda.unregistered
+            global tier
+            assert pinning.spans(0, 1 << 62) == [] and not pinning.statistics().wanted_bytes
+            calls = len(fake.calls)
+            tier.close()
+            del tier
+            gc.collect()
+            assert fake.registered and len(fake.calls) == calls
         in_child(check)
-        pages.close()
-        assert Cuda.unregistered == 1
+        assert pinning.spans(0, 1 << 62)
+        tier.close()
+        assert not fake.registered
+    """)
+
+
+def test_pinned_private_memory_is_not_in_a_forked_child_which_unmaps_nothing_there() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        import mmap
+        from maru._memory.memory import _mmap
+
+        memory, plain = Memory.private(2 << 20), Memory.private(2 << 20)
+        pinning.Pin(memory).pin()
+        start = memory.address
+        def is_mapped(address):
+            with open("/proc/self/maps") as maps:
+                spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+            return any(start <= address < stop for start, stop in spans)
+        def check():
+            global memory, plain
+            assert not is_mapped(start) and is_mapped(plain.address)
+            own = _mmap(start, 4096, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10, -1, 0)  # MAP_FIXED
+            assert own == start
+            address = plain.address
+            del memory, plain
+            gc.collect()
+            assert is_mapped(start) and not is_mapped(address)
+        in_child(check)
+        del memory
+        assert not is_mapped(start) and not fake.registered
+    """)
+
+
+def test_memory_whose_pinning_was_refused_is_in_a_forked_child() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        fake.most_registered = 3 << 20
+        pinning.CHUNK_BYTES = 2 << 20
+        memory = Memory.private(6 << 20)
+        memory.buffer()[:] = b"p" * (6 << 20)
+        pin = pinning.Pin(memory)
+        pin.pin()
+        assert pin.why_not
+        def check():
+            assert bytes(memory.buffer()) == b"p" * (6 << 20)
+        in_child(check)
+    """)
+
+
+def test_a_forked_child_pins_in_the_background_by_a_thread_of_its_own() -> None:
+    run(f"""
+        {textwrap.indent(CUDA, " " * 8).strip()}
+        import threading
+        from maru._memory.background import in_background, wait_prepared
+
+        over = threading.Event()
+        in_background(lambda: over.wait(60) and False)
+        def check():
+            done = []
+            in_background(lambda: bool(done.append(1)))
+            wait_prepared()
+            assert done == [1]
+        in_child(check)
+        over.set()
+        wait_prepared()
     """)
 
 

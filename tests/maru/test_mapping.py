@@ -14,9 +14,10 @@ import pytest
 
 from maru import CannotMap, HandlerClosed
 from maru._memory import memory as memory_module
-from maru._memory import pinning as pinning_module
+from maru._memory import pinning
 from maru._memory.mapping import map_region
 from maru._memory.memory import PAGE_BYTES, Memory, can_populate
+from tests.support.cuda_process import process_with_cuda
 from tests.support.held_by_process import open_descriptors
 
 LENGTH = 4 * PAGE_BYTES
@@ -335,121 +336,52 @@ def test_memory_is_populated_in_small_steps(monkeypatch):
 # --- pinning ------------------------------------------------------------------------------------------------------
 
 
-class FakePinning:
-    """Pins nothing, and writes down when; it sees whether what it unpins is still mapped."""
-
-    def __init__(self, problem=""):
-        self.problem = problem
-        self.calls = []
-
-    def pin(self, address, length, writable):
-        self.calls.append(("pin", length, writable))
-        return self.problem
-
-    def unpin(self, address):
-        self.calls.append(("unpin", f"{address:x}-" in mapped_files()))
+@pytest.fixture
+def cuda():
+    with process_with_cuda() as fake:
+        yield fake
 
 
-def test_what_is_pinned_is_unpinned_right_before_it_is_unmapped(region):
-    pinning = FakePinning()
-    mapping = map_region(region, LENGTH, write=True, pinning=pinning)
-    assert mapping.pinned
+def test_what_is_pinned_is_unpinned_right_before_it_is_unmapped(region, cuda, monkeypatch):
+    mapping = map_region(region, LENGTH, write=True, pin=None)
+    assert mapping.pinned and set(cuda.registered) == {mapping.address}
     view = mapping.view()
     mapping.close()
-    assert pinning.calls == [("pin", LENGTH, True)]
+    assert cuda.registered
+    mapped, unregister = [], pinning._unregister
+
+    def watched(start):
+        mapped.append(f"{start:x}-" in mapped_files())
+        unregister(start)
+
+    monkeypatch.setattr(pinning, "_unregister", watched)
     del view
-    assert pinning.calls == [("pin", LENGTH, True), ("unpin", True)]
+    assert mapped == [True] and not cuda.registered
     assert not mapping.mapped
 
 
-def test_a_process_that_was_forked_off_does_not_unpin_what_its_parent_has_pinned(region):
-    pinning = FakePinning()
-    mapping = map_region(region, LENGTH, pinning=pinning)
+def test_a_process_that_was_forked_off_does_not_unpin_what_its_parent_has_pinned(region, cuda):
+    mapping = map_region(region, LENGTH, pin=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads: this one only looks and leaves
         child = os.fork()
     if not child:
         mapping.close()
-        os._exit(len(pinning.calls))
+        os._exit(len(cuda.registered))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     mapping.close()
-    assert len(pinning.calls) == 2
 
 
-def test_pinning_that_fails_is_an_error_only_where_it_was_wanted(region):
-    pinning = FakePinning("cudaHostRegister gave error 1")
-    mapping = map_region(region, LENGTH, pin=None, pinning=pinning)
-    assert not mapping.pinned and "error 1" in mapping.why_not_pinned
+def test_pinning_that_fails_is_an_error_only_where_it_was_wanted(region, cuda):
+    cuda.most_registered = 0
+    mapping = map_region(region, LENGTH, pin=None)
+    assert not mapping.pinned and "OUT_OF_MEMORY" in mapping.why_not_pinned
     mapping.close()
-    assert [name for name, *_ in pinning.calls] == ["pin"]
-    with pytest.raises(CannotMap, match="cannot be pinned: cudaHostRegister gave error 1"):
-        map_region(region, LENGTH, pin=True, pinning=pinning)
+    with pytest.raises(CannotMap, match="cannot be pinned: cuMemHostRegister_v2 failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        map_region(region, LENGTH, pin=True)
     assert str(region) not in mapped_files()
 
 
-class FakeTorch:
-    """As much of torch as pinning needs."""
-
-    def __init__(self, codes=(), device=True):
-        self.cuda = self
-        self.calls = []
-        self._codes = list(codes)
-        self._device = device
-
-    def is_available(self):
-        return self._device
-
-    def cudart(self):
-        return self
-
-    def cudaHostRegister(self, *args):
-        self.calls.append(("register", *args))
-        return self._codes.pop(0)
-
-    def cudaHostUnregister(self, *args):
-        self.calls.append(("unregister", *args))
-        return self._codes.pop(0)
-
-    def empty(self, n, device):
-        self.calls.append(("a kernel that takes the error", device))
-        raise RuntimeError("CUDA error: invalid argument")
-
-
-def test_readers_memory_is_pinned_to_be_read_and_an_error_is_not_left_for_the_next_kernel():
-    torch = FakeTorch([0, 0, 1, 1])
-    pinning = pinning_module.CudaPinning(torch)
-    assert pinning.pin(0x1000, 4096, False) == ""
-    assert pinning.pin(0x2000, 4096, True) == ""
-    assert torch.calls == [("register", 0x1000, 4096, 1 | 8), ("register", 0x2000, 4096, 1)]
-    assert pinning.pin(0x3000, 4096, True) == "cudaHostRegister gave error 1"
-    pinning.unpin(0x2000)
-    assert torch.calls[3:] == [
-        ("a kernel that takes the error", "cuda"),
-        ("unregister", 0x2000),
-        ("a kernel that takes the error", "cuda"),
-    ]
-    assert "pop from empty list" in pinning.pin(0x4000, 4096, True)  # whatever goes wrong there is a reason, no crash
-    pinning.unpin(0x4000)
-
-
-def test_torch_is_imported_only_when_pinning_is_asked_for():
-    script = """
-import sys
-from maru._memory.mapping import map_region
-from maru._memory.pinning import find_pinning
-assert find_pinning(False) is None and find_pinning(None) is None
-print([name for name in ("torch", "numpy", "trio", "zmq", "asyncio") if name in sys.modules])
-"""
-    assert run(script).stdout == "[]\n"
-
-
-def test_pinning_that_is_wanted_needs_a_device(monkeypatch):
-    for device, wanted, found in [(True, None, True), (True, True, True), (True, False, False), (False, None, False)]:
-        monkeypatch.setitem(sys.modules, "torch", FakeTorch(device=device))
-        assert (pinning_module.find_pinning(wanted) is not None) == found
-    with pytest.raises(CannotMap, match="no CUDA device"):
-        pinning_module.find_pinning(True)
-    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
-    with pytest.raises(CannotMap, match="pip install"):
-        pinning_module.find_pinning(True)
-    assert pinning_module.find_pinning(None) is None
+def test_a_region_is_not_pinned_unless_that_is_asked_for(region, cuda):
+    assert not map_region(region, LENGTH).pinned
+    assert not cuda.registered
