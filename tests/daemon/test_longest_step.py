@@ -4,6 +4,7 @@ While one step runs, no other engine is served. The list of messages is the tabl
 here fails.
 """
 
+import contextlib
 import time
 
 import attrs
@@ -13,9 +14,11 @@ import trio
 from backends.abc import MAX_KEY_BYTES
 from offload import BatchConfig, PipelineConfig
 from offload.client import SharedMemory, open_connection
+from offload.daemon import _admin_messages as admin
 from offload.daemon import _messages as messages
 from offload.daemon._messages import MAX_KEYS, MAX_NUMBERS, MAX_TENSORS, MESSAGES, TensorLayout, encode, packed
-from tests.daemon.test_hostile import serves
+from tests.daemon.test_admin import Operator
+from tests.daemon.test_hostile import Raw, serves
 from tests.support.daemons import SIZE, daemon, engine_config
 
 LIMIT = 0.02
@@ -25,6 +28,8 @@ BLOCKS = 4_096
 """Of one store: ``budget_blocks``."""
 
 KEYS = [at.to_bytes(4, "big") * (MAX_KEY_BYTES // 4) for at in range(MAX_KEYS)]
+NAMES = [f"{at:0256}" for at in range(MAX_NUMBERS)]
+SESSIONS = 256
 NUMBERS = list(range(1, MAX_NUMBERS + 1))
 NO_BLOCK = packed([0] * MAX_KEYS)
 
@@ -65,6 +70,18 @@ LARGEST = {
     "unregister_kv_cache": lambda seq, place: messages.UnregisterKVCache(seq, place.cache),
 }
 """The largest frame of each message, in an order in which those that are loaded were stored."""
+
+ADMIN_LARGEST = {
+    "hello": lambda token: (admin.AdminHello, token),
+    "describe": lambda token: (admin.Describe,),
+    "inspect": lambda token: (admin.Inspect, KEYS[: admin.MAX_ADMIN_KEYS]),
+    "list_quarantine": lambda token: (admin.ListQuarantine,),
+    "release_quarantine": lambda token: (admin.ReleaseQuarantine, NAMES, KEYS[: admin.MAX_ADMIN_KEYS]),
+    "reload": lambda token: (admin.Reload,),
+    "set_log_level": lambda token: (admin.SetLogLevel, "warning"),
+    "drain": lambda token: (admin.Drain,),
+}
+"""The largest frame of each of the operators' messages; the daemon ends with the last one."""
 
 
 class Steps(trio.abc.Instrument):
@@ -115,6 +132,29 @@ async def longest_steps(path):
     return found
 
 
+async def longest_steps_of_operators(path):
+    """Send each of the operators' messages at its largest, with many keys and sessions; the longest step by message."""
+    found, steps = {}, Steps()
+    async with (
+        daemon(path, block_bytes=SIZE, max_sessions=SESSIONS, engine=engine_config()) as server,
+        open_connection(server.url) as connection,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await connection.wait_session()
+        for _ in range(SESSIONS - 1):
+            await stack.enter_context(Raw(server)).hello()
+        await connection.ask(lambda seq: messages.Exists(seq, KEYS), messages.Existing)
+        trio.lowlevel.add_instrument(steps)
+        operator = await stack.enter_async_context(Operator(server))
+        for name, make in ADMIN_LARGEST.items():
+            steps.longest, steps.task = 0.0, ""
+            kind, *fields = make(operator.token)
+            answer = await operator.ask(kind, *fields)
+            found[name] = steps.longest, steps.task, type(answer)
+        trio.lowlevel.remove_instrument(steps)
+    return found
+
+
 async def checkpoint_time():
     began = time.thread_time()
     for _ in range(2_000):
@@ -124,10 +164,26 @@ async def checkpoint_time():
 
 def test_every_message_has_a_largest_frame():
     assert sorted(LARGEST) == sorted(kind.name for kind in MESSAGES)
+    assert sorted(ADMIN_LARGEST) == sorted(kind.name for kind in admin.ADMIN_MESSAGES)
 
 
 async def test_every_message_is_answered_at_its_largest(path):
     assert list(await longest_steps(path)) == list(LARGEST)
+
+
+async def test_every_message_of_operators_is_answered_at_its_largest(path):
+    answers = {name: kind for name, (_, _, kind) in (await longest_steps_of_operators(path)).items()}
+    # There is no copy of these names, and no file to read again.
+    refused = dict.fromkeys(["release_quarantine", "reload"], messages.Refused)
+    assert answers == {kind.name: kind.answer for kind in admin.ADMIN_MESSAGES} | refused
+
+
+@pytest.mark.long
+async def test_no_step_for_an_operator_holds_up_engines(path):
+    limit = LIMIT * max(1.0, await checkpoint_time() / CHECKPOINT)
+    runs = [await longest_steps_of_operators(path) for _ in range(3)]
+    best = {name: min(run[name][:2] for run in runs) for name in ADMIN_LARGEST}
+    assert not {name: step for name, step in best.items() if step[0] > limit}, best
 
 
 @pytest.mark.long
