@@ -199,14 +199,56 @@ def weights_text(
     return f"{model}@{commit}" if commit else named
 
 
-def overrides_text(overrides: object) -> str:
-    """Return what stands in a key for settings that replace some of a checkpoint's own, such as those of its positions.
+def config_text(*configs: Mapping[str, Any], tokens: int = 0) -> str:
+    """Return the digest of the configurations that a model is computed with, for a key.
 
-    Empty where there are none. A function stands there by its name: the workers of one instance have to say the same.
+    They may be others than those of its files: options replace single values, or name another file. Left out is what says where
+    they come from: names with an underscore in front, and the version of the library.
+
+    Args:
+        configs: as they are in effect.
+        tokens: the longest sequence; beyond that of the training, some models have other positions from the first token on.
     """
-    if not overrides:
-        return ""
-    return f"/overrides {json.dumps(overrides, sort_keys=True, default=_name_of)}"
+    said = [_without_origin(config) for config in configs]
+    if any(_has_long_positions(config, tokens) for config in said):
+        said.append("long")
+    text = json.dumps(said, sort_keys=True)
+    return f"/config {hashlib.blake2b(text.encode(), digest_size=20).hexdigest()}"
+
+
+def _without_origin(value: object) -> Any:
+    """Return a value of a configuration as JSON has it, the same in each process."""
+    if isinstance(value, Mapping):
+        return {
+            f"{name}": _without_origin(one)
+            for name, one in value.items()
+            if not f"{name}".startswith("_") and name != "transformers_version"
+        }
+    if isinstance(value, list | tuple):
+        return [_without_origin(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_without_origin(one), sort_keys=True) for one in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "to_dict"):
+        return _without_origin(value.to_dict())
+    text = f"{value}"
+    return text if " at 0x" not in text else _name_of(value)
+
+
+def _has_long_positions(config: object, tokens: int) -> bool:
+    """Return whether sequences of so many tokens have positions of their own (LongRoPE)."""
+    if isinstance(config, list):
+        return any(_has_long_positions(one, tokens) for one in config)
+    if not isinstance(config, dict):
+        return False
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+            trained = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+            if not isinstance(trained, int) or tokens > trained:
+                return True
+    return any(_has_long_positions(one, tokens) for one in config.values())
 
 
 def _name_of(value: object) -> str:

@@ -8,8 +8,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from offload.engines import _weights
 from offload.engines._weights import (
@@ -18,9 +20,9 @@ from offload.engines._weights import (
     AdapterWeights,
     Generation,
     NoWeights,
+    config_text,
     fingerprint,
     hub_commit,
-    overrides_text,
     weights_text,
 )
 
@@ -248,10 +250,34 @@ def test_many_tensors_are_sampled_in_little_time(tmp_path: Path):
     assert time.process_time() - began < 2.0
 
 
-def test_overrides_of_checkpoint_are_in_keys():
-    scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    assert overrides_text({}) == overrides_text(None) == ""
-    assert overrides_text(scaled) == overrides_text({"rope_scaling": {"factor": 4.0, "rope_type": "yarn"}}) != ""
-    assert overrides_text(scaled) != overrides_text({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}})
-    assert overrides_text(fingerprint) == '/overrides "offload.engines._weights.fingerprint"'
-    assert overrides_text({"of": Generation()}) == '/overrides {"of": "offload.engines._weights.Generation"}'
+def test_values_of_configurations_are_in_keys():
+    plain = {"rope_theta": 1e4, "_name_or_path": "/here", "transformers_version": "5.1", "text": {"_commit_hash": "a"}}
+    moved = {"text": {"_commit_hash": "b"}, "rope_theta": 1e4, "_name_or_path": "/there", "transformers_version": "5.2"}
+    assert config_text(plain) == config_text(moved)
+    assert config_text(plain) != config_text({**plain, "rope_theta": 5e2})
+    assert config_text(plain) != config_text({**plain, "text": {"sliding_window": 16}})
+    assert config_text(plain) != config_text(plain, {"sliding_window": 16})
+
+
+def test_objects_in_configurations_have_the_same_text_in_each_process():
+    class Nested:
+        def to_dict(self) -> dict[str, Any]:
+            return {"layers": 2}
+
+    def text(key: Any) -> str:
+        return config_text(
+            {"dtype": torch.bfloat16, "of": Generation(), "names": {"a", "b"}, "nested": Nested(), key: 1}
+        )
+
+    assert text(3) == text("3")
+    assert config_text({"nested": Nested()}) == config_text({"nested": {"layers": 2}})
+    assert config_text({"of": object()}) == config_text({"of": object()})
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_positions_of_long_sequences_are_in_keys(name: str):
+    long = {"text_config": {name: {"rope_type": "longrope"}, "original_max_position_embeddings": 4096}}
+    assert config_text(long, tokens=2048) == config_text(long, tokens=4096)
+    assert config_text(long, tokens=4096) != config_text(long, tokens=8192)
+    other = {name: {"rope_type": "yarn", "original_max_position_embeddings": 4096}}
+    assert config_text(other, tokens=4096) == config_text(other, tokens=8192)

@@ -40,7 +40,7 @@ from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from .._guard import NOTHING, Hook, guarded, nothing
-from .._weights import AdapterWeights, overrides_text, weights_text
+from .._weights import AdapterWeights, config_text, weights_text
 from ._chunks import ChunkCanary, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
@@ -259,7 +259,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
         # Of these files, but computed otherwise: a scaling of its positions, say.
-        computed = f"{model.quantization or ''}{overrides_text(getattr(model, 'hf_overrides', None))}"
+        configs = {id(one): one.to_dict() for one in (model.hf_config, model.hf_text_config)}
+        computed = f"{model.quantization or ''}{config_text(*configs.values(), tokens=model.max_model_len)}"
         return ChunkNaming(
             model=f"{weights}/{computed}",
             dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",

@@ -47,3 +47,19 @@ def test_replaced_weights_miss_and_a_copy_hits(model: str, tmp_path: Path, kind:
     replaced = answered(mine, transfer)
     assert replaced["cached"] == [0]
     assert replaced["tokens"] == answered(mine, None)["tokens"]
+
+
+def test_blocks_of_another_configuration_are_missed(model: str, tmp_path: Path) -> None:
+    config, other = json.loads((Path(model) / "config.json").read_text()), tmp_path / "other"
+    other.mkdir()
+    config["rope_theta"] = config.setdefault("rope_parameters", {})["rope_theta"] = 500.0
+    (other / "config.json").write_text(json.dumps(config))
+    transfer = any_tiers(disk={"type": "file", "directory": str(tmp_path / "kv"), "capacity_bytes": "256MiB"})
+
+    def cached(**options: str) -> Any:
+        said = {"model": model, "transfer": transfer, "options": options, "steps": [*ASKED, {"do": "settle"}]}
+        return run(said)["answers"][0]["cached"]
+
+    assert cached() == [0]
+    assert cached(hf_config_path=str(other)) == [0]
+    assert cached() == [1024]
