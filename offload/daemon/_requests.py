@@ -41,6 +41,8 @@ class UnderWay:
     """Of its keys, those that count there until it has ended."""
     refused: Sequence[int] = ()
     """Positions of those that did not fit there."""
+    waiting: int = 0
+    """Blocks that count as waiting for the signal."""
     over: trio.Event = attrs.field(factory=trio.Event)
     unproven: bool = False
     """Once it is over: whether a copy may still be going on."""
@@ -58,6 +60,10 @@ class EngineSignal(Precondition):
         if not self._reported.is_set():
             self._failed = failed
             self._reported.set()
+
+    async def wait_reported(self) -> None:
+        """Wait until the engine has reported, whatever it says."""
+        await self._reported.wait()
 
     def is_set(self) -> bool:
         """Whether it is fulfilled."""

@@ -455,6 +455,7 @@ class Service:
         if under_way is None or under_way.signal is None:
             return Done(request.seq, self.epoch, 0)  # it was cancelled meanwhile, say
         under_way.signal.report(request.failed)
+        self.stores.signalled(under_way)
         return Done(request.seq, self.epoch, 1)
 
     def cancel(self, session: Session, request: Cancel) -> Answer | None:
@@ -561,6 +562,7 @@ class Service:
             self.sessions.refund(session, session.costs.pop(under_way.seq))
         if under_way.account is not None:
             under_way.account.settled(under_way.coming)
+        self.stores.signalled(under_way)
         under_way.over.set()
         if not session.ended:
             self._send(session.peer, answer)

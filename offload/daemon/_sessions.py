@@ -91,6 +91,8 @@ class Session:
     """Its requests that have ended, and whose copies may still be going on."""
     bytes: int = 0
     """What its requests, holds and announcements count for together."""
+    waiting: int = 0
+    """Blocks of its stores that wait for their signal."""
     costs: dict[int, int] = attrs.field(factory=dict, repr=False)
     """Of each request that is not answered, by number."""
     held_costs: dict[int, int] = attrs.field(factory=dict, repr=False)

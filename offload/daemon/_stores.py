@@ -3,6 +3,7 @@
 fits, and there is room --> a container --> it has settled: the answer, without a task
 does not fit            --> a task, in which blocks of the tenant go; then as above
 no room                 --> a task, which waits for it; then as above
+waits for a signal      --> in the pipeline, up to half of its budget for a session; beyond, a task outside of it
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Stores:
         self._nursery = nursery
         self._finish = finish
         self._open: dict[OffloadContainer, tuple[UnderWay, TransferHandle]] = {}
+        self._waiting = 0  # blocks of all stores that wait for their signal
         engine.on_settled = self._settled
 
     def begin(self, session: Session, request: Store) -> None:
@@ -71,24 +73,62 @@ class Stores:
         )
         session.requests[request.seq] = under_way
         precondition = NO_WAIT if signal is None else signal
+        enqueue: Callable[[], Awaitable[TransferHandle]]
+        if account is None:
+            enqueue = partial(self._engine.require().store, blocks, precondition, tenant=session.tenant)
+        else:
+            enqueue = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
+        if signal is not None and not self._may_wait(session, len(keys)):
+            signalled = partial(self._store_signalled, signal, enqueue)
+            self._nursery.start_soon(self._store_late, under_way, scope, signalled)
+            return
+        if signal is not None:
+            self._note_waiting(under_way, len(keys))
         if account is not None and account.shortage(keys, self._quotas.block_bytes):
-            within = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
-            self._nursery.start_soon(self._store_late, under_way, scope, within)
+            self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
             return
         try:
             if account is not None:
                 under_way.coming, _ = account.admit(keys, self._quotas.block_bytes)
             handle = self._engine.require().store_nowait(blocks, precondition, tenant=session.tenant)
         except PipelineFull:
+            # Not within the quota once more: these blocks were admitted there.
             enqueue = partial(self._engine.require().store, blocks, precondition, tenant=session.tenant)
             self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
         except BaseException:
             del session.requests[request.seq]
+            self.signalled(under_way)
             if account is not None:
                 account.settled(under_way.coming)
             raise
         else:
             self._admitted(under_way, handle)
+
+    def _may_wait(self, session: Session, blocks: int) -> bool:
+        """Whether so many blocks of a session may wait for their signal in the first pipeline, and take of its budget."""
+        budget = self._engine.require().pipelines[0].config.budget_blocks
+        return session.waiting + blocks <= budget // 2 and self._waiting + blocks <= budget - budget // 4
+
+    async def _store_signalled(
+        self, signal: EngineSignal, enqueue: Callable[[], Awaitable[TransferHandle]]
+    ) -> TransferHandle:
+        """Wait for a signal outside of the pipeline, then store.
+
+        Raises:
+            trio.TooSlowError: it does not come within ``precondition_timeout``.
+        """
+        with trio.fail_after(self._engine.require().pipelines[0].config.precondition_timeout):
+            await signal.wait_reported()
+        return await enqueue()
+
+    def _note_waiting(self, under_way: UnderWay, blocks: int) -> None:
+        under_way.waiting += blocks
+        under_way.session.waiting += blocks
+        self._waiting += blocks
+
+    def signalled(self, under_way: UnderWay) -> None:
+        """Count blocks of a store no more as waiting for its signal: it has come, or the store is over. Idempotent."""
+        self._note_waiting(under_way, -under_way.waiting)
 
     async def _store_within(
         self,
@@ -150,7 +190,7 @@ class Stores:
         try:
             with scope:
                 handle = await enqueue()
-        except (OffloadError, ValueError) as exc:
+        except (OffloadError, ValueError, trio.TooSlowError) as exc:
             answer = Stored(under_way.seq, self._epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
         finally:
             if handle is None:

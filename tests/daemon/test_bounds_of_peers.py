@@ -165,6 +165,22 @@ async def fill_holds(server, stack):
     await refusals(server, stack, lambda seq: messages.Lookup(seq, [b"key"], 1.0), 10, "at most 4 holds")
 
 
+@fills("blocks in the pipeline that wait for a signal", block_bytes=SIZE)
+async def fill_budget(server, stack):
+    pipeline = server.engine.pipelines[0]
+    budget = pipeline.config.budget_blocks
+    for at in range(2):
+        connection = await stack.enter_async_context(open_connection(server.url))
+        number = await registered(connection, cache_of())
+        for start in range(0, budget, 32):
+            keys = [b"%d of %d" % (start + one, at) for one in range(32)]
+            args = number, keys, messages.packed(range(32)), True
+            connection.tell(lambda seq, args=args: messages.Store(seq, *args))
+        await connection.ask(messages.Status, messages.State)
+    assert [session.waiting for session in server.sessions] == [budget // 2, budget // 4]
+    assert pipeline.statistics().used_blocks == budget * 3 // 4
+
+
 @fills("announcements of pages", block_bytes=SIZE)
 async def fill_announcements(server, stack):
     lower(server, holds=0)

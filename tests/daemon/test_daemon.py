@@ -14,7 +14,7 @@ from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 from maru import ServerConfig
-from offload import NO_WAIT, EngineConfig, HealthState, Status
+from offload import NO_WAIT, BatchConfig, EngineConfig, HealthState, PipelineConfig, Status
 from offload.client import (
     DaemonRefused,
     DaemonTier,
@@ -602,6 +602,29 @@ async def test_failed_stores_keep_client_breaker_closed(path):
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+async def test_stores_beyond_a_share_of_the_budget_wait_outside_of_it(path):
+    small = PipelineConfig(budget_blocks=8, batch_config=BatchConfig(min_batch_size=1, max_batch_size=8))
+    cache = cache_of()
+    async with (
+        daemon(path, engine=engine_config(pipeline=small), block_bytes=SIZE) as server,
+        open_connection(server.url) as connection,
+        trio.open_nursery() as nursery,
+    ):
+        number = await registered(connection, cache)
+        inside, first = await begin_store(nursery, connection, number, KEYS[:4])
+        outside, second = await begin_store(nursery, connection, number, KEYS[4:])
+        _, third = await begin_store(nursery, connection, number, [b"never"], token=7)
+        async with open_client(cache, server.url) as other:
+            assert len((await store(other, cache, [b"other"])).completed) == 1
+        assert (await connection.ask(lambda seq: Cancel(seq, [], 7), Cancelled)).count == 1
+        for seq in (outside, inside):
+            await connection.ask(lambda number, seq=seq: Signal(number, seq), Done)
+        await until(lambda: first and second and third)
+        assert [answers[0].status for answers in (first, second, third)] == ["complete", "complete", "cancelled"]
+        assert next(iter(server.sessions)).waiting == 0
+        assert {*server.engine.tiers["host"].contains_nowait(KEYS)} == {*KEYS}
 
 
 async def test_an_engine_of_another_block_size_is_refused_and_told_both(path):
