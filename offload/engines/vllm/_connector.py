@@ -207,7 +207,6 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _open_worker(
         self, kv_caches: dict[str, torch.Tensor], engine: from_thread.Engine, pages: WorkerPages, naming: ChunkNaming
     ) -> None:
-        events = self._watched(engine)
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
         self._worker = WorkerHalf(
             engine,
@@ -217,7 +216,6 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             load_timeout=self._settings.load_timeout,
             computed=_forward_pass if on_device else lambda: NO_WAIT,
             tenant=self._settings.tenant,
-            events=events,
             room_knob=self.settings_type.room_knob,
         )
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
@@ -233,18 +231,6 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def restore_kv_caches(self) -> None:
         """Behind sleep: the cache is at the same addresses, and vLLM has forgotten what was in it."""
-
-    def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
-        """What becomes of the keys in the tiers, where vLLM is to tell it."""
-        config = self._vllm_config.kv_events_config
-        if config is None or not config.enable_kv_cache_events or not self._pages.names_blocks:
-            return None
-        events = KeyEvents(threading.Lock())
-        told = engine.watch_keys(events.watcher)
-        untold = sorted(set(self._settings.tiers) - set(told))
-        if untold:
-            _log.info("KV events tell of %s; not of %s, which keep no book of keys", told or "no tier", untold)
-        return events
 
     def _naming(self, layout: str) -> ChunkNaming:
         model, parallel, settings = self._vllm_config.model_config, self._vllm_config.parallel_config, self._settings
@@ -345,7 +331,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 f"same checkpoint, or say {SECTION}.weights_version"
             )
         if first.process == os.getpid():
-            engine, self._events = _WORKERS[first.name].engine, _WORKERS[first.name].events
+            worker = _WORKERS[first.name]
+            engine = worker.engine
+            worker.events = self._events = self._watched(engine)
         else:
             source: Any = NoChunks(first.chunk_bytes)
             engine = self._reader = from_thread.open_engine(source, self._settings.reader_config()).start()
@@ -359,6 +347,18 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tenant=self._settings.tenant,
             version_file=self._settings.weights_version_file,
         )
+
+    def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
+        """Watch the keys in the tiers of a worker in this process, if vLLM is to publish them. Elsewhere nobody takes them."""
+        config = self._vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events or not self._pages.names_blocks:
+            return None
+        events = KeyEvents(threading.Lock())
+        told = engine.watch_keys(events.watcher)
+        untold = sorted(set(self._settings.tiers) - set(told))
+        if untold:
+            _log.info("KV events tell of %s; not of %s, which keep no book of keys", told or "no tier", untold)
+        return events
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""

@@ -74,7 +74,6 @@ class WorkerHalf:
         computed: returns a precondition that holds once all that the device was given until now is over: an event of CUDA.
             Stores wait for it before they read blocks, loads before they write them. By default it holds already.
         tenant: who may find it.
-        events: is told which hashes the keys of tiers stand for.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class WorkerHalf:
         room_knob: str,
         computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
         tenant: str = "",
-        events: KeyEvents | None = None,
     ) -> None:
         self._room_knob = room_knob
         self.counts: FaultLog = FaultLog("worker", _log)
@@ -98,7 +96,8 @@ class WorkerHalf:
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._computed = computed
         self._tenant = tenant
-        self.events: KeyEvents | None = events
+        self.events: KeyEvents | None = None
+        """Record of the hashes that the keys of tiers stand for, if somebody takes its events."""
         self._loads: dict[str, _Load] = {}
         self._arrived: queue.SimpleQueue[tuple[str, int]] = (
             queue.SimpleQueue()

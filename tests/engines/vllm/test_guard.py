@@ -171,6 +171,26 @@ def test_workers_with_other_weights_are_refused():
         face.set_xfer_handshake_metadata_pp_aware(facts)
 
 
+def test_events_are_recorded_only_beside_a_scheduler_that_takes_them():
+    cache, source = new_cache()
+    with from_thread.open_engine(source, [MemoryTier(64 * SIZE, SIZE)], when_full="drop") as engine:
+        face = Connector(engine, source, cache).face
+        face._hash_tokens = BLOCK
+        face._settings = Settings({"tiers": {"host": {"type": "memory"}}}, chunk_tokens=CHUNK)
+        face._kv_transfer_config = SimpleNamespace(engine_id="events", is_kv_producer=True, is_kv_consumer=True)
+        face._vllm_config = SimpleNamespace(
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=True), parallel_config=SimpleNamespace(world_size=1)
+        )
+        pages = SimpleNamespace(source=source, naming=NAMING, parts=[NAMING], canary=None)
+        face._open_worker({"layer": cache}, engine, pages, NAMING)
+        worker = face._worker
+        assert worker.events is None, "the scheduler may be in another process"
+        face.set_xfer_handshake_metadata_pp_aware({(0, 0): face.get_handshake_metadata()})
+        assert worker.events is not None
+        assert worker.events is face._events
+        face.shutdown()
+
+
 @pytest.mark.parametrize("exit_error", [SystemExit, KeyboardInterrupt])
 def test_exits_pass_and_leave_nothing_held(exit_error: type[BaseException]):
     cache, source = new_cache()
