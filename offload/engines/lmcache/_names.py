@@ -66,12 +66,14 @@ class ParsedKey:
 
 
 def parse_object_key(name: str) -> ParsedKey:
-    """The key that has this published name. What is not of that form is a name all the same."""
+    """The key that has this published name. What is not of that form, to the letter, is a name all the same."""
     model, *rest = name.split("@")
-    if 3 <= len(rest) <= 4:
+    if model and 3 <= len(rest) <= 4 and "-" not in (rest[0] + rest[1]):
         rank, group, chunk, *salt = rest
         with contextlib.suppress(ValueError):
-            return ParsedKey(bytes.fromhex(chunk), model, int(rank, 16), int(group, 16), "".join(salt))
+            key = ParsedKey(bytes.fromhex(chunk), model, int(rank, 16), int(group, 16), "".join(salt))
+            if object_key_to_string(key) == name:  # Python reads more than one text as the same number
+                return key
     return ParsedKey(name.encode())
 
 

@@ -69,6 +69,24 @@ def test_what_is_no_published_name_is_a_name_all_the_same():
     assert parse_object_key("m@1@2@no digits").chunk_hash == b"m@1@2@no digits"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("m@0x1@0@aabb", "m@01@0@aabb", "m@1@0@aabb", "m@+0000001@0@aabb", "m@0000_001@0@aabb", "m@00000001@00@aabb"),
+        *("m@00000001@0@AABB", "m@00000001@0@aa bb", "m@00000001@0@aabb@", "m@-0000001@0@aabb", "m@00000001@-1@aabb"),
+    ],
+)
+def test_different_names_are_different_objects(other: str):
+    name = naming("hashed")
+    assert name(parse_object_key(other)) != name(parse_object_key("m@00000001@0@aabb"))
+
+
+@given(st.binary(max_size=8).map(bytes.hex))
+def test_names_of_no_model_are_no_objects_of_another_form(digits: str):
+    parsed = parse_object_key(f"@00000000@0@{digits}")
+    assert parsed.chunk_hash == f"@00000000@0@{digits}".encode()
+
+
 def test_a_row_is_what_differs_in_the_chunk_alone():
     keys = chunks(3) + chunks(3, kv_rank=1) + chunks(2, object_group_id=1) + chunks(1)
     assert rows(keys) == [range(0, 3), range(3, 6), range(6, 8), range(8, 9)]
