@@ -7,16 +7,20 @@ finds a key gone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from itertools import islice
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
 import attrs
 
 K = TypeVar("K", bound=Hashable)
 
+_PART: Final = 512
+_LOOKED_AT: Final = 8192
+"""Objects that one page looks at, most of which may be of another model: some milliseconds."""
 MOST_RESIDENTS: Final = 1 << 20
-"""Objects that are remembered: about 200 MiB of keys. At 4 MiB an object that is a pool of 4 TiB; behind it, the oldest are
+"""Objects that are remembered: about 250 MiB of keys. At 4 MiB an object that is a pool of 4 TiB; behind it, the oldest are
 forgotten, and are not LMCache's to evict any more."""
 
 
@@ -27,11 +31,14 @@ class Page(Generic[K]):
     entries: list[tuple[K, int]]
     """Keys and their sizes in bytes, the oldest first."""
     cursor: str | None
-    """Where the next page begins; ``None`` behind the last."""
+    """Where the next page begins; ``None`` after the last."""
 
 
 class Residents(Generic[K]):
     """Sizes of objects by key, oldest first.
+
+    They lie in parts by their serials, so that a page begins in its part: nothing walks over the objects before it, since the
+    engine's thread waits for the lock meanwhile.
 
     Args:
         most: how many are remembered.
@@ -40,13 +47,14 @@ class Residents(Generic[K]):
     def __init__(self, most: int = MOST_RESIDENTS) -> None:
         self._most = most
         self._next = 1
-        self._objects: dict[K, tuple[int, int]] = {}  # key -> (serial, size); serials ascend in the order of the dict
+        self._serials: dict[K, int] = {}
+        self._parts: dict[int, dict[K, int]] = {}  # serial // _PART -> key -> size, both in ascending order of serials
 
     def __len__(self) -> int:
-        return len(self._objects)
+        return len(self._serials)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._objects
+        return key in self._serials
 
     def mark(self) -> int:
         """Now, for :meth:`remove`: what is added later is newer."""
@@ -61,16 +69,18 @@ class Residents(Generic[K]):
         """
         new: list[tuple[K, int]] = []
         for key, size in objects:
-            known = self._objects.pop(key, None)
+            known = self._remove(key)
             if known is None:
                 new.append((key, size))
             else:
-                size = known[1]
+                size = known
             # Written again it is the newest, since it must have gone before: whoever finds that it was gone is late then.
-            self._objects[key] = (self._next, size)
+            self._serials[key] = self._next
+            self._parts.setdefault(self._next // _PART, {})[key] = size
             self._next += 1
-        excess = len(self._objects) - self._most
-        return new, self.remove(list(islice(self._objects, excess))) if excess > 0 else []
+        excess = len(self._serials) - self._most
+        oldest = islice(chain.from_iterable(self._parts.values()), max(0, excess))
+        return new, self.remove(list(oldest))
 
     def remove(self, keys: Iterable[K], before: int | None = None) -> list[tuple[K, int]]:
         """Note what has gone; those of it that were known, with their sizes.
@@ -81,14 +91,25 @@ class Residents(Generic[K]):
         """
         gone: list[tuple[K, int]] = []
         for key in keys:
-            entry = self._objects.get(key)
-            if entry is not None and (before is None or entry[0] < before):
-                del self._objects[key]
-                gone.append((key, entry[1]))
+            if before is None or self._serials.get(key, before) < before:
+                size = self._remove(key)
+                if size is not None:
+                    gone.append((key, size))
         return gone
 
+    def _remove(self, key: K) -> int | None:
+        """Remove an object. Returns its size; ``None`` if it was not known."""
+        serial = self._serials.pop(key, None)
+        if serial is None:
+            return None
+        part = self._parts[serial // _PART]
+        size = part.pop(key)
+        if not part:
+            del self._parts[serial // _PART]
+        return size
+
     def page(self, most: int, cursor: str | None = None, model_name: str | None = None) -> Page[K]:
-        """At most so many objects behind the cursor, of one model if it is named.
+        """At most so many objects behind the cursor, of one model if it is named. Fewer, or none, may be followed by others.
 
         Raises:
             ValueError: ``most`` is not positive, or the cursor is none of ours.
@@ -97,12 +118,20 @@ class Residents(Generic[K]):
             raise ValueError(f"page_size = {most!r}: must be at least 1")
         if cursor is not None and not cursor.isdecimal():
             raise ValueError(f"cursor = {cursor!r}: must be one that a page has told")
-        behind = 0 if cursor is None else int(cursor)
-        matching = (
-            (serial, key, size)
-            for key, (serial, size) in self._objects.items()
-            if serial > behind and (model_name is None or getattr(key, "model_name", None) == model_name)
-        )
-        found = list(islice(matching, most + 1))
-        entries = [(key, size) for _, key, size in found[:most]]
-        return Page(entries, str(found[most - 1][0]) if len(found) > most else None)
+        entries: list[tuple[K, int]] = []
+        last = 0 if cursor is None else int(cursor)
+        for looked_at, (serial, key, size) in enumerate(self._behind(last)):
+            if len(entries) == most or looked_at == _LOOKED_AT:
+                return Page(entries, str(last))
+            if model_name is None or getattr(key, "model_name", None) == model_name:
+                entries.append((key, size))
+            last = serial
+        return Page(entries, None)
+
+    def _behind(self, serial: int) -> Iterator[tuple[int, K, int]]:
+        """Yield the serial, key and size of each object that was added after this one, in order."""
+        parts = list(self._parts)
+        for number in parts[bisect_left(parts, serial // _PART) :]:
+            for key, size in self._parts[number].items():
+                if self._serials[key] > serial:
+                    yield self._serials[key], key, size

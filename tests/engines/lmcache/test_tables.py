@@ -1,5 +1,7 @@
 """Tasks, locks and residents: the tables, which decide without a thread."""
 
+import random
+import time
 from itertools import count
 
 import pytest
@@ -138,6 +140,75 @@ def test_pages_tell_every_key_once_in_order_of_storing():
         if cursor is None:
             break
     assert told == list(range(7))
+
+
+def test_a_page_looks_at_no_object_before_it():
+    class Key:
+        compared = 0
+
+        def __init__(self, model_name: str) -> None:
+            self._model_name = model_name
+
+        @property
+        def model_name(self) -> str:
+            Key.compared += 1
+            return self._model_name
+
+    residents: Residents[Key] = Residents()
+    residents.add([(Key("other"), 1) for _ in range(20_000)])
+    last = [(Key("mine"), 1) for _ in range(100)]
+    residents.add(last)
+    told, cursors, cursor = [], 0, None
+    while True:
+        page = residents.page(60, cursor, "mine")
+        told += page.entries
+        cursor, cursors = page.cursor, cursors + 1
+        if cursor is None:
+            break
+    assert told == last
+    assert cursors > 3, "no page looks at all objects"
+    assert Key.compared <= 20_100
+
+
+def test_a_late_page_takes_no_longer_than_an_early_one():
+    residents: Residents[int] = Residents()
+    residents.add((key, 1) for key in range(200_000))
+
+    def seconds(cursor: str | None) -> float:
+        began = time.process_time()
+        residents.page(100, cursor)
+        return time.process_time() - began
+
+    assert min(seconds("199800") for _ in range(9)) < 20 * min(seconds(None) for _ in range(9))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_agree_with_a_plain_list(seed: int):
+    rng, residents, plain = random.Random(seed), Residents(most=1500), dict[int, int]()
+    for _ in range(300):
+        keys = [rng.randrange(3000) for _ in range(rng.randrange(40))]
+        if rng.random() < 0.6:
+            new, forgotten = residents.add((key, key) for key in keys)
+            assert {key for key, _ in new} == set(keys) - set(plain)
+            for key in keys:
+                plain.pop(key, None)
+                plain[key] = key
+            for key, _ in forgotten:
+                assert key == next(iter(plain))
+                del plain[key]
+        else:
+            assert residents.remove(keys) == [(key, key) for key in dict.fromkeys(keys) if key in plain]
+            for key in keys:
+                plain.pop(key, None)
+        told, cursor = list[int](), None
+        while True:
+            page = residents.page(rng.randrange(1, 900), cursor)
+            told += [key for key, _ in page.entries]
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert told == list(plain)
+        assert len(residents) == len(plain)
 
 
 def test_what_is_stored_and_deleted_between_two_pages_moves_no_other():
