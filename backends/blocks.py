@@ -147,7 +147,10 @@ class Registry(Room):
         return len(keys)
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Record a use of these registered keys in the eviction policy, deepest first."""
+        """Record a use of these keys in the eviction policy, deepest first. Those that are not registered are left out."""
+        slot_of = self._slot_of
+        if not all(map(slot_of.__contains__, keys)):  # a policy that knew them would choose them as victims
+            keys = [key for key in keys if key in slot_of]
         if self._leaving:
             self._evictions.stay(self.slots(keys))
             depths = self.depths(keys)

@@ -192,9 +192,9 @@ class SlotTier(PooledTier[BlockPool]):
             if self._verify(refs, sums):
                 self.forget_damaged((key,), refs)
                 return None
+            self.pool.use((key,))  # before its release, which may serve a waiting request with this very block
         finally:
             self.pool.release(refs)
-        self.pool.use((key,))
         self._loaded += 1
         return data
 
@@ -215,8 +215,12 @@ class SlotTier(PooledTier[BlockPool]):
         """Register staged slots that the engine has written. Returns stored, or duplicate for a slot that is free again.
 
         Raises:
-            ValueError: a slot that was not staged, or named twice.
+            TypeError: a key is not ``bytes``. The slots stay staged, here and below.
+            ValueError: a slot that was not staged, or named twice; not one key per slot; a key longer than any tier takes.
         """
+        check_keys(keys)
+        if len(keys) != len(slots):
+            raise ValueError(f"{len(keys)} keys but {len(slots)} slots")
         self._unstage(slots)
         if self.checksums:
             pages = self._storage.pages(slots)

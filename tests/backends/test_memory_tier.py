@@ -34,6 +34,7 @@ from backends.testing import check_tier, payload_of
 from backends.threads import keep_threads
 from maru._memory.cuda import find_driver
 from maru._memory.pinning import spans
+from maru.eviction import LRU
 from maru.fake_cuda import FakeCuda
 from tests.support.cuda_process import process_with_cuda
 
@@ -570,3 +571,43 @@ def test_memory_can_be_populated_later_in_portions_and_keeps_what_it_holds(monke
 
 def test_memory_that_was_populated_when_it_was_made_has_nothing_left_to_populate():
     assert list(tier_of().unpopulated()) == []
+
+
+# --- what a policy knows -------------------------------------------------------------------------------------------
+
+
+async def test_a_block_evicted_at_the_end_of_its_read_is_unknown_to_the_policy():
+    """The release of what was read serves a waiting request with this very block, once a thread has let go of another one."""
+    tier = MemoryTier(2 * SIZE, SIZE, eviction=LRU())
+    tier.put(b"first", bytes(SIZE))
+    tier.put(b"second", bytes(SIZE))
+    lease = tier.pin_from_thread([b"first"])
+
+    async def wait_for_room():
+        (await tier.reserve(RoomRequest([b"third", b"fourth"], SIZE, "evict"))).release()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_room)
+        await trio.testing.wait_all_tasks_blocked()
+        lease.release_from_thread()
+        assert tier.get(b"second") is not None
+    for key in (b"fifth", b"sixth", b"seventh"):
+        assert tier.put(key, bytes(SIZE))
+
+
+def test_a_use_of_a_key_that_is_gone_leaves_no_victim_behind():
+    pool = MemoryTier(SIZE, SIZE, eviction=LRU()).pool
+    pool.register([b"first"], pool.take(1))
+    pool.delete([b"first"])
+    pool.use([b"first"])
+    pool.register([b"second"], pool.take(1))
+    assert pool.take_evicting([b"third"]) is not None
+
+
+def test_columns_of_unequal_length_register_nothing_and_lose_no_slot():
+    tier = MemoryTier(2 * SIZE, SIZE)
+    slots = tier.stage(2)
+    for keys, error in (([b"one"], ValueError), ([b"one", "two"], TypeError)):
+        with pytest.raises(error):
+            tier.register(slots, keys)
+    assert tier.register(slots, [b"one", b"two"]) == [STORED, STORED]
