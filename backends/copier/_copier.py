@@ -101,7 +101,7 @@ class _Way:
     def __init__(self, driver: Driver, device: int, spans: Spans, *, load: bool) -> None:
         self._driver, self._device, self._spans, self._load = driver, device, spans, load
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # of the thread
         self._thread: threading.Thread | None = None
         self._lost: BaseException | None = None
 
@@ -114,7 +114,8 @@ class _Way:
         with self._lock:
             if self._thread is None:
                 name = f"offload {'to' if self._load else 'from'} device {self._device}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._jobs = SimpleQueue()  # each thread has its own: one that ends takes no job of the next
+                thread = threading.Thread(target=self._run, args=[self._jobs], name=name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as exc:
@@ -133,10 +134,10 @@ class _Way:
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, jobs: SimpleQueue[_Job | None]) -> None:
         with ExitStack() as held:
             lane: _Lane | None = None
-            while (job := self._jobs.get()) is not None:
+            while (job := jobs.get()) is not None:
                 try:
                     if self._lost is not None:
                         raise DeviceLost(f"device {self._device} is lost: {self._lost}")
