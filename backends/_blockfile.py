@@ -1,6 +1,6 @@
 """Blocks as files: the format, and a directory of them that this process has locked. Blocking; knows no tier.
 
-    DIRECTORY/offload.lock              held with flock for as long as the directory is open
+    DIRECTORY/offload.lock              held with flock, as DIRECTORY is, for as long as the directory is open
     DIRECTORY/3f/KEY.NUMBER.kv          a block: a header of 512 bytes, then the payload
     DIRECTORY/3f/KEY.NUMBER.kv.tmp      a block that is being written
 
@@ -32,10 +32,12 @@ import xxhash
 
 from maru._all_bytes import read_head, read_up_to, write_all
 from maru._forks import belongs_to, watch_forks
+from maru._own_directory import lock_directory
 from maru._private_directory import check_private_directory, open_private_directory
 
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
-from .abc import MAX_KEY_BYTES, Key
+from ._keys import MAX_STORED_BYTES
+from .abc import Key
 
 # --- the format ---------------------------------------------------------------------------------------------------
 
@@ -45,7 +47,7 @@ HEADER_BYTES = 512
 
 _MAGIC = b"\x8bkvblk\n\x1a"
 # magic, version, flags, key length, depth + 1 (0: not known), size, sum, layout, key
-_HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_KEY_BYTES}s")
+_HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_STORED_BYTES}s")
 _MAX_DEPTH = (1 << 16) - 2  # the largest value of its field; deeper blocks have this depth
 _SUM = struct.Struct("<Q")  # xxh3-64 of all before it
 _SUMMED = 1  # flag: the payload has a checksum
@@ -138,17 +140,17 @@ def check_directory(path: str) -> None:
     if os.path.lexists(path) and not os.access(path, os.W_OK):
         raise StrayPath(f"{path!r} cannot be used as a directory of blocks: it may not be written")
     try:
-        lock = os.open(os.path.join(path, _LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     except OSError as exc:
         raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as exc:
         raise _in_use(path) from exc
     finally:
-        os.close(lock)
+        os.close(directory)
 
 
 def _in_use(path: str) -> PlaceInUse:
@@ -172,14 +174,10 @@ class Directory:
         self._durable: set[str] = set()  # shards whose entry in the root is
         self.root, _ = open_private_directory(path, StrayPath, purpose="a directory of blocks")
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self.lock = os.open(_LOCK, flags, 0o600, dir_fd=self.root)
+            # The directory is locked as well: whoever removes the file does not let a second tier in.
+            self.lock = lock_directory(self.root, _LOCK, lambda holder: _in_use(path), patience=0.0)
         except OSError as exc:
             raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise _in_use(path) from exc
         watch_forks(self, Directory._after_fork)
 
     @property
@@ -309,10 +307,15 @@ class Directory:
         with contextlib.suppress(OSError):
             os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=self.root, follow_symlinks=False)
 
-    def remove(self, name: str) -> None:
-        """Remove one file. Errors are ignored: a file that is left is found at the next start."""
-        with contextlib.suppress(OSError):
+    def remove(self, name: str) -> bool:
+        """Remove one file. Return whether it is gone: one that is left would be found at the next start."""
+        try:
             os.unlink(name, dir_fd=self.root)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def sync(self, names: Sequence[str]) -> None:
         """Make renames durable, and the directories that they are in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
@@ -22,12 +22,15 @@ class Writing:
     layout: bytes
     checksums: bool
     fsync: bool
-    litter: list[str]
+    litter: Mapping[str, int]
+    """Files to be removed before."""
     uses: Mapping[int, Key]
     """The blocks used since the times of their files were written; the last used is the last one."""
     depths: Sequence[int | None]
     """The depth of each block in its prefix, if known."""
     abandoned: bool = False
+    left: Sequence[str] = ()
+    """The litter that could not be removed."""
 
     def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
         """Write the blocks one by one. A block that is damaged or cannot be written fails alone; a failed read fails all."""
@@ -35,7 +38,7 @@ class Writing:
             self._run(copy, keys, names)
 
     def _run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
-        remove(self.directory, self.litter)
+        self.left = remove(self.directory, self.litter)
         note_uses(self.directory, self.uses)
         now = time.time_ns()
         used_bytes = copy.source.used_bytes if isinstance(copy.source, PaddedSource) else None
@@ -122,7 +125,7 @@ def note_uses(directory: Directory, uses: Mapping[int, Key]) -> None:
         directory.touch(name_of(key, number), first + at)
 
 
-def remove(directory: Directory, names: Sequence[str]) -> None:
+def remove(directory: Directory, names: Iterable[str]) -> list[str]:
+    """Remove files. Return those that are there still."""
     with directory.in_use():
-        for name in names:
-            directory.remove(name)
+        return [name for name in names if not directory.remove(name)]

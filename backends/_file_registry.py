@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from maru.eviction import EvictionPolicy
 
 from ._blockfile import name_of
 from .abc import EVICTED, Key
 from .blocks import Registry
+
+_TRIED_AGAIN: Final = 16
+"""Files that could not be removed and are tried again with the next ones: a file system that refuses all costs little."""
 
 
 class FileRegistry(Registry):
@@ -28,19 +32,22 @@ class FileRegistry(Registry):
         self.strangers: deque[tuple[str, int]] = deque()
         """Files of other layouts and their bytes; the oldest first."""
         self.stranger_bytes: int = 0
-        self.litter: list[str] = []
-        """Files to be removed."""
+        self.litter: dict[str, int] = {}
+        """Files to be removed, and the bytes of their blocks."""
+        self.stuck: dict[str, int] = {}
+        """Files that could not be removed, likewise. They count as used room, and are tried again."""
         self.uses: dict[int, Key] = {}
         """The slots used since their files' times were written, and their keys; the last used is the last one."""
         self.next_number: int = 1
+        self._largest = 1
         self._unregistered: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
 
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether the capacity is that large."""
-        return n * size <= self.capacity_bytes
+        """Whether the capacity is that large, without the files that could not be removed."""
+        return n * size <= self.capacity_bytes - sum(self.stuck.values())
 
     def fitting(self, n: int, size: int = 1) -> int:
         """How many fit into the free bytes, including those of strangers."""
@@ -54,10 +61,11 @@ class FileRegistry(Registry):
         while self.strangers and self.used_bytes + self.stranger_bytes > self.capacity_bytes:
             name, nbytes = self.strangers.popleft()
             self.stranger_bytes -= nbytes
-            self.litter.append(name)
+            self.litter[name] = nbytes
         slots = list(range(self.next_number, self.next_number + n))
         self.next_number += n
         self.sizes.update(dict.fromkeys(slots, size))
+        self._largest = max(self._largest, size)
         self._unregistered.update(slots)
         self._staged += n
         return slots
@@ -93,6 +101,7 @@ class FileRegistry(Registry):
         self.used_bytes += size
         self.keys[number] = key
         self.sizes[number] = size
+        self._largest = max(self._largest, size)
         self._slot_of[key] = number
         self._watchers.stored((key,))
         if depth is None:
@@ -127,14 +136,20 @@ class FileRegistry(Registry):
         missing = self._missing(len(keys), size)
         if missing > inactive_bytes:
             return False
+        victims, freed = 1, self._largest
         while missing > 0:
-            before = missing
             # A key that was rejected is not offered again: rejected twice, it would make no room the second time.
             offered = [key for key in keys if key not in refused]
-            refused.update(self._evict(offered, -(-missing // size)))
-            missing = self._missing(len(keys) - len(refused), size)
-            if missing == before:
+            # Victims may be larger than these blocks. Half as many as would do if they were as large as the last ones: next to
+            # no block goes that need not.
+            before, n_refused = len(self._slot_of) - len(self._coming), len(refused)
+            refused.update(self._evict(offered, max(1, missing * victims // (2 * freed))))
+            victims = before - len(self._slot_of) + len(self._coming)
+            left = self._missing(len(keys) - len(refused), size)
+            freed = missing - left - (len(refused) - n_refused) * size
+            if left == missing:
                 return False
+            missing, victims, freed = left, max(1, victims), max(1, freed)
         return True
 
     def _missing(self, n: int, size: int) -> int:
@@ -144,9 +159,26 @@ class FileRegistry(Registry):
     def _free_slots(self, slots: Sequence[int]) -> None:
         self._unregistered.difference_update(slots)
         for slot in slots:
-            self.used_bytes -= self.sizes.pop(slot)
+            size = self.sizes.pop(slot)
+            self.used_bytes -= size
             self.slot_depths.pop(slot, None)
             self.uses.pop(slot, None)
             key = self.keys.pop(slot, None)
             if key is not None:
-                self.litter.append(name_of(key, slot))
+                self.litter[name_of(key, slot)] = size
+
+    # --- files that go ------------------------------------------------------------------------------------------------
+
+    def take_litter(self) -> dict[str, int]:
+        """Hand out the files to be removed, with some of those that could not be before. End with :meth:`removed`."""
+        litter, self.litter = self.litter, {}
+        for name in list(self.stuck)[:_TRIED_AGAIN]:
+            litter[name] = self.stuck.pop(name)
+            self.used_bytes -= litter[name]
+        return litter
+
+    def removed(self, litter: Mapping[str, int], left: Collection[str]) -> None:
+        """Note that these were to be removed, and that some are there still."""
+        for name in left:
+            self.stuck[name] = litter[name]
+            self.used_bytes += litter[name]

@@ -7,21 +7,27 @@ from typing import Final
 
 from ._errors import DuplicateKeys
 
-MAX_KEY_BYTES: Final = 440
-"""The longest key: the size of its field in the header of a block's file, the smallest of all tiers."""
+MAX_STORED_BYTES: Final = 440
+"""The longest name of a block in a tier: the size of its field in the header of a block's file, the smallest of all tiers."""
+MAX_KEY_BYTES: Final = MAX_STORED_BYTES - 8
+"""The longest key of a caller: a chain of wrappers appends 8 bytes."""
 
 
-def check_keys(keys: Sequence[bytes]) -> None:
+def check_keys(keys: Sequence[bytes], most: int = MAX_KEY_BYTES) -> None:
     """Raise unless these are keys.
+
+    Args:
+        keys: the keys.
+        most: bytes that the longest may have; more than a caller's in a tier that may be wrapped.
 
     Raises:
         TypeError: one of them is not ``bytes``; or this is one key and not a sequence of keys.
-        ValueError: one of them is longer than ``MAX_KEY_BYTES``.
+        ValueError: one of them is longer than ``most``.
     """
     if isinstance(keys, bytes | bytearray | memoryview | str):
         raise TypeError(f"keys = {_shown(keys)} is one key: pass a sequence of keys, as in [key]")
     for key in keys:
-        if type(key) is not bytes or len(key) > MAX_KEY_BYTES:
+        if type(key) is not bytes or len(key) > most:
             break
     else:
         return  # the common case, in one pass
@@ -31,11 +37,9 @@ def check_keys(keys: Sequence[bytes]) -> None:
                 raise TypeError(
                     f"the key {_shown(key)} is of type {type(key).__name__}: keys are bytes, as offload.block_key makes them"
                 )
-    if max(map(len, keys), default=0) > MAX_KEY_BYTES:
+    if max(map(len, keys), default=0) > most:
         longest = max(map(len, keys))
-        raise ValueError(
-            f"a key of {longest} bytes: keys have at most {MAX_KEY_BYTES}; hash what is longer (offload.block_key)"
-        )
+        raise ValueError(f"a key of {longest} bytes: keys have at most {most}; hash what is longer (offload.block_key)")
 
 
 def distinct_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:

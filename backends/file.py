@@ -29,9 +29,9 @@ from ._copying import StoreCopy
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed
 from ._file_copies import Reading, Writing, note_uses, remove
 from ._file_registry import FileRegistry
+from ._keys import MAX_STORED_BYTES
 from .abc import (
     EVICTED,
-    MAX_KEY_BYTES,
     Deletion,
     Destination,
     Failed,
@@ -42,7 +42,7 @@ from .abc import (
 )
 from .direct import DirectTier
 from .pages import Pages
-from .pooled import Lease, PooledTier
+from .pooled import Lease, PooledReservation, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
 _log = logging.getLogger("backends.file")
@@ -50,6 +50,7 @@ _log = logging.getLogger("backends.file")
 _MANY_USES = 1024
 """Uses of blocks that a load's thread writes: some 3 ms of calls, once for as many loads."""
 
+_UNAVAILABLE = Deletion.UNAVAILABLE
 _OTHER_SIZE = Missed("size")
 """The block is as it was stored, but its size is not that of the destination. It stays, if it was stored in this process."""
 
@@ -106,7 +107,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
         self._last_found = 0
-        self._said_old = False
+        self._said_old = self._said_stuck = False
         self._layout = layout_digest(fingerprint)
         self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread drops them
         self._loaded = 0
@@ -142,7 +143,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         directory, self._open = self._open, None
         if directory is not None:
             if not directory.is_inherited:  # in a forked child the files, and the unneeded ones, belong to the parent
-                remove(directory, self._litter())
+                remove(directory, self.pool.take_litter())
                 note_uses(directory, self._uses())
             directory.close()
 
@@ -153,8 +154,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         refs = self.pool.upgrade(keys)
         if self._mixed:
             sizes, size = self.pool.sizes, self.block_bytes
-            odd = [ref for ref in refs if ref != EVICTED and sizes[ref] != size]
-            self.pool.release(odd)
+            odd = {ref for ref in refs if ref != EVICTED and sizes[ref] != size}
+            self.pool.release([ref for ref in refs if ref in odd])
             refs = [EVICTED if ref in odd else ref for ref in refs]
         return refs
 
@@ -185,6 +186,12 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
+    async def reserve(self, request: RoomRequest) -> PooledReservation:
+        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
+        if self.pool.stuck:
+            await self._remove_litter(self._open_directory())
+        return await super().reserve(request)
+
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
@@ -195,13 +202,16 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         names = list(map(name_of, keys, slots))
         copy = StoreCopy(source, keys, refs, summed=self.checksums)
         depths = [self.pool.slot_depths.pop(slot, None) for slot in slots]
-        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), self._uses(), depths)
+        job = Writing(
+            directory, self._layout, self.checksums, self.fsync, self.pool.take_litter(), self._uses(), depths
+        )
         try:
             await run_in_thread(job.run, copy, keys, names)
+            self._removed(job.litter, job.left)
             return copy.settle()
         except BaseException:
             job.abandoned = True
-            self.pool.litter += job.litter  # also if the job never began
+            self.pool.litter.update(job.litter)  # also if the job never began
             self.pool.keep_uses(job.uses)
             raise
 
@@ -217,8 +227,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         if block_bytes < 1 or (self._only_bytes is not None and block_bytes != self._only_bytes):
             raise BlockSizeError(self, self._only_bytes or 1, block_bytes)
         longest = max(map(len, request.keys), default=0)
-        if longest > MAX_KEY_BYTES:
-            raise ValueError(f"{self!r} takes keys of at most {MAX_KEY_BYTES} bytes, not of {longest}")
+        if longest > MAX_STORED_BYTES:
+            raise ValueError(f"{self!r} takes keys of at most {MAX_STORED_BYTES} bytes, not of {longest}")
         return block_bytes
 
     # --- Tier -----------------------------------------------------------------------------------------------------
@@ -272,17 +282,21 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys and remove their files; a held one is ``PINNED`` and stays.
 
-        Cancelled before it began, it deletes nothing; later, the keys are deleted all the same.
+        One whose file cannot be removed is ``UNAVAILABLE``: a tier that opens the directory later would find it. Cancelled
+        before it began, it deletes nothing; later, the keys are deleted all the same.
+
+        Raises:
+            OSError: no thread can be started. The keys are not found any more, and their files are removed with the next ones.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         directory = self._open_directory()
+        files = {key: name_of(key, slot) for key, slot in zip(keys, self.pool.slots(keys), strict=True)}
         answers = self.pool.delete(keys)
-        litter = self._litter()
-        if litter:
-            await run_in_thread_to_the_end(remove, directory, litter)
-        else:
+        if not self.pool.litter:
             await trio.lowlevel.cancel_shielded_checkpoint()
-        return answers
+            return answers
+        there = await self._remove_litter(directory)
+        return [_UNAVAILABLE if files[key] in there else answer for key, answer in zip(keys, answers, strict=True)]
 
     def _room(self) -> tuple[int, int]:
         return self.pool.capacity_bytes, self.pool.used_bytes + self.pool.stranger_bytes
@@ -294,9 +308,26 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
             raise PlaceClosed("this directory of blocks was closed")
         return self._open
 
-    def _litter(self) -> list[str]:
-        litter, self.pool.litter = self.pool.litter, []
-        return litter
+    async def _remove_litter(self, directory: Directory) -> frozenset[str]:
+        """Remove files that are no longer needed. Return those that are there still."""
+        litter = self.pool.take_litter()
+        try:
+            left = await run_in_thread_to_the_end(remove, directory, litter)
+        except BaseException:  # no thread: they are removed with the next ones
+            self.pool.litter.update(litter)
+            raise
+        self._removed(litter, left)
+        return frozenset(left)
+
+    def _removed(self, litter: Mapping[str, int], left: Sequence[str]) -> None:
+        self.pool.removed(litter, left)
+        if left and not self._said_stuck:
+            _log.error(
+                "%r: %d files could not be removed, such as %s. They take room until they can be, and their blocks are found "
+                "again by the next process that opens this directory",
+                self, len(left), left[0],
+            )  # fmt: skip
+        self._said_stuck = bool(left)
 
     def _uses(self) -> dict[int, Key]:
         uses, self.pool.uses = self.pool.uses, {}
@@ -368,4 +399,5 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
                 "%r: %d blocks of %d bytes are not found, as they do not fit this tier (%s); they go first when room is needed",
                 self, len(strangers), pool.stranger_bytes, why,
             )  # fmt: skip
-        remove(directory, self._litter())
+        litter = pool.take_litter()
+        self._removed(litter, remove(directory, litter))

@@ -19,6 +19,7 @@ Rule 3. Loads are verified. A block with other bytes than were stored is :class:
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -272,13 +273,15 @@ class TierBase(ABC, Generic[L]):
         return outcomes
 
     def _note_bad(self, lease: L, bad: Mapping[int, Missed | Failed]) -> None:
-        """Count the blocks that could not be loaded, and drop the damaged ones."""
+        """Count the blocks that could not be loaded, and drop those that never can be."""
         damaged: list[int] = []
         for at, outcome in bad.items():
             if isinstance(outcome, Missed):
                 self._missed[outcome.reason] = self._missed.get(outcome.reason, 0) + 1
-                if outcome.reason in self.kept_reasons:
-                    continue
-            damaged.append(at)
+                if outcome.reason not in self.kept_reasons:
+                    damaged.append(at)
+            elif isinstance(outcome.error, OSError) and outcome.error.errno == errno.EIO:
+                # Its medium has lost it. Any other error says nothing of the block: no descriptor or no memory is left, say.
+                damaged.append(at)
         if damaged:
             lease.forget(damaged)

@@ -25,7 +25,7 @@ from maru import LeaseLost, MaruError, MaruHandler, PoolFull
 from .._copying import load_pages, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError
 from .._in_place import CopiesInPlace
-from .._keys import check_keys
+from .._keys import MAX_STORED_BYTES, check_keys
 from .._visits import Visits
 from ..abc import (
     Deletion,
@@ -266,7 +266,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
 
     def _check(self, request: RoomRequest) -> None:
         keys, block_bytes = request.keys, request.block_bytes
-        check_keys(keys)
+        check_keys(keys, MAX_STORED_BYTES)
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
         longest, per_byte = max(map(len, keys), default=0), self.naming.characters_per_byte

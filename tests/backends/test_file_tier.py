@@ -14,10 +14,22 @@ import pytest
 import trio
 import trio.testing
 
-from backends import BlockSizeError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
+from backends import BlockSizeError, CapacityError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
 from backends import _blockfile as blockfile
 from backends import file as file_module
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier
+from backends.abc import (
+    DUPLICATE,
+    EVICTED,
+    LOADED,
+    MAX_KEY_BYTES,
+    STORED,
+    Deletion,
+    Failed,
+    Missed,
+    RoomRequest,
+    Source,
+    Tier,
+)
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
@@ -145,7 +157,7 @@ async def test_files_are_ours_alone(directory):
         assert path.stat().st_size == blockfile.HEADER_BYTES + SIZE
 
 
-@pytest.mark.parametrize("key", [b"", b"\x00", b"k" * 100, b"k" * 101, b"k" * blockfile.MAX_KEY_BYTES])
+@pytest.mark.parametrize("key", [b"", b"\x00", b"k" * 100, b"k" * 101, b"k" * MAX_KEY_BYTES])
 async def test_keys_of_any_length_are_found_again(directory, key):
     tier = open_tier(directory)
     assert await store(tier, [key]) == [STORED]
@@ -472,6 +484,67 @@ async def test_a_file_that_cannot_be_read_fails_alone_and_is_no_longer_found(dir
     assert isinstance(outcomes[0], Failed)
     assert outcomes[0].error.errno == errno.EIO
     assert tier.contains_nowait(KEYS) == {KEYS[1]}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE])
+async def test_an_error_that_says_nothing_of_a_block_drops_none(directory, monkeypatch, code):
+    tier = open_tier(directory)
+    await store(tier, KEYS)
+    async with keep_threads():
+        with monkeypatch.context() as patch:
+            patch.setattr(blockfile.Directory, "read", refuse(code))
+            assert all(isinstance(outcome, Failed) for outcome in await load(tier, KEYS))
+        assert await load(tier, KEYS) == [LOADED] * len(KEYS)
+
+
+def refuse(code):
+    def call(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+async def test_a_file_that_cannot_be_removed_takes_room_until_it_can_be(directory, monkeypatch, caplog):
+    tier = open_tier(directory, capacity_bytes=2 * SIZE)
+    await store(tier, KEYS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse(errno.EIO))
+        assert await tier.delete(KEYS[:1]) == [Deletion.UNAVAILABLE]
+        assert "could not be removed" in caplog.text
+        assert tier.statistics().used_bytes == SIZE and len(files(directory)) == 1
+        await store(tier, KEYS[1:2])
+        with pytest.raises(CapacityError):
+            await store(tier, KEYS[1:3], when_full="evict")
+    assert len(files(directory)) == 2
+    await store(tier, KEYS[2:4], when_full="evict")
+    assert len(files(directory)) == 2 and tier.contains_nowait(KEYS) == set(KEYS[2:])
+
+
+async def test_what_is_deleted_without_a_thread_is_removed_with_the_next(directory, monkeypatch):
+    tier = open_tier(directory)
+    await store(tier, KEYS[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(file_module, "run_in_thread_to_the_end", refuse(errno.EAGAIN))
+        with pytest.raises(OSError, match="unavailable"):
+            await tier.delete(KEYS[:1])
+    await tier.delete(KEYS[1:2])
+    assert not files(directory)
+
+
+async def test_small_blocks_evict_no_more_large_ones_than_they_need(directory):
+    tier = open_tier(directory, capacity_bytes=8 * 4096, eviction=LRU())
+    large = [b"large %d" % at for at in range(8)]
+    await store(tier, large, 4096)
+    await store(tier, [b"small %d" % at for at in range(32)], 64, when_full="evict")
+    assert len(tier.contains_nowait(large)) == 7
+
+
+def test_who_removes_the_lock_lets_no_second_tier_in(directory):
+    tier = open_tier(directory)
+    (directory / "offload.lock").unlink()
+    with pytest.raises(PlaceInUse):
+        open_tier(directory)
+    tier.close()
 
 
 # --- disks --------------------------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def test_what_cannot_be_asked_for_says_so_at_once():
             engine.begin_lookup(keys[0])
         with pytest.raises(ValueError, match="timeout"):
             engine.begin_lookup(keys, timeout=float("nan"))
-        with pytest.raises(ValueError, match="at most 440"):
+        with pytest.raises(ValueError, match="at most 432"):
             engine.begin_lookup([bytes(5000)])
         at_rest(engine, host, disk)
 

@@ -24,7 +24,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "one among good ones": ([b"good", "text"], TypeError, "'text'"),
     "one key": (b"key", TypeError, r"as in \[key\]"),
     "one text": ("key", TypeError, r"as in \[key\]"),
-    "too long": ([bytes(MAX_KEY_BYTES + 1)], ValueError, "at most 440"),
+    "too long": ([bytes(MAX_KEY_BYTES + 1)], ValueError, "at most 432"),
 }
 BLOCKS = ("weak", "strong", "external")
 
