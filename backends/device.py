@@ -29,7 +29,7 @@ from maru.eviction import EvictionPolicy
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
 from .block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
-from .copier import BlockPieces, copier_of
+from .copier import BlockPieces, Pieces, copier_of
 from .pages import Pages
 from .planes import TensorPlanes
 from .slots import SlotTier, Storage
@@ -204,6 +204,10 @@ class DeviceBlocks:
         """``None``: blocks are not in host memory."""
         return
 
+    def pieces(self, slots: Sequence[int], pages: Pages) -> Pieces:
+        """List the copies between blocks and pages."""
+        return self._pieces.of(slots, pages)
+
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy blocks to the pages, and wait for the end; see :meth:`backends.copier.Copier.store` for errors."""
         copier_of(self._device).store(self._pieces.of(slots, pages))
@@ -320,6 +324,11 @@ class DeviceTier(SlotTier):
             other = next(at for at, number in enumerate(ids) if number in ids[:at])
             raise RepeatedPlaces(ids.index(ids[other]), other)
         return _Into(self, self._storage, ids, self.planes)
+
+    def pieces(self, ids: Sequence[int], pages: Pages) -> Pieces:
+        """List the copies between blocks of a device and pages, to be made in one batch with others."""
+        assert isinstance(self._storage, DeviceBlocks)
+        return self._storage.pieces(ids, pages)
 
     def numbers_of(self, refs: Sequence[int]) -> tuple[DeviceTier, Sequence[int]]:
         """See :class:`backends.abc.NumberedSource`."""

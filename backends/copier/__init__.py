@@ -3,6 +3,8 @@
 :mod:`._pieces` decides which copies that takes, in numpy columns; :mod:`._copier` has the device make them.
 """
 
+from maru._memory.cuda import Event as Event
+
 from ._copier import Copier as Copier
 from ._copier import DeviceLost as DeviceLost
 from ._copier import close_copiers as close_copiers

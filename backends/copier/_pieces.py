@@ -34,6 +34,14 @@ class Pieces:
         """Bytes of all of them."""
         return int(self.sizes.sum())
 
+    @classmethod
+    def of_all(cls, several: Sequence[Pieces]) -> Pieces:
+        """Put the copies of several together, for one batch."""
+        import numpy
+
+        columns = zip(*((one.device, one.host, one.sizes) for one in several), strict=True)
+        return cls(*map(numpy.concatenate, columns)) if several else cls(*numpy.zeros((3, 0), numpy.uint64))
+
     def at(self, rows: Any) -> Pieces:
         """Return some rows: a mask, or numbers."""
         return Pieces(self.device[rows], self.host[rows], self.sizes[rows])

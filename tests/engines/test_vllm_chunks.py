@@ -100,25 +100,6 @@ def test_chunks_say_whether_they_lie_on_a_device():
     assert ChunkSource([group]).into([[0, 1]]).on_device
 
 
-def test_what_goes_to_a_device_is_not_cut_into_small_transfers(monkeypatch):
-    cache = caches()
-    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
-    pages = new_pages(2, source.block_bytes)
-    source.copy_out(source.chunks([b"a", b"b"], [[0, 1], [2, 3]], first=0).refs, pages)
-    monkeypatch.setattr(_chunks, "WARM_BYTES", 1)
-    monkeypatch.setattr(source, "on_device", True)  # the copies are those of a host: what they are given is to be seen
-    transfers, copy_in = [], type(source._groups[0].blocks._storage).copy_in
-    monkeypatch.setattr(
-        type(source._groups[0].blocks._storage),
-        "copy_in",
-        lambda storage, slots, pages: (transfers.append(list(slots)), copy_in(storage, slots, pages)),
-    )
-    assert source.into([[10, 11], [12, 13]]).copy_in_and_sum(0, pages) == checksums(pages)
-    assert transfers == [[10, 11, 12, 13]]
-    for layer in cache.values():
-        assert torch.equal(layer[[10, 11, 12, 13]], layer[[0, 1, 2, 3]])
-
-
 def test_a_large_load_goes_in_by_halves(monkeypatch):
     cache = caches()
     source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
@@ -162,10 +143,14 @@ def test_layers_that_share_their_memory_are_copied_once():
     )
 
 
-def test_a_block_in_pieces_is_refused():
-    torn = {"layer": torch.zeros(BLOCKS, HEADS, 2 * TOKENS, DIM)[:, :, ::2]}
-    with pytest.raises(ValueError, match="not one run of memory"):
-        ChunkSource([GroupCaches(torn, BLOCKS, 1)])
+def test_a_block_in_pieces_is_copied_piece_by_piece():
+    whole = torch.randn(BLOCKS, HEADS, 2 * TOKENS, DIM)
+    source = ChunkSource([GroupCaches({"layer": whole[:, :, ::2]}, BLOCKS, 1)])
+    pages, before = new_pages(1, source.block_bytes), whole.clone()
+    source.copy_blocks_out([[3]], pages)
+    source.copy_in([[8]], pages)
+    assert torch.equal(whole[8, :, ::2], before[3, :, ::2])
+    assert torch.equal(whole[8, :, 1::2], before[8, :, 1::2])
 
 
 def test_the_order_of_heads_and_tokens_is_in_the_layout():

@@ -236,7 +236,7 @@ def copies(server: Server) -> Iterator[Callable[[], tuple[RowCopies, torch.Tenso
     def make() -> tuple[RowCopies, torch.Tensor, Pages]:
         cache = torch.zeros(8, 1, 4, ROW // 32)
         source = ChunkSource([GroupCaches({"a": cache}, 8, 2)])
-        made.append(RowCopies(arena, 0, [source], lambda: lambda: None))
+        made.append(RowCopies(arena, 0, [source], tuple))
         rows = arena.pages(range(4))
         for at, row in enumerate(rows):
             row[:] = bytes([at + 1]) * source.block_bytes
@@ -267,16 +267,17 @@ def test_pages_that_changed_while_they_were_copied_are_an_error(copies: Any):
     assert isinstance(copied.error, LostInPlace)
 
 
-def failing(times: int, error: type[BaseException]) -> Callable[[], Callable[[], None]]:
-    """What must be over before a copy begins: it fails so often."""
-    left = [times]
+def fail(one: RowCopies, times: int, error: type[BaseException]) -> None:
+    """Let the next copies fail, so many of them."""
+    left, pages = [times], one._pages
 
-    def wait() -> None:
+    def short(*args: Any) -> Pages:
         left[0] -= 1
         if left[0] >= 0:
             raise error("short of memory")
+        return pages(*args)
 
-    return lambda: wait
+    one._pages = short  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,8 @@ def test_rows_that_worker_could_not_write_are_not_stored(server: Server, times: 
     """vLLM is told that its store is over: it has no word for one that failed."""
     with opened(server) as memory:
         source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
-        one = RowCopies(memory.arena, 0, [source], failing(times, error))
+        one = RowCopies(memory.arena, 0, [source], tuple)
+        fail(one, times, error)
         taken = memory.take_for_store(KEYS[:2])
         assert taken is not None
         one.store(1, range(4), [4], [0], taken[1])
@@ -309,7 +311,8 @@ def test_load_that_fails_is_tried_again_and_never_passes(server: Server, times: 
     with opened(server) as memory:
         cache = torch.zeros(8, 1, 4, ROW // 32)
         source = ChunkSource([GroupCaches({"a": cache}, 8, 2)])
-        one = RowCopies(memory.arena, 0, [source], failing(times, MemoryError))
+        one = RowCopies(memory.arena, 0, [source], tuple)
+        fail(one, times, MemoryError)
         memory.arena.pages([0])[0][:] = b"\1" * ROW
         one.load(1, range(2), [2], [0], [0], {})
         one.wait({1})
@@ -327,7 +330,7 @@ def test_job_that_is_refused_is_never_done(server: Server, monkeypatch: pytest.M
 
     with opened(server) as memory:
         source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
-        one = RowCopies(memory.arena, 0, [source], lambda: lambda: None)
+        one = RowCopies(memory.arena, 0, [source], tuple)
         [row] = memory.arena.pages([0])
         row[:] = b"\1" * ROW
         with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
@@ -344,7 +347,8 @@ def test_job_that_is_refused_is_never_done(server: Server, monkeypatch: pytest.M
 def test_rows_of_store_that_is_not_waited_for_are_not_stored(server: Server):
     with opened(server) as memory:
         source = ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, ROW // 32)}, 8, 2)])
-        one = RowCopies(memory.arena, 0, [source], failing(0, MemoryError))
+        one = RowCopies(memory.arena, 0, [source], tuple)
+        fail(one, 0, MemoryError)
         taken = memory.take_for_store(KEYS[:2])
         assert taken is not None
         one.store(1, range(4), [4], [0], taken[1])

@@ -3,6 +3,11 @@
 A chunk is some blocks of the cache, wherever they lie, in all layers. Its bytes go to and from a page of a tier in one copy:
 group by group where a model has several groups of KV caches, block by block, and of each block layer by layer. vLLM owns the
 cache; which blocks a chunk has is known only while it is being stored.
+
+Rule 1. vLLM's tensors are asked where they lie, and for nothing else: what copies them on a device needs no torch.
+Rule 2. On a device all that is copied together is one batch, of all groups.
+Rule 3. A block whose layers are interleaved is copied as it lies, and the name of the layout says in which order. No other
+        block: the name of its layout is older than this rule.
 """
 
 from __future__ import annotations
@@ -11,12 +16,14 @@ import ctypes
 import itertools
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import attrs
 
 from backends._copying import BESIDE_BYTES
 from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.block_layout import Plane, TensorMemory, as_one_run, layout_of, memory_of
+from backends.copier import Event, Pieces, copier_of
 from backends.device import DeviceTier
 from backends.pages import WARM_BYTES, Pages, PageSum, checksums
 from backends.planes import TensorPlanes
@@ -27,6 +34,8 @@ from ._naming import layout_text
 if TYPE_CHECKING:
     import torch
 
+Cache: TypeAlias = "torch.Tensor | TensorMemory"
+"""A tensor that vLLM has registered, or where it lies."""
 Block = TypeVar("Block")
 Copied = TypeVar("Copied")
 
@@ -84,8 +93,8 @@ class GroupCaches:
     """The caches of one group: layers whose blocks have one number.
 
     Args:
-        caches: the tensors that vLLM has registered, by layer. Their first axis counts blocks, or a whole number of rows for
-        each.
+        caches: the tensors that vLLM has registered, or where they lie, by layer. Their first axis counts blocks, or a whole
+            number of rows for each.
         n_blocks: how many blocks vLLM counts.
         blocks_per_chunk: blocks in a chunk.
 
@@ -93,12 +102,13 @@ class GroupCaches:
         ValueError: a tensor's rows are no whole number for each block.
     """
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], n_blocks: int, blocks_per_chunk: int) -> None:
-        apart = _apart(caches)
-        self.blocks = DeviceTier([_by_blocks(name, cache, n_blocks) for name, cache in apart.items()])
+    def __init__(self, caches: Mapping[str, Cache], n_blocks: int, blocks_per_chunk: int) -> None:
+        layers = _apart(_by_blocks(caches, n_blocks))
+        together, _ = _as_copied(list(layers.values()))
+        self.blocks = DeviceTier(together)
         self.per_chunk: int = blocks_per_chunk
         # A plane for each layer: what the axes of a block mean is the kernel's. Keys that are read as values are other numbers.
-        self.planes = TensorPlanes({name: _by_blocks(name, cache, n_blocks) for name, cache in apart.items()})
+        self.planes = TensorPlanes(layers)
 
     @property
     def chunk_bytes(self) -> int:
@@ -124,8 +134,8 @@ class ChunkSource(NoChunks):
 
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
-        self.on_device: bool = any(group.blocks.device is not None for group in groups)
-        """Whether the cache lies on a device."""
+        self.device: int | None = groups[0].blocks.device
+        """Number of the CUDA device that has the cache; ``None`` for host memory."""
         self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
@@ -139,6 +149,11 @@ class ChunkSource(NoChunks):
 
     def __repr__(self) -> str:
         return f"<ChunkSource of chunks of {self.blocks_per_chunk} blocks, {self.block_bytes} bytes>"
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the cache lies on a device."""
+        return self.device is not None
 
     # --- down -----------------------------------------------------------------------------------------------------
 
@@ -169,8 +184,7 @@ class ChunkSource(NoChunks):
 
     def copy_blocks_out(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         """Copy the blocks at each position into the page there, ``None`` left out."""
-        for group, ids, parts in self._wanted(blocks, pages):
-            group.copy_out(ids, parts)
+        copy_chunks_out([(self, blocks, pages)])
 
     # --- whether it is what was stored ----------------------------------------------------------------------------
 
@@ -203,8 +217,8 @@ class ChunkSource(NoChunks):
         return ChunkDestination(self, blocks)
 
     def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
-        """Copy each page into the blocks at the same position; where it is much, in two threads."""
-        self._by_halves(self._copy_in, blocks, pages)
+        """Copy each page into the blocks at the same position."""
+        copy_chunks_in([(self, blocks, pages)])
 
     def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
         """Like :meth:`copy_in`; returns the xxh3-64 of each page, whatever of it is copied."""
@@ -226,8 +240,12 @@ class ChunkSource(NoChunks):
             return copy(blocks, pages), None
         return run_halves(lambda start, stop: copy(blocks[start:stop], pages.part(start, stop)), len(blocks))
 
+    def copy_in_host(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
+        """Copy pages into blocks of host memory; where it is much, in two threads."""
+        self._by_halves(self._copy_in, blocks, pages)
+
     def _copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
-        for group, ids, parts in self._wanted(blocks, pages):
+        for group, ids, parts in self.wanted(blocks, pages):
             group.into(ids).copy_in(0, parts)
 
     def _copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
@@ -253,7 +271,7 @@ class ChunkSource(NoChunks):
             yield chunk[at : at + group.per_chunk]
             at += group.per_chunk
 
-    def _wanted(
+    def wanted(
         self, blocks: Sequence[Sequence[int | None]], pages: Pages
     ) -> Iterator[tuple[DeviceTier, list[int], Pages]]:
         """Of each group the blocks that are to be copied, and the part of a page for each."""
@@ -275,6 +293,32 @@ class ChunkSource(NoChunks):
             return Pages(range(addresses.start, addresses.stop, size), size, pages.owner)
         starts = range(start, start + group.chunk_bytes, size)
         return Pages([address + at for address in addresses for at in starts], size, pages.owner)
+
+
+Parts: TypeAlias = Sequence[tuple[ChunkSource, Sequence[Sequence[int | None]], Pages]]
+"""Chunks of one or more sources over one cache, by their blocks (``None``: not to be copied), with a page for each."""
+
+
+def copy_chunks_out(parts: Parts, after: Sequence[Event] = ()) -> None:
+    """Copy chunks into pages: those of a device in one batch, once these of its events hold."""
+    copies = [copy for source, blocks, pages in parts for copy in source.wanted(blocks, pages)]
+    device = parts[0][0].device if parts else None
+    if device is not None:
+        copier_of(device).store(Pieces.of_all([tier.pieces(ids, pages) for tier, ids, pages in copies]), after)
+        return
+    for tier, ids, pages in copies:
+        tier.copy_out(ids, pages)
+
+
+def copy_chunks_in(parts: Parts, after: Sequence[Event] = ()) -> None:
+    """Copy pages into chunks: those of a device in one batch, once these of its events hold."""
+    device = parts[0][0].device if parts else None
+    if device is not None:
+        copies = [copy for source, blocks, pages in parts for copy in source.wanted(blocks, pages)]
+        copier_of(device).load(Pieces.of_all([tier.pieces(ids, pages) for tier, ids, pages in copies]), after)
+        return
+    for source, blocks, pages in parts:
+        source.copy_in_host(blocks, pages)
 
 
 @attrs.define(eq=False)
@@ -363,27 +407,77 @@ class ChunkCanary:
         self._source.forget(self._stored)  # one check stores one chunk after the other
 
 
-def layout_of_caches(groups: Sequence[Mapping[str, torch.Tensor]], n_blocks: int, chunk_tokens: int) -> str:
-    """What the bytes of a chunk mean: of each group, the layers with dtype, shape and strides of a block in each."""
+# --- where vLLM's tensors lie -------------------------------------------------------------------------------------------
+
+
+def layout_of_caches(groups: Sequence[Mapping[str, Cache]], n_blocks: int, chunk_tokens: int) -> str:
+    """Name what the bytes of a chunk mean: of each group, the layers with dtype, shape and strides of a block in each."""
     texts = []
     for caches in groups:
-        layers = []
-        for name, cache in caches.items():
-            block = _by_blocks(name, cache, n_blocks)[0]
-            layers.append((name, str(cache.dtype), tuple(block.shape), block.stride()))
-        texts.append(layout_text(layers, chunk_tokens))
+        layers = _by_blocks(caches, n_blocks)
+        said = [(name, one.dtype, one.shape[1:], _strides_of_block(one)) for name, one in layers.items()]
+        _, order = _as_copied(list(_apart(layers).values()))
+        texts.append(layout_text(said, chunk_tokens) + (f";in the order {order}" if order else ""))
     return "|".join(texts)
 
 
-def _apart(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that do not share their memory: vLLM gives one cache to several layers where a model lets it."""
-    seen = {(cache.data_ptr(), tuple(cache.shape), cache.stride()): name for name, cache in caches.items()}
-    return {name: caches[name] for name in seen.values()}
+def _by_blocks(caches: Mapping[str, Cache], n_blocks: int) -> dict[str, TensorMemory]:
+    """Return where the layers lie, with vLLM's blocks on their first axis: some kernels count smaller ones."""
+    layers = {}
+    for name, cache in caches.items():
+        memory = memory_of(name, cache)
+        rows, row = memory.shape[0], memory.strides[0]
+        if not n_blocks or rows % n_blocks:
+            raise ValueError(
+                f"the cache of {name} has {rows} rows, which is no whole number for each of {n_blocks} blocks"
+            )
+        if rows != n_blocks:
+            each = rows // n_blocks
+            shape, strides = (n_blocks, each, *memory.shape[1:]), (each * row, row, *memory.strides[1:])
+            memory = attrs.evolve(memory, shape=shape, strides=strides)
+        layers[name] = memory
+    return layers
 
 
-def _by_blocks(name: str, cache: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """A layer's cache with vLLM's blocks on its first axis: some kernels count smaller ones."""
-    rows = cache.shape[0]
-    if not n_blocks or rows % n_blocks:
-        raise ValueError(f"the cache of {name} has {rows} rows, which is no whole number for each of {n_blocks} blocks")
-    return cache if rows == n_blocks else cache.unflatten(0, (n_blocks, -1))  # type: ignore[no-untyped-call]
+def _apart(layers: Mapping[str, TensorMemory]) -> dict[str, TensorMemory]:
+    """Return those that do not share their memory: vLLM gives one cache to several layers where a model lets it."""
+    seen = {(layer.address, tuple(layer.shape), tuple(layer.strides)): name for name, layer in layers.items()}
+    return {name: layers[name] for name in seen.values()}
+
+
+def _as_copied(layers: Sequence[TensorMemory]) -> tuple[Sequence[TensorMemory], Sequence[int]]:
+    """Return the layers as one tensor, if all of them together have each block in one run of memory.
+
+    Returns:
+        That tensor, or the layers. And the order in which the pieces of a block lie, if its bytes have that order: rule 3.
+    """
+    pieces = _pieces(layers)
+    order = sorted(range(len(pieces)), key=lambda at: pieces[at][0] + pieces[at][1].offset)
+    in_order = order == list(range(len(pieces)))
+    run = as_one_run(pieces, layers[0].shape[0])
+    if run is None or (len(pieces) == len(layers) and not in_order):
+        return layers, ()
+    address, plane = run
+    shape, strides = (layers[0].shape[0], plane.run_bytes), (plane.stride_bytes, 1)
+    whole = TensorMemory(address, shape, strides, 1, "uint8", layers[0].device, layers)
+    return [whole], () if in_order else order
+
+
+def _pieces(layers: Sequence[TensorMemory]) -> list[tuple[int, Plane]]:
+    """List the runs of memory that a block has in these layers."""
+    return [
+        (layer.address, plane)
+        for layer in layers
+        for plane in layout_of(layer.shape, layer.strides, layer.item_bytes, 0).planes
+    ]
+
+
+def _strides_of_block(layer: TensorMemory) -> Sequence[int]:
+    """Return the strides of a block as its bytes are stored: in a tier, its pieces follow each other."""
+    strides = list(layer.strides[1:])
+    if len(_pieces([layer])) > 1:
+        n = 1
+        sizes = layer.shape[1:]
+        for axis in sorted(range(len(strides)), key=lambda axis: (sizes[axis] == 1, strides[axis])):
+            strides[axis], n = n, n * sizes[axis]
+    return strides

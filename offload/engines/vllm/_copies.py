@@ -3,7 +3,10 @@
 A place is a row of host memory, or a page of a tier where the scheduler is in this process. The scheduler names one only where
 it may be written, or where its bytes are verified and held. So what is copied here is
 memory to memory, and cannot fail for want of a block. What raises all the same is a fault of this host: a load that fails ends
-vLLM, which would compute with other bytes else, and rows that were not written are marked as such.
+vLLM, which would compute with other bytes else, and rows that were not written are marked as such. A copy whose end is not
+proven ends vLLM either way: its rows, or blocks, would be given out again while it may still write them.
+
+A copy of a device waits on the device for all that vLLM has started there before its job: no thread waits for that.
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 
+from backends import Unproven
+from backends.copier import Event
 from backends.pages import Pages
+from backends.threads import kept_if_unproven
+from maru.exception_groups import holds
 
 from ._arena import Arena
-from ._chunks import ChunkSource
+from ._chunks import ChunkSource, Parts, copy_chunks_in, copy_chunks_out
 from ._placed import Placed
 
 ATTEMPTS: Final = 3
@@ -35,6 +42,7 @@ Columns = Sequence[tuple[ChunkSource, list[list[int | None]], list[int]]]
 InPlace = Mapping[int, tuple[Placed, int]]
 """Of the places that are pages of a tier, where they lie."""
 NOWHERE: Final[InPlace] = {}
+Copy: TypeAlias = Callable[[Parts, Sequence[Event]], None]
 
 
 class LostInPlace(RuntimeError):
@@ -58,11 +66,12 @@ class RowCopies:
         arena: the rows.
         offset: where this worker's part of each row starts.
         groups: of each group of KV caches, the chunks of its blocks.
-        computed: returns what waits until everything that was started on the device has ended; called when a job is begun.
+        computed: returns events of the device, as ``torch.cuda.Event`` is one, that hold once all that was started there until
+            now is over; called when a job is begun. None in host memory: there a forward pass is over when it returns.
     """
 
     def __init__(
-        self, arena: Arena, offset: int, groups: Sequence[ChunkSource], computed: Callable[[], Callable[[], None]]
+        self, arena: Arena, offset: int, groups: Sequence[ChunkSource], computed: Callable[[], Sequence[Any]]
     ) -> None:
         self._arena, self._offset, self._groups, self._computed = arena, offset, groups, computed
         self._stores = ThreadPoolExecutor(1, "offload-store")
@@ -81,7 +90,7 @@ class RowCopies:
     ) -> None:
         """Begin to copy blocks into rows; see :meth:`columns` for the arguments."""
         self._stored_rows[job_id] = rows
-        self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_blocks_out)
+        self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), copy_chunks_out)
 
     def fail_store(self, job_id: int, rows: Sequence[int]) -> None:
         """End a store that could not be begun: its rows are marked as not written, and it is over."""
@@ -106,7 +115,7 @@ class RowCopies:
     ) -> None:
         """Begin to copy from places into blocks. ``in_place``: where those lie that are no rows."""
         columns = self.columns(blocks, sizes, firsts, places)
-        self._begin(self._loads, job_id, columns, ChunkSource.copy_in, in_place)
+        self._begin(self._loads, job_id, columns, copy_chunks_in, in_place)
 
     def columns(
         self, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
@@ -158,48 +167,43 @@ class RowCopies:
         self._loads.shutdown(cancel_futures=True)
 
     def _begin(
-        self,
-        thread: ThreadPoolExecutor,
-        job_id: int,
-        columns: Columns,
-        copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
-        in_place: InPlace = NOWHERE,
+        self, thread: ThreadPoolExecutor, job_id: int, columns: Columns, copy: Copy, in_place: InPlace = NOWHERE
     ) -> None:
         self._jobs[job_id] = thread.submit(partial(self._copy, job_id, self._computed(), columns, copy, in_place))
 
-    def _copy(
-        self,
-        job_id: int,
-        wait_computed: Callable[[], None],
-        columns: Columns,
-        copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
-        in_place: InPlace,
-    ) -> Copied:
+    def _copy(self, job_id: int, events: Sequence[Any], columns: Columns, copy: Copy, in_place: InPlace) -> Copied:
         began, nbytes = time.perf_counter(), 0
         error: BaseException | None = None
         for _ in range(ATTEMPTS):
             try:
-                wait_computed()
-                nbytes = 0
-                for group, chunks, rows in columns:
-                    if rows:
-                        copy(group, chunks, self._pages(rows, in_place, group.block_bytes))
-                        nbytes += group.block_bytes * len(rows)
+                # Until the copy is over, the events are kept, and what it reads and writes is held.
+                with kept_if_unproven((self._arena, events, columns, in_place)):
+                    nbytes = self._copy_all(columns, copy, in_place, [Event(event.cuda_event) for event in events])
                 _check_unchanged(in_place)
             except LostInPlace as raised:  # they will not be what they were
                 error = raised
                 break
-            except BaseException as raised:  # all that it reads and writes is still held
+            except BaseException as raised:
                 error = raised
+                if holds(raised, Unproven):
+                    break
             else:
                 error = None
                 break
-        if error is not None and copy is ChunkSource.copy_blocks_out:
+        if error is not None and copy is copy_chunks_out:
             # vLLM cannot be told that a store has failed; the scheduler looks at the marks.
             self._arena.mark_unwritten([row for _, _, rows in columns for row in rows])
             _log.error("copy %d from the cache to host memory has failed: %r", job_id, error)
-            error, nbytes = None, 0
+            error, nbytes = error if holds(error, Unproven) else None, 0
         return Copied(job_id, error, nbytes, time.perf_counter() - began)
+
+    def _copy_all(self, columns: Columns, copy: Copy, in_place: InPlace, after: Sequence[Event]) -> int:
+        """Make the copies of a job; returns their bytes."""
+        parts = [
+            (group, chunks, self._pages(rows, in_place, group.block_bytes)) for group, chunks, rows in columns if rows
+        ]
+        copy(parts, after)
+        return sum(len(pages) * pages.page_bytes for _, _, pages in parts)
 
     def _pages(self, places: Sequence[int], in_place: InPlace, nbytes: int) -> Pages:
         """This worker's part of these places."""

@@ -8,7 +8,7 @@ share is the arena, which has the name of the engine. A worker in the process of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -301,7 +301,7 @@ class RowWorker(OffloadingWorker):
         if config.parallel.world_size == 1:
             _ONLY_WORKERS.add(config.engine_id)
         offset = config.parallel.rank * part_bytes
-        self._copies = RowCopies(arena, offset, groups, _started_on_device if on_device else lambda: _nothing)
+        self._copies = RowCopies(arena, offset, groups, _started_on_device if on_device else tuple)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any, **more: Any) -> bool:
         """Begin to copy blocks into rows."""
@@ -344,14 +344,8 @@ class RowWorker(OffloadingWorker):
         self._arena.unlink()
 
 
-def _started_on_device() -> Callable[[], None]:
-    """Returns what waits until everything that was started on the device until now is over."""
-    # Blocking: waiting for another event takes a core. Each of the two threads that copy waits so, job by job; a copy that is
-    # itself queued on the device would need no wait here.
-    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call, unused-ignore]
+def _started_on_device() -> Sequence[Any]:
+    """Return an event that holds once what this thread's stream was given until now is over."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
     event.record()
-    return lambda: event.synchronize()
-
-
-def _nothing() -> None:
-    """Nothing is to be waited for: on a CPU a forward pass is over when it returns."""
+    return [event]

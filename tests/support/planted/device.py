@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from backends.copier import Pieces, copier_of
+from backends.copier import Copier, Event, Pieces, copier_of
+from backends.copier._copier import _Lane
 from backends.device import DeviceBlocks
 from backends.pages import Pages
+from maru._memory.cuda import Driver
 
 
 def pieces_are_loaded_in_another_order(patch: Any) -> None:
@@ -20,3 +22,61 @@ def pieces_are_loaded_in_another_order(patch: Any) -> None:
         copier_of(self._device).load(Pieces(found.device[order], found.host, found.sizes))
 
     patch.setattr(DeviceBlocks, "copy_in", load)
+
+
+def chunks_are_loaded_in_another_order(patch: Any) -> None:
+    """The same with vLLM's chunks: the first half of the blocks in all layers, where the second one belongs."""
+    load = Copier.load
+
+    def otherwise(self: Copier, pieces: Pieces, after: Sequence[Event] = ()) -> None:
+        half = len(pieces) // 2
+        load(self, Pieces(pieces.device[[*range(half, len(pieces)), *range(half)]], pieces.host, pieces.sizes), after)
+
+    patch.setattr(Copier, "load", otherwise)
+
+
+def a_load_waits_for_nothing(patch: Any) -> None:
+    """What the engine has queued for its blocks comes behind it."""
+    load = Copier.load
+    patch.setattr(Copier, "load", lambda self, pieces, after=(): load(self, pieces))
+
+
+def a_store_waits_for_nothing(patch: Any) -> None:
+    """It reads what was there before the engine's pass."""
+    store = Copier.store
+    patch.setattr(Copier, "store", lambda self, pieces, after=(): store(self, pieces))
+
+
+def nobody_waits_behind_an_error(patch: Any) -> None:
+    """What was begun before it goes on, in memory that is used again."""
+    patch.setattr(_Lane, "_settle", lambda self, error: None)
+
+
+def nobody_waits_for_the_end(patch: Any) -> None:
+    """Whoever is told that a copy is over uses its memory again."""
+    patch.setattr(_Lane, "_finish", lambda self: None)
+
+
+def each_thread_is_on_device_0(patch: Any) -> None:
+    """A process gets a context there, and fails with memory of its own device."""
+    attach = Driver.attach
+    patch.setattr(Driver, "attach", lambda self, device: attach(self, 0))
+
+
+def all_memory_counts_as_registered(patch: Any) -> None:
+    """A device reads and writes pages that may move."""
+    patch.setattr(Pieces, "split", lambda self, spans: (self, self.at(slice(0))))
+
+
+def the_buffer_is_used_again_too_early(patch: Any) -> None:
+    """A portion is put into it while the one before it may not have left it."""
+
+    def through(self: _Lane, pieces: Pieces) -> None:
+        buffer = self._buffer_pages()
+        finish, self._finish = self._finish, lambda: None  # type: ignore[method-assign]
+        for portion in pieces.portions(buffer.page_bytes):
+            self._portion(portion, buffer.addresses[0])
+        self._finish = finish  # type: ignore[method-assign]
+        self._finish()
+
+    patch.setattr(_Lane, "_through_the_buffer", through)
