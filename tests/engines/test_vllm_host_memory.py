@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -409,19 +410,55 @@ def test_rows_end_before_the_marks(rows: int):
     arena.unlink()
 
 
-def test_a_step_of_an_instance_that_runs_waits_for_no_other_one_that_starts(tmp_path: Path):
+@contextmanager
+def links_locked() -> Iterator[None]:
+    """Lock the directory of links as an instance does that starts."""
+    starting = os.open(f"/dev/shm/offload-{os.geteuid()}", os.O_RDONLY)
+    try:
+        fcntl.flock(starting, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(starting)
+
+
+def my_links() -> list[str]:
+    """Names of the links to arenas of this process."""
+    links = Path(f"/dev/shm/offload-{os.geteuid()}")
+    return [one.name for one in links.iterdir() if os.readlink(one).startswith(f"/proc/{os.getpid()}/")]
+
+
+def test_steps_wait_for_no_other_instance_that_starts(tmp_path: Path):
     with opened(disk(tmp_path)) as memory:
-        memory.arena.unlink()  # as the first step does
-        starting = os.open(f"/dev/shm/offload-{os.geteuid()}", os.O_RDONLY)
-        try:
-            fcntl.flock(starting, fcntl.LOCK_EX)
+        with links_locked():
             step = threading.Thread(target=memory.arena.unlink)
             step.start()
             step.join(SOON)
             assert not step.is_alive()
-        finally:
-            os.close(starting)
-            step.join()
+            assert my_links()
+        memory.arena.unlink()  # of a later step
+        assert not my_links()
+
+
+def test_steps_go_on_without_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with opened(disk(tmp_path)) as memory:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refused)
+            memory.arena.unlink()
+        assert my_links()
+        memory.arena.unlink()
+        assert not my_links()
+
+
+def test_starts_do_not_wait_forever_for_another(monkeypatch: pytest.MonkeyPatch):
+    now = iter(range(1_000))
+    with links_locked():
+        monkeypatch.setattr(time, "monotonic", lambda: next(now))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        with pytest.raises(OSError, match=r"another process has kept .* locked for 30 s"):
+            arena_of(f"test-{os.getpid()}-{next(NAMES)}", 2, ROW)
 
 
 def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():

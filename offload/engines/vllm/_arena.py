@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -36,6 +37,9 @@ _IDENTITY: Final = struct.Struct("=32sQQ")
 _LOCKS: Final = 1024
 """Where the bytes that processes lock begin in the last page: the scheduler's, then those of the workers by rank. Locks may lie
 behind the end of a file."""
+_LOCK_TIMEOUT: Final = 30.0
+"""Seconds that a start waits for the lock of the directory. Others keep it for milliseconds, unless they are stopped."""
+_LOCK_POLL: Final = 0.01
 _FLOCK: Final = struct.Struct("hhqqi")
 
 
@@ -58,7 +62,7 @@ class Arena(SharedBlocks):
         identity = _IDENTITY.pack(arena_digest(name), n, block_bytes)
         rows_end = n * block_bytes
         last_page = -(-(rows_end + n) // _PAGE) * _PAGE
-        with _links() as links:
+        with _links(_LOCK_TIMEOUT) as links:
             opened = _opened(self._link, links, identity)
             fd = _made(self._link, links, last_page + _PAGE) if opened is None else opened
             try:
@@ -78,11 +82,15 @@ class Arena(SharedBlocks):
         return f"<Arena of {len(self)} rows of {self.block_bytes} bytes>"
 
     def unlink(self) -> None:
-        """All processes have opened it: nobody else can from now on. Called again it does nothing, and waits for nobody."""
+        """Remove the link, since all processes have opened the arena. Never waits.
+
+        If another process has the lock, or the directory cannot be opened now, the link stays until a later call. Whatever
+        becomes of it, it leads nowhere once this process has ended.
+        """
         if self._may_be_linked:
-            with _links() as links:
+            with contextlib.suppress(OSError), _links() as links:
                 _remove(self._link, links)
-            self._may_be_linked = False
+                self._may_be_linked = False
 
     def mark_unwritten(self, rows: Sequence[int]) -> None:
         """Mark rows that a worker was to write and did not, or not wholly."""
@@ -109,11 +117,25 @@ class Arena(SharedBlocks):
 
 
 @contextmanager
-def _links() -> Iterator[int]:
-    """The directory of links, locked: the workers of an instance start together, and one of them makes what all share."""
-    links, _ = open_private_directory(f"/dev/shm/offload-{os.geteuid()}", OSError, purpose="the directory of arenas")
+def _links(timeout: float = 0.0) -> Iterator[int]:
+    """The directory of links, locked: the workers of an instance start together, and one of them makes what all share.
+
+    Raises:
+        BlockingIOError: another process has kept the lock for so many seconds.
+        OSError: the directory cannot be opened.
+    """
+    path = f"/dev/shm/offload-{os.geteuid()}"
+    links, _ = open_private_directory(path, OSError, purpose="the directory of arenas")
+    deadline = time.monotonic() + timeout
     try:
-        fcntl.flock(links, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(links, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise BlockingIOError(f"another process has kept {path} locked for {timeout:g} s") from None
+                time.sleep(_LOCK_POLL)
         yield links
     finally:
         os.close(links)
