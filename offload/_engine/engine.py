@@ -230,7 +230,7 @@ class Engine:
 
     # --- loading --------------------------------------------------------------------------------------------------
 
-    async def lookup(self, keys: Sequence[Key], *, tenant: str = "", within: float = inf) -> Hit:
+    async def lookup(self, keys: Sequence[Key], *, tenant: str = "", within: float = inf, hurried: bool = False) -> Hit:
         """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
 
         The prefix may change between tiers any number of times. A tier that raises, or does not answer within
@@ -244,6 +244,7 @@ class Engine:
             tenant: the tenant, for tiers that need it, until the hit is released.
             within: seconds for all tiers together; they share it, so it lowers ``lookup_timeout`` for each. Unlike a cancel
                 scope around the call, it ends with a result.
+            hurried: a tier that does not answer in a time that ``within`` has shortened has no fault.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
@@ -264,7 +265,9 @@ class Engine:
             keys = shadow.withheld.prefix_before(keys)
         end = None if self._tags is None else self._tags.carry(keys, tenant)
         try:
-            segments, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
+            segments, unavailable = await find(
+                self._places, keys, lookup_timeout=self._lookup_timeout, within=within, hurried=hurried
+            )
         except BaseException:
             if end is not None:
                 end()
@@ -409,7 +412,13 @@ class Engine:
         await trio.lowlevel.checkpoint()
 
     async def delete(
-        self, keys: Sequence[Key], *, within: float = inf, why: str = "", together: bool = False
+        self,
+        keys: Sequence[Key],
+        *,
+        within: float = inf,
+        hurried: bool = False,
+        why: str = "",
+        together: bool = False,
     ) -> list[Deletion]:
         """Delete these keys in all tiers, the fastest first.
 
@@ -422,6 +431,7 @@ class Engine:
             keys: the keys to delete.
             within: seconds for all tiers together, which share it. A tier that does not answer within its share has a fault,
                 and its answer is ``UNAVAILABLE``.
+            hurried: it has none if its share is below ``call_timeout``.
             why: the reason in a word or two, for :meth:`explain`.
             together: ask the slowest tier first, and keep in the others what one keeps: ``PINNED`` or ``UNAVAILABLE``.
 
@@ -434,9 +444,8 @@ class Engine:
         answers = [Deletion.MISSING] * len(keys)
         asked: Sequence[int] = range(len(keys))
         for name, tier in reversed(self._places) if together else self._places:
-            told = await self._delete_in(
-                name, tier, [keys[at] for at in asked], time.left(name, trio.current_time()), why
-            )
+            left = time.left(name, trio.current_time())
+            told = await self._delete_in(name, tier, [keys[at] for at in asked], left, hurried, why)
             for at, one in zip(asked, told, strict=True):
                 answers[at] = max(answers[at], one, key=_WEIGHT.__getitem__)
             if together:
@@ -446,11 +455,11 @@ class Engine:
         return answers
 
     async def _delete_in(
-        self, name: str, tier: BreakerTier, keys: Sequence[Key], within: float, why: str
+        self, name: str, tier: BreakerTier, keys: Sequence[Key], within: float, hurried: bool, why: str
     ) -> Sequence[Deletion]:
         """Delete keys in one tier; ``UNAVAILABLE`` if it raises."""
         try:
-            told = await tier.delete(keys, within=within)
+            told = await tier.delete(keys, within=within, hurried=hurried)
             if len(told) != len(keys):
                 raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
         except Exception as error:

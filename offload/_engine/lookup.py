@@ -248,6 +248,7 @@ async def find(
     *,
     lookup_timeout: float = inf,
     within: float = inf,
+    hurried: bool = False,
 ) -> tuple[list[Segment], dict[str, Exception]]:
     """Pin the longest prefix of ``keys`` over the tiers at position ``behind`` or later.
 
@@ -257,13 +258,14 @@ async def find(
         behind: the position of the first tier that is asked.
         lookup_timeout: how long each tier may take for its part, in seconds.
         within: how long all of them may take together, in seconds.
+        hurried: no answer within a part that this has shortened is no fault.
 
     Returns:
         The segments, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled,
         nothing is pinned.
     """
     places = places[behind:]
-    asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)))
+    asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)), hurried)
     segments: list[Segment] = []
     questions = search(len(places), keys)
     try:
@@ -301,6 +303,8 @@ class _TimedQueries:
     """Asks the tiers of one lookup, each within the rest of its part."""
 
     time: TimeShares
+    hurried: bool = False
+    """Whether no answer within a shortened part is no fault."""
     unavailable: dict[str, Exception] = attrs.Factory(dict)
     """Tiers that raised or were too slow. They are not asked again."""
 
@@ -310,7 +314,7 @@ class _TimedQueries:
         if name in self.unavailable:
             return None
         try:
-            lease = await tier.pin(keys, within=seconds)
+            lease = await tier.pin(keys, within=seconds, hurried=self.hurried and self.time.is_short(name))
             if len(lease.keys):
                 return lease
             with trio.CancelScope(deadline=began + seconds):  # a release that is cancelled still releases
@@ -329,7 +333,7 @@ class _TimedQueries:
         try:
             if isinstance(tier, Tier):
                 return tier.contains_nowait(keys)
-            return await tier.contains(keys, within=seconds)
+            return await tier.contains(keys, within=seconds, hurried=self.hurried and self.time.is_short(name))
         except Exception as error:
             self.unavailable[name] = error
             return frozenset()
@@ -396,13 +400,20 @@ class TimeShares:
     tiers: int
     """How many tiers will be asked."""
     _left: dict[str, float] = attrs.Factory(dict)
+    _short: set[str] = attrs.Factory(set)
 
     def left(self, tier: str, now: float) -> float:
         """The rest of a tier's part. The first call fixes the part."""
         if tier not in self._left:
             share = max(0.0, self.ends - now) / (self.tiers - len(self._left))
             self._left[tier] = min(self.each, share)
+            if share < self.each:
+                self._short.add(tier)
         return self._left[tier]
+
+    def is_short(self, tier: str) -> bool:
+        """Whether the end of the whole time has shortened a tier's part."""
+        return tier in self._short
 
     def spend(self, tier: str, seconds: float) -> None:
         """Subtract the duration of a question from the tier's part."""

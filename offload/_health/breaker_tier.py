@@ -131,19 +131,19 @@ class BreakerTier(ForwardingTier):
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    async def contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
+    async def contains(self, keys: Sequence[Key], *, within: float = inf, hurried: bool = False) -> AbstractSet[Key]:
         """Those of ``keys`` that the tier had when it was asked.
 
         Args:
             keys: any number of keys.
             within: seconds; lowers ``call_timeout`` for this call.
+            hurried: no answer within a lowered ``call_timeout`` is no fault.
 
         Raises:
             TierUnavailable: the tier is broken.
             TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
-        seconds = min(within, self._config.call_timeout)
-        found: AbstractSet[Key] = await self._runner.run(Call.ASK, seconds, self.inner.contains, keys)
+        found: AbstractSet[Key] = await self._ask(within, hurried, self.inner.contains, keys)
         return found
 
     def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
@@ -162,19 +162,19 @@ class BreakerTier(ForwardingTier):
             raise
         return found
 
-    async def pin(self, keys: Sequence[Key], *, within: float = inf) -> ReadLease:
+    async def pin(self, keys: Sequence[Key], *, within: float = inf, hurried: bool = False) -> ReadLease:
         """Pin the longest prefix of ``keys`` that is there. Cancelled, it pins nothing.
 
         Args:
             keys: the keys, in order.
             within: seconds; lowers ``call_timeout`` for this call.
+            hurried: no answer within a lowered ``call_timeout`` is no fault.
 
         Raises:
             TierUnavailable: the tier is broken.
             TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
-        seconds = min(within, self._config.call_timeout)
-        return BreakerLease(self._runner, await self._runner.run(Call.ASK, seconds, self.inner.pin, keys))
+        return BreakerLease(self._runner, await self._ask(within, hurried, self.inner.pin, keys))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks to ``destination``. Cancelled, it returns only when the copy is over.
@@ -195,20 +195,26 @@ class BreakerTier(ForwardingTier):
         )
         return outcomes
 
-    async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
+    async def delete(self, keys: Sequence[Key], *, within: float = inf, hurried: bool = False) -> list[Deletion]:
         """Delete these keys, except pinned ones. Returns one answer per key.
 
         Args:
             keys: the keys to delete.
             within: seconds; lowers ``call_timeout`` for this call.
+            hurried: no answer within a lowered ``call_timeout`` is no fault.
 
         Raises:
             TierUnavailable: the tier is broken; nothing was deleted.
             TierTooSlow: no answer within ``call_timeout``, or ``within``; some may be deleted.
         """
-        seconds = min(within, self._config.call_timeout)
-        answers: list[Deletion] = await self._runner.run(Call.ASK, seconds, self.inner.delete, keys)
+        answers: list[Deletion] = await self._ask(within, hurried, self.inner.delete, keys)
         return answers
+
+    async def _ask(
+        self, within: float, hurried: bool, ask: Callable[[Sequence[Key]], Awaitable[Any]], keys: Sequence[Key]
+    ) -> Any:
+        usual = self._config.call_timeout
+        return await self._runner.run(Call.ASK, min(within, usual), ask, keys, hurried=hurried and within < usual)
 
     # --- reading in the caller's thread -----------------------------------------------------------------------------
 

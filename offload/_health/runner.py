@@ -151,6 +151,7 @@ class BreakerRunner:
         ask: Callable[[*Ts], Awaitable[T]],
         *args: *Ts,
         attribution: ErrorAttribution | None = None,
+        hurried: bool = False,
     ) -> T:
         """Acquire a permit, call the tier under a deadline, and release the permit with the verdict.
 
@@ -160,6 +161,7 @@ class BreakerRunner:
             ask: a method of the tier.
             args: its arguments.
             attribution: for a copy, which returns outcomes. Any other answer means that the tier works.
+            hurried: no answer by the deadline is no fault: a caller that need not be trusted has set it.
 
         Raises:
             TierUnavailable: the tier is broken. Always after a checkpoint.
@@ -173,7 +175,9 @@ class BreakerRunner:
             verdict, cause = (_ANSWERED, "") if attribution is None else attribution.judge_outcomes(outcomes)
             return answer
         except Exception as error:
-            if attribution is None:
+            if hurried and isinstance(error, TierTooSlow):
+                pass  # it proves nothing
+            elif attribution is None:
                 verdict, cause = judge_exception(error), describe(error)
             else:
                 verdict, cause = attribution.judge_exception(error)

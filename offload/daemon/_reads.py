@@ -96,7 +96,7 @@ class Reads:
 
     async def _look_up(self, session: Session, request: Lookup) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
-        hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within)
+        hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within, hurried=True)
         return self._found(session, request, hit)
 
     def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:

@@ -485,7 +485,7 @@ class Service:
 
     async def _delete(self, session: Session, request: Delete) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
-        answers = await self._engine.require().delete(keys, within=request.within)
+        answers = await self._engine.require().delete(keys, within=request.within, hurried=True)
         self.quotas.deleted(session.tenant, keys, answers)
         return Deleted(request.seq, self.epoch, bytes(map(_DELETIONS.index, answers)))
 

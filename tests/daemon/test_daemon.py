@@ -30,6 +30,8 @@ from offload.daemon._messages import (
     Cancel,
     Cancelled,
     CudaMemory,
+    Delete,
+    Deleted,
     Done,
     Found,
     Load,
@@ -599,6 +601,23 @@ async def test_failed_stores_keep_client_breaker_closed(path):
             result = await store(engine, cache, [b"new %d" % at])
             assert isinstance(result.failed[b"new %d" % at], DaemonTierFailed)
         assert engine.statistics().health["daemon"].state is HealthState.CLOSED
+
+
+async def test_an_engine_in_a_hurry_breaks_no_tier_for_others(path):
+    tier = RemoteIll(32, SIZE)
+    tier.fill(KEYS)
+    async with (
+        daemon(path, engine=engine_config(tiers={"slow": tier}), block_bytes=SIZE) as server,
+        open_connection(server.url) as hurried,
+        open_connection(server.url) as other,
+    ):
+        tier.hang = True
+        for _ in range(5):
+            found = await hurried.ask(lambda seq: Lookup(seq, KEYS, 0.001), Found)
+            assert "slow" in found.unavailable
+            await hurried.ask(lambda seq: Delete(seq, [b"none"], 0.001), Deleted)
+        tier.hang = False
+        assert (await other.ask(lambda seq: Lookup(seq, KEYS, 60.0), Found)).blocks == len(KEYS)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------

@@ -112,6 +112,21 @@ async def test_the_timeout_of_a_lookup_lowers_that_of_its_tiers(autojump_clock: 
         assert [engine.statistics().health[name].faults for name in ("one", "two", "disk")] == [1, 1, 0]
 
 
+async def test_a_hurried_caller_causes_no_faults(autojump_clock: object) -> None:
+    joined, keys = Joined(silent=SlowRemote(), disk=FakeTier(64, SIZE)), keys_of(4)
+    joined["disk"].fill(keys)
+    breaker = offload.BreakerConfig(call_timeout=5.0)
+    async with offload.open_engine(joined.source, joined.config(lookup_timeout=3.0, breaker=breaker)) as engine:
+        for _ in range(4):
+            async with await engine.lookup(keys, within=5.0, hurried=True) as hit:
+                assert list(hit.unavailable) == ["silent"]
+            await engine.delete(keys_of(1), within=8.0, hurried=True)
+        assert engine.statistics().health["silent"].faults == 0
+        await engine.delete(keys_of(1), within=10.0, hurried=True)  # 5 s for each: as long as it may take
+        async with await engine.lookup(keys, within=6.0, hurried=True):
+            assert engine.statistics().health["silent"].faults == 2
+
+
 async def test_all_questions_to_one_tier_are_one_part(autojump_clock: object) -> None:
     joined, keys = Joined(host=FakeTier(64, SIZE), slow=Slow(0.4)), keys_of(8)
     joined["host"].fill(keys[::2])  # every other block: the slow one is asked for each between
