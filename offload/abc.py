@@ -74,7 +74,7 @@ class Precondition(ABC):
 
     @abstractmethod
     def is_set(self) -> bool:
-        """Whether it holds already. Never blocks. A load asks in the thread that calls it."""
+        """Whether it is known to hold already. Never blocks. A load asks in the thread that calls it."""
 
     @abstractmethod
     async def wait(self) -> None:

@@ -11,9 +11,11 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol, TypeGuard, cast, final
+from typing import Any, Final, Protocol, TypeGuard, cast, final
 
 import trio
+
+from maru._memory.cuda import CudaError, find_driver
 
 from .abc import Precondition, PreconditionLike
 
@@ -184,9 +186,24 @@ class ThreadEvent(Precondition):
 
 
 # --- an event of a GPU --------------------------------------------------------------------------------------------
+#
+# CUDA has no cheap callback, so one thread queries all events that are waited for. No other thread queries any: a query
+# invalidates a graph that an engine captures meanwhile, and in a thread without a context it may make one on device 0. This
+# thread is ours, so it can be attached to the device of each event; that of a trio run may be the user's.
+#
+# A query is of an event, and several preconditions may be of one event: the many stores of a step. They are equal, so that
+# a pipeline waits for them in one task. But an engine may record its event again for the next step, while the answer to a
+# query of the last recording is on its way. A precondition made after that must not be taken for an older one: its
+# bytes would be read too early. So those of one event are equal only if they were made in one round of queries:
+#
+#     a precondition is made in round r             -> it is in no list of events before that of round r + 1
+#     an equal one, of a later recording, in r too  -> each query that ends the first one begins after that recording
 
-_FIRST_PAUSE = 50e-6  # between two looks; doubled while nothing happens, so that a step of 10 ms costs some 25 looks
-_LONGEST_PAUSE = 500e-6  # what a long wait may lose at its end, against 2,000 looks a second, some microseconds each
+_FIRST_PAUSE: Final = 64e-6
+"""Seconds between the first two rounds; doubled up to the longest, so that a step of 10 ms costs some 20 rounds."""
+_LONGEST_PAUSE: Final = 512e-6
+"""Seconds that a long wait may lose at its end, against less than 2,000 rounds a second. A query takes microseconds, and with
+torch the interpreter's lock."""
 
 
 class Query(Protocol):
@@ -199,36 +216,47 @@ class Query(Protocol):
 
 @final
 class CudaEvent(Precondition):
-    """Holds once the work recorded before a ``torch.cuda.Event`` is done. Never imports torch.
+    """Holds once the work recorded before a ``torch.cuda.Event``, or a ``torch.Event``, is done. Never imports torch.
 
-    CUDA has no cheap callback, so one thread queries all events that are waited for; it ends when there are none.
+    The event is kept until then. Recorded again meanwhile, it is waited for as it was recorded last.
 
     Raises:
         ValueError: the event was never recorded. CUDA would say that it is done.
     """
 
     def __init__(self, event: Query) -> None:
-        if getattr(event, "cuda_event", None) == 0:
-            raise ValueError(f"{event!r} was never recorded: record it after the forward pass, then enqueue")
+        if getattr(event, "cuda_event", getattr(event, "event_id", None)) == 0:
+            raise ValueError(f"{event!r} was never recorded: record it behind the work to wait for")
         self._event = event
+        self._made_in_round = _watcher.rounds
         self._over = ThreadEvent()
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"CudaEvent({self._event!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Two preconditions of one event are equal if no query of it has begun in between: their containers share one wait."""
+        return (
+            isinstance(other, CudaEvent) and other._event is self._event and other._made_in_round == self._made_in_round
+        )
+
+    def __hash__(self) -> int:
+        return hash((CudaEvent, id(self._event)))
+
     def is_set(self) -> bool:
-        """Whether the work is done, by one query. :meth:`wait` raises errors of the device."""
-        return self.look() and self._error is None
+        """Whether a wait has found that the work is done. Queries nothing; :meth:`wait` raises errors of the device."""
+        return self._over.is_set() and self._error is None
 
     async def wait(self) -> None:
         """Wait until the work is done; raise what the query raises if it failed."""
+        wait = object()
         try:
-            if not self.look():
-                _watcher.add(self)
+            if not self._over.is_set():
+                _watcher.add(wait, self)
             await self._over.wait()
         finally:
-            _watcher.discard(self)
+            _watcher.discard(wait)
         if self._error is not None:
             raise self._error
 
@@ -237,61 +265,83 @@ class CudaEvent(Precondition):
         """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
         return True
 
-    def look(self) -> bool:
-        """Query the event, in any thread. Returns whether the work is done, or has failed."""
-        if not self._over.is_set():
-            try:
-                if not self._event.query():
-                    return False
-            except BaseException as error:  # in the watcher's thread it would be lost, and the wait would never end
-                self._error = error
-            self._over.set()
-        return True
-
 
 class _Watcher:
     """The thread that queries all events while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waits: dict[CudaEvent, int] = {}
+        self._waits: dict[object, CudaEvent] = {}
         self._thread: threading.Thread | None = None
-        self._pause = _FIRST_PAUSE
+        self.rounds: int = 0
+        """Rounds that have begun: each queries every event that is waited for once."""
 
-    def add(self, event: CudaEvent) -> None:
-        """Query this event too, until it is over or was discarded as often as it was added."""
+    def add(self, wait: object, event: CudaEvent) -> None:
+        """Query this event too, until it is over or the wait is discarded. Those that are watched are queried no sooner."""
         with self._lock:
-            self._waits[event] = self._waits.get(event, 0) + 1
-            self._pause = _FIRST_PAUSE
+            self._waits[wait] = event
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
                 thread = threading.Thread(target=self._run, name="offload CUDA events", daemon=True)
                 thread.start()
                 self._thread = thread
 
-    def discard(self, event: CudaEvent) -> None:
-        """End one wait for this event."""
+    def discard(self, wait: object) -> None:
+        """End a wait. Idempotent."""
         with self._lock:
-            left = self._waits.pop(event, 0) - 1
-            if left > 0:
-                self._waits[event] = left
+            self._waits.pop(wait, None)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waits:
-                    self._thread = None  # under the lock: the next add() starts the next thread
-                    return
-                events = list(self._waits)
-                pause = self._pause
-                self._pause = min(2 * pause, _LONGEST_PAUSE)
-            over = [event for event in events if event.look()]
-            if over:
-                with self._lock:
-                    self._pause = _FIRST_PAUSE
-                    for event in over:
-                        self._waits.pop(event, None)
-            else:
-                time.sleep(pause)
+        device, pause = _NO_DEVICE, _FIRST_PAUSE
+        _leave_captures_alone()
+        while events := self._begin_round():
+            for same in events:
+                device = _attach(same[0], device)
+                _end_if_done(same)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _begin_round(self) -> list[list[CudaEvent]]:
+        """Return what is to be queried, the preconditions of one event together. If there is nothing, the thread ends."""
+        events: dict[int, list[CudaEvent]] = {}
+        with self._lock:
+            self.rounds += 1
+            for event in self._waits.values():
+                if not event._over.is_set():
+                    events.setdefault(id(event._event), []).append(event)
+            if not events:
+                self._thread = None  # under the lock: the next add() starts the next thread
+        return list(events.values())
+
+
+_NO_DEVICE: Final = -1
+
+
+def _leave_captures_alone() -> None:
+    with contextlib.suppress(CudaError):
+        find_driver().leave_captures_alone()
+
+
+def _attach(event: CudaEvent, device: int) -> int:
+    """Have this thread use the device of an event, if it is another one than before. Returns the device."""
+    its: Any = getattr(event._event, "device", None)
+    if getattr(its, "type", "") != "cuda" or its.index in (None, device):
+        return device
+    with contextlib.suppress(CudaError):  # a driver of another kind, or a device that is lost: the query says so
+        find_driver().attach(its.index)
+    return cast(int, its.index)
+
+
+def _end_if_done(same: Sequence[CudaEvent]) -> None:
+    """Query an event, and end its preconditions if its work is done, or has failed."""
+    error: BaseException | None = None
+    try:
+        if not same[0]._event.query():
+            return
+    except BaseException as exc:  # in this thread it would be lost, and the waits would never end
+        error = exc
+    for event in same:
+        event._error = error
+        event._over.set()
 
 
 _watcher = _Watcher()

@@ -204,6 +204,10 @@ class Driver:
         The first call of a process makes that context if nothing else has: some 500 MiB of the device's memory.
         """
         self._call("cuCtxSetCurrent", self._context(device))
+        self.leave_captures_alone()
+
+    def leave_captures_alone(self) -> None:
+        """Have later calls of this thread, those of torch too, disturb no capture of another thread. Needs no device."""
         self._set_capture_mode(c_int(_THREAD_LOCAL))
 
     @contextmanager

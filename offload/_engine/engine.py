@@ -480,7 +480,8 @@ class Engine:
         """Send a pattern through a store and a load, before the first request, and see whether its planes come back.
 
         Once under a key of its own, and once under the name of the layout, under which another process may have stored it in
-        another layout. Some milliseconds. Cancelled, the pattern of this check may stay in the tiers until it is evicted.
+        another layout. Some milliseconds. Cancelled, it returns when nothing reads or writes the block any more; the pattern of
+        this check may stay in the tiers until it is evicted.
 
         Args:
             canary: owns a free block of the cache; :meth:`backends.device.DeviceTier.canary` makes one.
@@ -488,6 +489,8 @@ class Engine:
 
         Raises:
             LayoutCheckFailed: keys came back as values, or one head as another one: nothing that is loaded can be used.
+            DrainUnproven: it was cancelled, and the block may still be read.
+            Unproven: the block may still be written to.
         """
         return await LayoutChecker(self, canary, layout).run()
 

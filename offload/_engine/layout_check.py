@@ -23,7 +23,7 @@ from backends.abc import LOADED, Blocks, Canary, Deletion, Key
 from backends.planes import difference
 from backends.threads import run_in_thread_to_the_end
 
-from .._errors import LayoutCheckFailed, OffloadError
+from .._errors import DrainUnproven, LayoutCheckFailed, OffloadError
 from .._keys import block_key
 from .._pipeline.lifecycle import Status
 from ..abc import Mismatch
@@ -91,7 +91,15 @@ class LayoutChecker:
         """Write the pattern and store it; whether it has arrived."""
         blocks, _ = await self._write(key)
         try:
-            result = await (await self.engine.store(blocks, NO_WAIT)).wait()
+            handle = await self.engine.store(blocks, NO_WAIT)
+            try:
+                result = await handle.wait()
+            except trio.Cancelled:
+                with trio.CancelScope(shield=True):  # until then the block may be read
+                    await handle.cancel()
+                raise
+        except DrainUnproven:
+            raise
         except OffloadError as error:
             self.reason = f"not stored: {error}"
             return False

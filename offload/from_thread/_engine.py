@@ -467,13 +467,15 @@ class Engine:
     def check_layout(self, canary: Canary, layout: str, timeout: float | None = None) -> LayoutCheck:
         """Before the first request: whether the planes of a block come back as they were stored.
 
-        See :meth:`offload.Engine.check_layout`.
+        See :meth:`offload.Engine.check_layout`. Out of time, it is ended and waited for: nothing uses the block or its device
+        any more, which may be about to capture a graph.
 
         Raises:
             LayoutCheckFailed: they do not.
-            WaitTimeout: no answer yet.
+            WaitTimeout: it took too long, and was ended.
+            DrainUnproven: it took too long, and the block may still be in use.
         """
-        return self._ask(self._check_layout, canary, layout, timeout=timeout)
+        return self._ask(self._worker.check_layout, canary, layout, timeout=timeout, to_the_end=True)
 
     def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
         """Have what the tiers hold told, and every change from now on, by those that keep a book of keys.
@@ -536,9 +538,10 @@ class Engine:
         *args: *Ts,
         timeout: float | None,
         after_stores: bool = False,
+        to_the_end: bool = False,
     ) -> T:
         worker = self._worker
-        call = CallFuture(worker, partial(function, *args), worker.deadline(timeout))
+        call = CallFuture(worker, partial(function, *args), worker.deadline(timeout), to_the_end=to_the_end)
         return worker.wait_for(call, timeout, after_stores=after_stores)
 
     # On the trio thread:
@@ -555,9 +558,6 @@ class Engine:
 
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
         return await self._worker.engine.explain(what, **options)
-
-    async def _check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
-        return await self._worker.engine.check_layout(canary, layout)
 
     async def _statistics(self) -> Statistics:
         worker = self._worker

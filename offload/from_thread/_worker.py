@@ -13,18 +13,18 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import trio
 
-from backends.abc import Blocks, Deletion, Destination, Source, Unproven
+from backends.abc import Blocks, Canary, Deletion, Destination, Source, Unproven
 from maru._forks import belongs_to, watch_forks
 from maru.exception_groups import holds
 
-from .._engine import Engine, LoadResult
+from .._engine import Engine, LayoutCheck, LoadResult
 from .._engine import Hit as PinnedHit
 from .._errors import (
     CallCancelled,
@@ -52,7 +52,7 @@ C = TypeVar("C", bound=CallFuture[Any])
 _log = logging.getLogger("offload.from_thread")
 
 _OUT_OF_TIME = "it took too long, and was ended"
-_UNPROVEN = "a load was ended and has not come to its end: its destination may still be written to"
+_UNPROVEN = "a call was ended and has not come to its end: the memory that it loads into may still be written to"
 
 _TIERS_SHARE = 0.9
 """The tiers' share of a call's timeout. The rest is for the way between the threads."""
@@ -459,14 +459,11 @@ class EngineWorker(ThreadBoundary):
         self, pinned: PinnedHit, destination: Destination, precondition: Precondition, promote: bool | str | None
     ) -> LoadResult:
         """Load. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
-        try:
-            return await self.engine.load(pinned, destination, precondition=precondition, promote=promote)
-        except (
-            BaseException
-        ) as error:  # also in a group with the cancel, of which the scope around would leave nothing else
-            if holds(error, Unproven) and not holds(error, (KeyboardInterrupt, SystemExit)):
-                raise DrainUnproven(_UNPROVEN) from error
-            raise
+        return await _proven(self.engine.load(pinned, destination, precondition=precondition, promote=promote))
+
+    async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
+        """Check a layout. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
+        return await _proven(self.engine.check_layout(canary, layout))
 
     async def delete(self, keys: list[bytes], deadline: float) -> list[Deletion]:
         """Delete, after all hits released before are unpinned. Answers before ``deadline``."""
@@ -593,6 +590,18 @@ class EngineWorker(ThreadBoundary):
             self._settle(future, Status.FAILED, error)
         for call, _ in _emptied(self._pending_calls.popitem):
             call.end(None, error if call.to_the_end or self.refusal is None else self.refusal(), self._note)
+
+
+async def _proven(writing: Awaitable[T]) -> T:
+    """Await what writes to the caller's memory. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
+    try:
+        return await writing
+    except (
+        BaseException
+    ) as error:  # also in a group with the cancel, of which the scope around would leave nothing else
+        if holds(error, Unproven) and not holds(error, (KeyboardInterrupt, SystemExit)):
+            raise DrainUnproven(_UNPROVEN) from error
+        raise
 
 
 def _note_nowhere(future: Future[Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,19 @@ import trio
 import trio.testing
 
 from backends.abc import Key
+from backends.block_layout import TensorMemory
+from backends.copier import close_copiers
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
 from backends.pages import Pages, copy_pages, pages_of
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from backends.wrappers import Zstd, slot_bytes, wrap
+from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, PreconditionFailed, from_thread, open_engine
 from offload.abc import Precondition
 from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, keys_of, payloads, room
+from tests.support.maru_processes import eventually
 
 SOON = 60.0
 MISSING = r"precondition is missing: .* lies on a device.* Pass an event .* or offload\.NO_WAIT"
@@ -233,6 +239,53 @@ async def test_a_store_does_not_yield_to_a_load_that_still_waits(autojump_clock:
         await (await engine.store(places.source.weak(others), NO_WAIT)).wait()
         assert trio.current_time() - began < 0.5  # of the second that a store yields to a load
         nursery.cancel_scope.cancel()
+
+
+# --- a device ---------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A torch.cuda.Event, recorded on a stream."""
+
+    def __init__(self, driver: Any, stream: Any) -> None:
+        self.device, self.cuda_event = SimpleNamespace(type="cuda", index=0), driver.event()
+        self._driver = driver
+        driver.record(self.cuda_event, stream)
+
+    def query(self) -> bool:
+        return self._driver.query(self.cuda_event)
+
+    def synchronize(self) -> None:
+        raise AssertionError("blocks")
+
+
+async def test_what_is_loaded_is_not_zeroed_by_work_that_was_queued_before() -> None:
+    keys, fake, reached = keys_of(2), FakeCuda(), threading.Event()
+    with use(fake) as driver:
+        driver.attach(0)
+        address, compute = driver.allocate(4 * SIZE), driver.stream()
+        cache = DeviceTier([TensorMemory(address, (4, SIZE), (SIZE, 1), 1, "uint8", 0, None)])
+        host = MemoryTier(4 * SIZE, SIZE)
+        for key in keys:
+            host.put(key, payload_of(key, SIZE))
+        try:
+            async with open_engine(cache, [host], shadow_check=0) as engine, await engine.lookup(keys) as hit:
+                with pytest.raises(TypeError, match=MISSING):
+                    await engine.load(hit, cache.into([2, 1]))
+                fake.kernel(compute, lambda: fake.write(address, bytes(4 * SIZE)), reached)
+                computed = Recorded(driver, compute)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(lambda: engine.load(hit, cache.into([2, 1]), precondition=computed))
+                    await trio.to_thread.run_sync(lambda: eventually(lambda: fake.calls.count("cuEventQuery") > 3))
+                    assert "cuMemcpyBatchAsync" not in fake.calls
+                    fake.open_gate(reached)
+                    fake.progress()
+            fake.progress()
+            found = [fake.read(address + at * SIZE, SIZE) for at in (2, 1)]
+            assert found == payloads(keys)
+        finally:
+            close_copiers()
+    assert not fake.wrong
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ from backends.device import DeviceTier
 from backends.memory import MemoryTier
 from backends.pages import Pages
 from backends.slots import PagesDestination
+from backends.testing import FakeTier
 from offload import (
     NO_WAIT,
     ConfigError,
+    DrainUnproven,
     Engine,
     EngineConfig,
     LayoutCheckFailed,
@@ -490,6 +493,71 @@ def test_a_thread_has_it_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
         assert {block.cause.value for block in engine.explain(keys).blocks} == {"withheld"}
         with pytest.raises(LayoutCheckFailed):
             engine.check_layout(world.cache.tier.canary(7), "our layout")
+
+
+class LoadWaits(FakeTier):
+    """A load waits for the gate, whoever has given up waiting for it."""
+
+    async def load(self, lease: Any, destination: Any) -> Any:
+        if self.faults.gate is not None:
+            self.copying += 1
+            with trio.CancelScope(shield=True):
+                await self.faults.gate.wait()
+            self.copying -= 1
+        return await super().load(lease, destination)
+
+
+@pytest.mark.parametrize("kind", [FakeTier, LoadWaits], ids=["store", "load"])
+def test_a_check_out_of_time_uses_the_block_no_more_when_a_thread_learns_of_it(kind: type[FakeTier]) -> None:
+    world = World()
+    host, gate = kind(64, world.cache.tier.block_bytes), trio.Event()
+    with from_thread.open_engine(world.cache.tier, {"host": host}) as engine:
+        assert engine.check_layout(world.cache.tier.canary(7), "our layout").shared
+        host.faults.gate = gate
+        over = threading.Event()
+
+        def open_gate() -> None:
+            """Once the check has been given up while its copy waits."""
+            calls = engine._worker._pending_calls
+            while not over.wait(1e-3):
+                if host.copying and any([call.stop is not None and call.stop.is_set() for call in list(calls)]):
+                    break
+            engine.call(gate.set)
+
+        opener = threading.Thread(target=open_gate)
+        opener.start()
+        with pytest.raises(from_thread.WaitTimeout):
+            engine.check_layout(world.cache.tier.canary(7), "our layout", 0.2)
+        assert not host.copying
+        over.set()
+        opener.join()
+
+
+def test_a_check_that_does_not_end_is_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.from_thread._worker.LEAVE_TIMEOUT", 0.05)
+    world = World()
+    host, gate = LoadWaits(64, world.cache.tier.block_bytes), trio.Event()
+    with from_thread.open_engine(world.cache.tier, {"host": host}) as engine:
+        assert engine.check_layout(world.cache.tier.canary(7), "our layout").shared
+        host.faults.gate = gate
+        with pytest.raises(DrainUnproven):
+            engine.check_layout(world.cache.tier.canary(7), "our layout", 0.05)
+        engine.call(gate.set)
+
+
+async def test_a_check_may_be_cancelled_at_every_step_and_its_store_is_over() -> None:
+    world = World()
+    host = FakeTier(64, world.cache.tier.block_bytes, latency=1e-4)
+    async with open_engine(world.cache.tier, {"host": host}) as engine:
+        for step in range(400):
+            over = not await cancelled_at_checkpoint(
+                step, lambda: engine.check_layout(world.cache.tier.canary(7), "our layout")
+            )
+            assert not host.copying
+            assert all(pipeline.statistics().used_blocks == 0 for pipeline in engine.pipelines)
+            if over:
+                break
+        assert over and step > 10
 
 
 def test_loads_in_the_calling_thread_are_compared_as_often() -> None:

@@ -5,9 +5,11 @@ import torch
 
 from backends.memory import MemoryTier
 from backends.pages import Pages, checksums, new_pages
-from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
+from offload import NO_WAIT, DrainUnproven, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm import _chunks
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks, layout_of_caches
+from offload.engines.vllm._naming import ChunkNaming
+from offload.engines.vllm._worker import check_layout
 
 BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
 
@@ -217,6 +219,29 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
         monkeypatch.setattr(ChunkSource, "copy_in_and_sum", otherwise)
         with pytest.raises(LayoutCheckFailed):
             engine.check_layout(source.canary([5, 9]), "a name")
+
+
+class Answers:
+    """An engine whose check ends so."""
+
+    def __init__(self, error):
+        self.error, self.closed = error, False
+
+    def check_layout(self, canary, layout, timeout):
+        raise self.error
+
+    def close(self):
+        self.closed = True
+
+
+def test_start_goes_on_without_a_check_only_if_that_has_ended(caplog):
+    naming = ChunkNaming("model", "float32", "layout")
+    check_layout(Answers(from_thread.WaitTimeout("slow")), None, naming)
+    assert "was not checked: slow" in caplog.text
+    check_layout(wrong := Answers(LayoutCheckFailed("other planes")), None, naming)
+    assert wrong.closed
+    with pytest.raises(DrainUnproven):
+        check_layout(Answers(DrainUnproven("a copy")), None, naming)
 
 
 @pytest.mark.parametrize("blocks", [[[10, 11], [12, 13]], [[None, 11], [12, 13]]], ids=["whole", "a part is there"])

@@ -5,11 +5,14 @@ import gc
 import pickle
 import signal
 import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 
+from maru.fake_cuda import FakeCuda, use
 from offload import preconditions
 from offload.abc import Precondition
 from offload.preconditions import (
@@ -22,6 +25,7 @@ from offload.preconditions import (
     any_of,
     as_precondition,
 )
+from tests.support.maru_processes import eventually
 
 
 class Fake(Precondition):
@@ -56,20 +60,19 @@ class Fake(Precondition):
 
 
 class FakeCudaEvent:
-    """What is used of a torch.cuda.Event. ``watched`` is set once it was queried a few times in another thread."""
+    """What is used of a torch.cuda.Event. ``watched`` is set once it was queried a few times."""
 
     def __init__(self):
         self.done = threading.Event()
         self.error = None
         self.queries = 0
         self.watched = ThreadEvent()
-        self._home = threading.get_ident()
 
     def query(self):
-        if threading.get_ident() != self._home:
-            self.queries += 1
-            if self.queries >= 3:
-                self.watched.set()
+        assert threading.current_thread() is watcher_thread()
+        self.queries += 1
+        if self.queries >= 3:
+            self.watched.set()
         if self.error is not None:
             raise self.error
         return self.done.is_set()
@@ -419,27 +422,197 @@ async def test_a_cuda_event_holds_once_its_query_says_so():
     no_watcher_is_left()
 
 
-async def test_a_cuda_event_that_is_done_needs_no_thread():
-    fake = FakeCudaEvent()
+async def test_no_thread_but_the_watcher_queries_a_cuda_event():
+    fake = FakeCudaEvent()  # its query looks at that
     fake.done.set()
     event = CudaEvent(fake)
-    assert event.is_set()
+    assert not event.is_set() and not fake.queries
     with trio.testing.assert_checkpoints():
         await event.wait()
-    with trio.testing.assert_checkpoints():
-        await CudaEvent(fake).wait()
-    assert fake.queries == 0
-    assert watcher_thread() is None
+    assert event.is_set() and fake.queries == 1
 
 
 async def test_a_cuda_event_that_holds_is_not_queried_again():
     fake = FakeCudaEvent()
     fake.done.set()
     event = CudaEvent(fake)
-    assert event.is_set()
+    await event.wait()
     fake.done.clear()  # the engine records it again for the next step
     assert event.is_set()
-    await event.wait()
+    with trio.testing.assert_checkpoints():
+        await event.wait()
+    assert fake.queries == 1
+
+
+def test_preconditions_of_one_cuda_event_are_equal():
+    fake = FakeCudaEvent()
+    one, other = CudaEvent(fake), as_precondition(fake)
+    assert one == other and hash(one) == hash(other) and one is not other
+    assert one != CudaEvent(FakeCudaEvent()) and one != fake
+
+
+async def test_an_event_recorded_again_is_not_over_by_a_query_of_before():
+    """The engine records its event again while the answer of a query is on its way."""
+    second = []
+
+    class RecordedAgain(FakeCudaEvent):
+        def query(self):
+            done = super().query()
+            if done and not second:
+                self.done.clear()
+                second.append(CudaEvent(self))
+            return done
+
+    fake = RecordedAgain()
+    first = CudaEvent(fake)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first.wait)
+            await fake.watched.wait()
+            fake.done.set()
+        assert first.is_set() and second[0] != first
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(second[0].wait)
+            asked, fake.watched = fake.queries, ThreadEvent()
+            await fake.watched.wait()
+            assert fake.queries > asked and not second[0].is_set()
+            fake.done.set()
+    no_watcher_is_left()
+
+
+class Clock:
+    """Time as the watcher's sleeps pass it."""
+
+    def __init__(self, on_sleep=lambda: None):
+        self.now, self._on_sleep = 0.0, on_sleep
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self._on_sleep()
+
+
+@pytest.mark.parametrize("stores", [1, 64])
+async def test_a_wait_of_a_second_is_two_thousand_queries_at_most_for_any_number_of_stores(monkeypatch, stores):
+    class Second(FakeCudaEvent):
+        def query(self):
+            if clock.now >= 1.0:
+                self.done.set()
+            return super().query()
+
+    clock, fake = Clock(), Second()
+    monkeypatch.setattr(preconditions, "time", clock)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for _ in range(stores):
+                nursery.start_soon(as_precondition(fake).wait)
+    assert 1000 < fake.queries <= 2000
+    no_watcher_is_left()
+
+
+async def test_an_event_that_is_added_makes_queries_of_the_others_no_more_frequent(monkeypatch):
+    late = [FakeCudaEvent() for _ in range(64)]
+    waits = []
+
+    def add():
+        if fake.queries % 20 == 0 and len(waits) < len(late):
+            waits.append(object())
+            preconditions._watcher.add(waits[-1], CudaEvent(late[len(waits) - 1]))
+
+    class Second(FakeCudaEvent):
+        def query(self):
+            if clock.now >= 1.0:
+                self.done.set()
+                for other in late:
+                    other.done.set()
+            return super().query()
+
+    clock, fake = Clock(add), Second()
+    monkeypatch.setattr(preconditions, "time", clock)
+    with trio.fail_after(60):
+        await CudaEvent(fake).wait()
+    assert len(waits) == 64 and fake.queries <= 2000
+    for wait in waits:
+        preconditions._watcher.discard(wait)
+    no_watcher_is_left()
+
+
+async def test_an_event_lives_until_its_wait_is_over():
+    fake = FakeCudaEvent()
+    gone, watched, done = weakref.ref(fake), fake.watched, fake.done
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(CudaEvent(fake).wait)
+            del fake
+            await watched.wait()
+            gc.collect()
+            assert gone() is not None
+            done.set()
+    no_watcher_is_left()
+    gc.collect()
+    assert gone() is None
+
+
+class DeviceEvent:
+    """A torch.cuda.Event of a device of a driver in Python."""
+
+    def __init__(self, driver, device):
+        driver.attach(device)
+        self.stream, self.cuda_event = driver.stream(), driver.event()
+        self.device = SimpleNamespace(type="cuda", index=device)
+        self._driver = driver
+        driver.record(self.cuda_event, self.stream)
+
+    def query(self):
+        return self._driver.query(self.cuda_event)
+
+    def synchronize(self):
+        raise AssertionError("blocks")
+
+
+async def test_queries_use_the_device_of_the_event_and_leave_a_capture_alone():
+    fake, ready = FakeCuda(devices=3), threading.Event()
+    with use(fake) as driver:
+        events = [DeviceEvent(driver, device) for device in (1, 2)]
+        captured, begun, over = driver.stream(), threading.Event(), threading.Event()
+
+        def capture():  # alive to the end, since the number of a thread that has ended is given to another one
+            fake.capture(captured)
+            begun.set()
+            over.wait()
+
+        engine = threading.Thread(target=capture)
+        engine.start()
+        begun.wait()
+        for event in events:
+            fake.kernel(event.stream, bool, ready)
+            driver.attach(event.device.index)
+            driver.record(event.cuda_event, event.stream)
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for event in events:
+                    nursery.start_soon(CudaEvent(event).wait)
+                await trio.to_thread.run_sync(lambda: eventually(lambda: fake.calls.count("cuEventQuery") > 6))
+                fake.open_gate(ready)
+                fake.progress()
+        no_watcher_is_left()
+        over.set()
+        engine.join()
+    assert not fake.invalidated and not fake.wrong
+    assert fake.contexts == {1, 2}  # none on device 0
+
+
+async def test_queries_of_an_event_without_a_device_leave_a_capture_alone():
+    modes, fake = [], FakeCuda()
+
+    class Event(FakeCudaEvent):
+        def query(self):
+            modes.append(fake._of_thread.mode)
+            return True
+
+    with use(fake):
+        await CudaEvent(Event()).wait()
+        no_watcher_is_left()
+    assert modes == [1]  # thread-local
 
 
 async def test_one_thread_watches_all_cuda_events_and_ends_with_the_last():
@@ -482,7 +655,7 @@ async def test_a_cancelled_wait_for_a_cuda_event_ends_its_watching():
         async with trio.open_nursery() as nursery:  # another wait goes on when one of two is cancelled
             nursery.start_soon(event.wait)
             await cancelled_while_waiting(event)
-            assert preconditions._watcher._waits == {event: 1}
+            assert list(preconditions._watcher._waits.values()) == [event]
             fake.done.set()
     no_watcher_is_left()
 
@@ -507,16 +680,6 @@ async def test_work_that_failed_is_raised_to_all_that_wait():
     no_watcher_is_left()
 
 
-async def test_an_error_found_without_waiting_is_raised_by_the_wait():
-    fake = FakeCudaEvent()
-    fake.error = RuntimeError("illegal address")
-    event = CudaEvent(fake)
-    assert not event.is_set()
-    with pytest.raises(RuntimeError, match="illegal address"):
-        await event.wait()
-    assert watcher_thread() is None
-
-
 async def test_a_watcher_that_cannot_start_leaves_nothing(monkeypatch):
     def no_thread(*args, **kwargs):
         raise RuntimeError("can't start new thread")
@@ -535,6 +698,17 @@ def test_a_cuda_event_that_was_never_recorded_is_refused():
     with pytest.raises(ValueError, match="never recorded"):
         as_precondition(fake)
     fake.cuda_event = 0x7F00
+    assert not as_precondition(fake).is_set()
+
+
+def test_a_torch_event_that_was_never_recorded_is_refused():
+    fake = FakeCudaEvent()
+    fake.event_id = 0  # of a torch.Event, which has no cuda_event
+    with pytest.raises(ValueError, match="never recorded"):
+        as_precondition(fake)
+    fake.event_id = 0x7F00
+    assert not as_precondition(fake).is_set()
+    fake.event_id, fake.cuda_event = 0, 0x7F00  # a torch.cuda.Event has both
     assert not as_precondition(fake).is_set()
 
 

@@ -36,12 +36,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import from_thread
-from ..._errors import LayoutCheckFailed, OffloadError
+from ..._errors import DrainUnproven
 from ...abc import PreconditionLike
-from ...preconditions import NO_WAIT
+from ...preconditions import NO_WAIT, as_precondition
 from .._guard import NOTHING, Hook, guarded, nothing
 from .._weights import AdapterWeights, config_text, weights_text
-from ._chunks import ChunkCanary, NoChunks, layout_of_caches
+from ._chunks import NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
 from ._page_kinds import PageKind, WorkerPages, kind_of
@@ -49,14 +49,11 @@ from ._plans import StepPlan
 from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
 from ._settings import SECTION, MaruSettings, Settings, hit_sources
-from ._worker import WorkerHalf
+from ._worker import WorkerHalf, check_layout, close_engine
 
 _log = logging.getLogger(
     "vllm.offload"
 )  # below vLLM's own, so that an operator sees it without a word of configuration
-
-_LONGEST_CHECK: Final = 5.0
-"""Seconds that the start of a worker waits for the check of its layout, where a tier is slow to answer."""
 
 _WORKERS: Final[dict[str, WorkerHalf]] = {}
 """The workers' halves of this process, by the id of vLLM's engine and their rank."""
@@ -109,12 +106,13 @@ def _close_all(connector: OffloadConnector) -> None:
     worker = None if connector._worker is None else connector._worker.engine
     for engine in (connector._reader, worker):
         if engine is not None:
-            _close(engine)
+            close_engine(engine)
 
 
 _HOOKS: Final = {
-    # What is set wrongly ends vLLM's start, with a text that names it. Other faults of a start: nothing is offloaded.
-    "register_kv_caches": Hook(nothing, passes=(ValueError,)),
+    # What is set wrongly ends vLLM's start, with a text that names it. Other faults of a start: nothing is offloaded. A copy
+    # without a proven end might write to a block that vLLM gives out, or fall into a capture.
+    "register_kv_caches": Hook(nothing, passes=(ValueError, DrainUnproven)),
     "set_xfer_handshake_metadata_pp_aware": Hook(nothing, passes=(ValueError,)),
     # Their memory goes next, so that a copy which is under way has to end here.
     "unregister_kv_caches": Hook(nothing, _withdraw),
@@ -201,7 +199,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._open_worker(kv_caches, engine, pages, naming)
         except BaseException:
             self._worker = self._facts = None
-            _close(engine)
+            close_engine(engine)
             raise
 
     def _open_worker(
@@ -222,7 +220,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         _WORKERS[name] = self._worker
         self._facts = WorkerFacts(pages.parts, pages.source.block_bytes, os.getpid(), name, naming.model)
         if pages.canary is not None:
-            _check_layout(engine, pages.canary, naming)
+            check_layout(engine, pages.canary, naming)
 
     def unregister_kv_caches(self) -> None:
         """Before sleep, from vLLM 0.33 on: nothing reads the cache any more. Idempotent."""
@@ -461,7 +459,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
             _log.info("offload, scheduler: %s", self._scheduler.counts)
         if self._reader is not None:
-            _close(self._reader)
+            close_engine(self._reader)
         if self._worker is not None and self._facts is not None:
             _WORKERS.pop(self._facts.name, None)
             self._worker.close()
@@ -524,29 +522,10 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
 
 
 def _forward_pass() -> PreconditionLike:
-    """Return a precondition that holds once what this thread's stream was given until now is over."""
+    """Return a precondition that holds once what this thread's stream was given until now is over.
+
+    One for all stores or loads of a step, so that they share one wait.
+    """
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
     event.record()
-    return event  # type: ignore[no-any-return]
-
-
-def _check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming) -> None:
-    """Send a pattern through a store and a load; where it comes back in another layout, nothing is offloaded."""
-    layout = f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
-    try:
-        check = engine.check_layout(canary, layout, timeout=_LONGEST_CHECK)
-    except LayoutCheckFailed as error:
-        _log.error("nothing is offloaded, and nothing loaded: %s", error)
-        _close(engine)
-    except OffloadError as error:
-        _log.warning("the layout of the cache was not checked: %s", error)
-    else:
-        if check.inconclusive:
-            _log.warning("the layout of the cache was not checked: %s", check.inconclusive)
-
-
-def _close(engine: from_thread.Engine) -> None:
-    try:
-        engine.close()
-    except OffloadError as error:
-        _log.error("an engine could not be closed: %s", error)
+    return as_precondition(event)

@@ -21,15 +21,15 @@ from backends.abc import ExternalBlocks
 
 from ... import from_thread
 from ..._engine import GIVEN_UP
-from ..._errors import DrainUnproven, OffloadError
+from ..._errors import DrainUnproven, LayoutCheckFailed, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from .._faults import FaultLog, name_of
-from ._chunks import ChunkSource
+from ._chunks import ChunkCanary, ChunkSource
 from ._key_events import KeyEvents
 from ._layers import LayerChunks
-from ._naming import Naming, with_adapter
+from ._naming import ChunkNaming, Naming, with_adapter
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._scheduler import IDLE_WAIT
 
@@ -40,6 +40,8 @@ STORE_GRACE: Final = 0.02
 some chunks. vLLM gives out anew in the very next step what a window has passed, so that else little would be stored of it."""
 PARTS_OF_BUDGET: Final = 8
 """Parts of the budget that a store larger than it is split into."""
+LONGEST_CHECK: Final = 5.0
+"""Seconds that the start of a worker waits for the check of its layout, where a tier is slow to answer."""
 DRAIN_TIMEOUT: Final = 10.0
 """Seconds that the end of a worker waits for what is being stored to arrive."""
 
@@ -399,3 +401,34 @@ class WorkerHalf:
             self.engine.close()
         except OffloadError as error:
             _log.error("the engine of a worker could not be closed: %s", error)
+
+
+def check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming) -> None:
+    """Send a pattern through a store and a load. If it comes back in another layout, nothing is offloaded.
+
+    It has ended when this returns: its use of the device would invalidate a graph that vLLM captures next.
+
+    Raises:
+        DrainUnproven: its end is not certain.
+    """
+    layout = f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
+    try:
+        check = engine.check_layout(canary, layout, timeout=LONGEST_CHECK)
+    except LayoutCheckFailed as error:
+        _log.error("nothing is offloaded, and nothing loaded: %s", error)
+        close_engine(engine)
+    except DrainUnproven:
+        raise
+    except OffloadError as error:
+        _log.warning("the layout of the cache was not checked: %s", error)
+    else:
+        if check.inconclusive:
+            _log.warning("the layout of the cache was not checked: %s", check.inconclusive)
+
+
+def close_engine(engine: from_thread.Engine) -> None:
+    """Close an engine, and log what keeps it from closing."""
+    try:
+        engine.close()
+    except OffloadError as error:
+        _log.error("an engine could not be closed: %s", error)
