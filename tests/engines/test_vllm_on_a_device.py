@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from offload.engines.vllm import _chunks, _copies
 from offload.engines.vllm._arena import Arena
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, layout_of_caches
 from offload.engines.vllm._copies import RowCopies
+from tests.engines import test_vllm_halves as halves
+from tests.support.maru_processes import eventually
 from tests.support.planted import device as P
 
 SIZES = {"L": 3, "B": 8, "H": 2, "N": 4, "C": 6}
@@ -47,9 +50,18 @@ def layers_of(order: str, address: int, dtype: str = "uint8", device: int | None
 
 @attrs.frozen(eq=False)
 class RecordedEvent:
-    """An event of the engine, as ``torch.cuda.Event`` has its handle."""
+    """An event of the engine, as ``torch.cuda.Event`` is one."""
 
     cuda_event: int
+    driver: Any
+
+    def query(self) -> bool:
+        self.driver.attach(0)  # as the runtime does
+        return bool(self.driver.query(self.cuda_event))
+
+    def synchronize(self) -> None:
+        self.driver.attach(0)
+        self.driver.synchronize(self.cuda_event)
 
 
 class There:
@@ -91,7 +103,7 @@ class There:
         """An event behind all that the compute stream was given until now."""
         event = self.driver.event()
         self.driver.record(event, self.compute)
-        return RecordedEvent(event)
+        return RecordedEvent(event, self.driver)
 
 
 @contextmanager
@@ -231,6 +243,41 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
             P.chunks_are_loaded_in_another_order(monkeypatch)
             with pytest.raises(LayoutCheckFailed, match="planes"):
                 engine.check_layout(source.canary([6, 7]), "a name")
+
+
+@attrs.frozen(eq=False)
+class Written:
+    """In the place of the tensor that a loop writes: blocks of the device."""
+
+    there: There
+
+    def __setitem__(self, where: tuple[slice, int], value: float) -> None:
+        self.there.fill(where[1], int(value) % 251)
+
+
+def test_a_load_of_the_connector_comes_behind_what_is_queued_for_its_blocks() -> None:
+    """vLLM zeroes new blocks, and the pass of those who had them before may not be over."""
+    sizes = {"L": 2, "B": 64, "H": 2, "N": halves.BLOCK, "C": 4}
+    with device(sizes=sizes, choose=lambda n: n - 1) as there:
+        source = there.source(halves.CHUNK // halves.BLOCK)
+        with from_thread.open_engine(source, [MemoryTier(1 << 20, source.block_bytes)], when_full="drop") as engine:
+            vllm = halves.Loop(engine, source, Written(there), computed=there.record)  # type: ignore[arg-type]
+            computed = halves.stored(vllm)
+            gate, blocks = threading.Event(), halves.blocks_from(32)
+            there.fake.kernel(there.compute, lambda: [there.fill(block, 0) for block in blocks], gate)
+            vllm.scheduler.allocated("second", [blocks], vllm.matched("p", 256, name="second"))
+            begun = len(there.fake.calls)
+            # The load waits for the device; or it is over, where it does not.
+            eventually(
+                lambda: vllm.step() and ("cuEventQuery" in there.fake.calls[begun:] or "second" in vllm.received)
+            )
+            there.fake.open_gate(gate)
+            there.fake.progress()
+            eventually(lambda: vllm.step() and "second" in vllm.received)
+            vllm.scheduler.close()
+        assert not vllm.failed
+        assert [there.block(at) for at in blocks[:12]] == [there.block(at) for at in computed[:12]]
+        assert any(there.block(blocks[0]))
 
 
 # --- calls of the driver ------------------------------------------------------------------------------------------------
