@@ -3,6 +3,7 @@
 ``nox -s vllm`` installs vLLM for CPU (about 3.5 GB) and runs what is in ``tests/engines/vllm``.
 ``nox -s lmcache`` installs LMCache beside torch for CPU (about 2 GB) and runs what is in ``tests/engines/lmcache``.
 ``nox -s peers`` drives caches of ours and of other projects alike, each in an environment of its own (2.5 GB).
+``nox -s gpu`` runs ``tests/gpu`` and ``offload bench device``; without a GPU over a driver in Python, and it says so.
 ``nox -s sglang`` installs SGLang beside torch for CPU (about 1.5 GB) and runs what is in ``tests/engines/sglang``.
 """
 
@@ -92,6 +93,13 @@ def sglang(session: nox.Session) -> None:
         return
     run = ("python", "-m", "pytest", "-o", "filterwarnings=ignore", "tests/engines/sglang")
     session.run(*run, *session.posargs, env=here)
+
+
+@nox.session(python="3.11")
+def gpu(session: nox.Session) -> None:
+    """Run device tests and measure copies, on a GPU or over a driver in Python. ``-- FILE``: for the figures."""
+    session.install("-e", ".[test,torch]")
+    session.run("python", "-m", "tests.gpu", *session.posargs)
 
 
 PEERS = {

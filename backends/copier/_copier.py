@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 
 import attrs
 
+from maru._memory import pinning
 from maru._memory.cuda import CudaError, Driver, Event, Stream, find_driver
 from maru._threads import no_thread
 
@@ -267,12 +268,8 @@ def copier_of(device: int) -> Copier:
     with _lock:
         copier = _copiers.get((os.getpid(), device))
         if copier is None:
-            copier = _copiers[os.getpid(), device] = Copier(find_driver(), device, _no_spans)
+            copier = _copiers[os.getpid(), device] = Copier(find_driver(), device, pinning.spans)
         return copier
-
-
-def _no_spans(address: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    return ()
 
 
 def close_copiers() -> None:

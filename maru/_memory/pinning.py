@@ -3,6 +3,7 @@
 Rule 1. Memory is pinned chunk by chunk, for all devices. Chunks have at most 64 GiB, since registrations of half a TiB are
         refused, and meet on borders of 2 MiB. A copy must not cross a border: :func:`spans` has them.
 Rule 2. A memory is pinned as a whole or not at all: a chunk that is refused unpins those before it, and the reason is kept.
+        Until all of it is pinned, no copy takes it for pinned: one that did could be under way when a chunk is unpinned.
 Rule 3. A forked child has no part in it. It unpins nothing, and pinned memory of its parent's alone is not there: the kernel
         would copy each such page at the fork, which for 100 GiB takes a minute.
 Rule 4. After an error that ends the context, nothing is pinned any more in this process.
@@ -158,7 +159,11 @@ class Pin:
             _log.warning("memory of %d bytes is not pinned: %s", self.nbytes, self.why_not)
             return False
         self.pinned_bytes = stop - self._address
-        return not self.is_whole
+        if stop < end:
+            return True
+        _spans.update(zip(self._starts, [*self._starts[1:], end], strict=True))
+        _process.version = object()
+        return False
 
     def _unpin(self) -> None:
         self.pinned_bytes = 0
@@ -177,8 +182,6 @@ def _register(start: int, stop: int, *, read_only: bool) -> None:
         if error.sticky:
             _process.lost = f"this process has lost its CUDA context: {error}"
         raise
-    _spans[start] = stop
-    _process.version = object()
 
 
 def _unregister(start: int) -> None:

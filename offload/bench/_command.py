@@ -19,6 +19,7 @@ from .._replay.trace import TraceError
 BENCHES: Final[Mapping[str, str]] = {
     "pipeline": "What a container costs in a burst, alone and among many.",
     "copy": "Device tensors to shared pages, as a share of memmove.",
+    "device": "Blocks of a GPU to pinned pages and back, beside a bare call of the driver.",
     "enqueue": "What a store costs the thread of an engine that knows no trio.",
     "cancel": "How soon a cancellation is confirmed, wherever the container is.",
     "replay": "A request trace, beside a dictionary with the same copies.",

@@ -61,6 +61,14 @@ def test_memory_is_pinned_in_chunks_that_meet_on_borders(fake):
     assert not fake.registered
 
 
+def test_no_copy_takes_a_memory_for_pinned_before_all_of_it_is(fake):
+    memory = Memory.private(3 * CHUNK)
+    pin = Pin(memory)
+    while pin.step():
+        assert registered(fake) and not pinning.spans(memory.address, memory.length)
+    assert pin.is_whole and pinning.spans(memory.address, memory.length) == registered(fake)
+
+
 def test_spans_are_those_that_overlap_in_order(fake):
     memories = [Memory.private(random.Random(0).randrange(1, 9) * MIB) for _ in range(5)]
     pins = [Pin(memory) for memory in memories]
