@@ -154,6 +154,11 @@ class Engine:
         """Blocks that may be in flight at once, and the largest single store."""
         return self._worker.budget_blocks
 
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block of the source."""
+        return self._worker.source.block_bytes
+
     # --- opening and closing --------------------------------------------------------------------------------------
 
     def start(self) -> Engine:

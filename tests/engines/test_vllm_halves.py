@@ -293,6 +293,102 @@ def test_requests_that_wait_are_looked_up_after_a_reset(prompt: str, answered: b
         vllm.scheduler.finished("waits", aborted=True)
 
 
+# --- requests that wait ---------------------------------------------------------------------------------------------
+
+QUEUE = [f"p{at}" for at in range(8)]
+
+
+def evicting(chunks: int) -> EngineConfig:
+    return EngineConfig(tiers={"host": memory(chunks)}, pipeline=PipelineConfig(on_destination_full="evict"))
+
+
+def full(vllm: Loop) -> None:
+    """Fill a tier of 32 chunks with the prompts of a queue, and have all of them arrive."""
+    for prompt in QUEUE:
+        stored(vllm, prompt)
+    for prompt in QUEUE:
+        vllm.scheduler.added(f"{prompt} waits", hashes_of(prompt, 256), 256)
+
+
+def answers(vllm: Loop) -> dict[str, int | None]:
+    """Ask for all that wait, as vLLM does in one step, and plan it."""
+    asked = {p: vllm.scheduler.matched(f"{p} waits", hashes_of(p, 256), 256, 0) for p in QUEUE}
+    vllm.step()
+    return asked
+
+
+def test_requests_that_wait_leave_room_for_stores():
+    with instance(evicting(32)) as vllm:
+        full(vllm)
+        before = vllm.worker.counts.snapshot()["chunks stored"]
+        stored(vllm, "other")
+        assert vllm.worker.counts.snapshot()["chunks stored"] == before + 4
+
+
+def test_requests_that_wait_keep_half_of_a_tier_however_often_vllm_asks():
+    with instance(evicting(32)) as vllm:
+        full(vllm)
+        for _ in range(3):
+            found = answers(vllm)
+            assert [p for p in QUEUE if found[p] is None] == QUEUE[6:]
+            held = vllm.worker.engine.statistics().engine.tiers["host"].held_blocks
+            assert held == 18, "the last one began below the half"
+
+
+def test_requests_put_off_have_their_hits_when_it_is_their_turn():
+    with instance(evicting(32)) as vllm:
+        full(vllm)
+        assert vllm.scheduler.counts.snapshot()[
+            "lookups put off, since requests that wait keep their share of the tiers"
+        ]
+        for prompt in QUEUE:
+            assert vllm.load(prompt, 256, blocks_from(32), name=f"{prompt} waits") == 192
+            vllm.scheduler.finished(f"{prompt} waits", aborted=False)
+
+
+def test_requests_that_vllm_skips_keep_nobody_waiting():
+    with instance(evicting(32)) as vllm:
+        full(vllm)
+        answers(vllm)
+        last = QUEUE[-1]
+        for _ in range(3):
+            found = vllm.scheduler.matched(f"{last} waits", hashes_of(last, 256), 256, 0)
+            vllm.step()
+        assert found == 192
+        assert vllm.load(QUEUE[0], 256, blocks_from(32), name=f"{QUEUE[0]} waits") == 192
+
+
+def test_prompt_longer_than_its_share_is_looked_up():
+    with instance(memory(4)) as vllm:
+        stored(vllm)
+        assert vllm.load("p", 256, blocks_from(32), name="second") == 192
+
+
+def test_lookups_without_an_answer_count_as_found():
+    tier = FakeTier(32, SIZE)
+    with instance(tier, lookup_timeout=0.5) as vllm:
+        stored(vllm)
+
+        async def silent(keys: Sequence[bytes]) -> Any:
+            await trio.sleep_forever()
+
+        tier.pin = silent  # type: ignore[method-assign]
+        asked = vllm.scheduler.counts.snapshot()["chunks asked for"]
+        for at in range(20):
+            vllm.scheduler.added(f"{at}", hashes_of("p", 256), 256)
+        assert vllm.scheduler.counts.snapshot()["chunks asked for"] - asked == 18
+        assert vllm.matched("p", 256, name="19") == 0, "each of them ends, and makes room"
+
+
+def test_waiting_for_one_prompt_keeps_its_blocks_once():
+    with instance(memory(8)) as vllm:
+        stored(vllm)
+        for at in range(20):
+            vllm.scheduler.added(f"{at}", hashes_of("p", 256), 256)
+        found = [vllm.scheduler.matched(f"{at}", hashes_of("p", 256), 256, 0) for at in range(20)]
+        assert found == [192] * 20
+
+
 # --- rule 3: what is read is not overwritten ------------------------------------------------------------------------
 
 

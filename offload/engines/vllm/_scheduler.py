@@ -20,9 +20,11 @@ from .._weights import Generation
 from ._naming import Naming, keys_of_all_ranks, with_adapter
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._requests import Blocks, Question, RequestRecord, RequestTable, State
+from ._waiting import WaitingPins, limits_of
 
 _log = logging.getLogger("vllm.offload")
 
+PUT_OFF: Final = "lookups put off, since requests that wait keep their share of the tiers"
 IDLE_WAIT: Final = 0.005
 """Seconds that a step without a forward pass waits for what is under way. vLLM would turn round at once, and take the
 interpreter from the threads that it waits for; a request that arrives meanwhile is kept waiting for no longer than this."""
@@ -81,13 +83,30 @@ class SchedulerHalf:
         self._plans: list[LoadPlan] = []  # of the step that is being put together
         self._allocated: set[int] = set()
         self._cancelled: set[str] = set()
+        self._waiting = WaitingPins(self._limits())
+
+    def _limits(self) -> dict[str, int]:
+        try:
+            tiers = self._engine.statistics().engine.tiers
+        except OffloadError as error:
+            self.counts.trouble("sizes of tiers not known", error)
+            return {}
+        capacities = {name: tier.capacity_bytes for name, tier in tiers.items()}
+        return limits_of(capacities, self._engine.block_bytes)
 
     # --- what is cached -------------------------------------------------------------------------------------------
 
     def added(self, request_id: str, hashes: Sequence[bytes], tokens: int, adapter: str = "") -> None:
         """A request has arrived: begin to look it up, before vLLM asks."""
-        if self._loads and tokens:
-            self.matched(request_id, hashes, tokens, 0, adapter)
+        record = self._table.add(request_id, hashes, adapter)
+        if not self._loads or not tokens:
+            return
+        if not self._has_room():
+            self.counts.add(PUT_OFF)
+            return
+        question = self._table.match(record, tokens, 0)
+        if isinstance(question, Question):
+            self._begin(record, question)
 
     def matched(
         self, request_id: str, hashes: Sequence[bytes], tokens: int, computed: int, adapter: str = ""
@@ -96,10 +115,15 @@ class SchedulerHalf:
         record = self._table.add(request_id, hashes, adapter)
         if not self._loads:
             return 0
+        self._waiting.asked(request_id)
         self._look(record)
         matched = self._table.match(record, tokens, computed)
         if isinstance(matched, Question):
-            matched = self._begin(record, matched)
+            self._let_go(request_id)
+            if not self._make_room():
+                record.ask_again()
+                return None
+            matched = self._begin(record, matched, is_asked=True)
         return matched
 
     def adapter_of(self, request_id: str) -> str:
@@ -107,7 +131,30 @@ class SchedulerHalf:
         record = self._table.records.get(request_id)
         return "" if record is None else record.adapter
 
-    def _begin(self, record: RequestRecord, question: Question) -> int | None:
+    def _has_room(self) -> bool:
+        """Return whether requests that wait may keep more pinned, once what has been answered is counted."""
+        if not self._waiting.has_room:
+            for request_id in self._waiting.unanswered:
+                self._count_pins(request_id, self._lookups[request_id])
+        return self._waiting.has_room
+
+    def _count_pins(self, request_id: str, lookup: from_thread.LookupFuture) -> None:
+        if lookup.done():
+            with contextlib.suppress(OffloadError):  # what it says is looked at when vLLM asks
+                self._waiting.answer(request_id, lookup.result(0).runs)
+
+    def _make_room(self) -> bool:
+        """Let go what others keep that vLLM does not ask for, as far as there is no room. Returns whether there is."""
+        while not self._has_room():
+            oldest = self._waiting.oldest()
+            if oldest is None:
+                return False
+            self._let_go(oldest)
+            self._table.records[oldest].ask_again()
+            self.counts.add("requests that waited and are looked up again, since others were first")
+        return True
+
+    def _begin(self, record: RequestRecord, question: Question, *, is_asked: bool = False) -> int | None:
         self._let_go(record.request_id)
         generation = with_adapter(self._generation.current(), record.adapter)
         keys = keys_of_all_ranks(self._ranks, question.hashes, generation)
@@ -118,6 +165,8 @@ class SchedulerHalf:
             self._table.answer(record, 0)
             return 0
         self._lookups[record.request_id] = lookup
+        self._waiting.begin(record.request_id, keys, is_asked=is_asked)
+        self._count_pins(record.request_id, lookup)
         self.counts.add("chunks asked for", len(question.hashes))
         return None
 
@@ -142,6 +191,7 @@ class SchedulerHalf:
 
     def _let_go(self, request_id: str) -> None:
         """End the lookup of a request, and what it has pinned."""
+        self._waiting.release(request_id)
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             lookup.request_cancel()
@@ -158,6 +208,7 @@ class SchedulerHalf:
             self._plans.append(plan)
             wanted = frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
             self._loading[request_id] = wanted
+            self._waiting.release(request_id)
             self._allocated |= wanted
             self.counts.add("chunks to load", len(plan.hashes))
             for tier, tokens in self.sources(request_id, external).items():
@@ -179,6 +230,7 @@ class SchedulerHalf:
 
     def plan(self, scheduled: Scheduled) -> StepPlan:
         """Put the step together."""
+        self._waiting.step()
         stores: list[StorePlan] = []
         if self._stores:
             for request_id, computed in scheduled.computed.items():
@@ -250,6 +302,7 @@ class SchedulerHalf:
         computed = 0
         if record is not None:
             record.state, computed = State.LOADING, record.computed
+        self._waiting.release(request_id)
         sizes = [group.block_size for group in self._table.groups]
         lost = [given[computed // size :] for size, given in zip(sizes, blocks, strict=True)]
         self._loading[request_id] = frozenset(block for given in lost for block in given)
