@@ -277,9 +277,20 @@ _WORKER_HOOKS: Final = {
 
 @guarded(_WORKER_HOOKS, _log)
 class RowWorker(OffloadingWorker):
-    """vLLM's worker, over its part of the rows."""
+    """vLLM's worker, over its part of the rows.
+
+    Raises:
+        ValueError: of a block vLLM hands over only a part, or more than the scheduler expects.
+    """
 
     def __init__(self, arena: Arena, part_bytes: int, kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> None:
+        # With heads outside of blocks, vLLM 0.32 takes the first head of the first layer for the whole block.
+        handed_over = sum(one.page_size_bytes for one in kv_caches.tensors)
+        if config.kv_cache_layout == "LHBNC" and handed_over < config.worker_kv_bytes_per_block:
+            raise ValueError(
+                f"of each block vLLM hands over {handed_over} of {config.worker_kv_bytes_per_block} bytes in layout LHBNC: "
+                "use OffloadConnector, or set VLLM_KV_CACHE_LAYOUT to LBHNC"
+            )
         groups = [
             ChunkSource(
                 [
