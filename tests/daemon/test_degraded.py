@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import threading
 
 import pytest
@@ -170,3 +171,23 @@ async def test_a_page_store_that_waits_for_its_journal_is_named(path, monkeypatc
         monkeypatch.undo()
         await server.degradations.look()
         assert server.degradations.texts() == {}
+
+
+async def test_a_directory_that_is_gone_hides_no_other_degradation(path, tmp_path):
+    async with daemon(path, engine=with_disk(tmp_path), block_bytes=SIZE) as server:
+        shutil.rmtree(tmp_path / "kv")
+        server.degradations.keep(f"{path}/never")
+        await until(lambda: any(name.startswith("unlinked_files") for name in server.degradations.texts()))
+
+
+async def test_a_look_that_fails_is_logged_once_and_tried_again(path, caplog, monkeypatch):
+    async with daemon(path, block_bytes=SIZE) as server:
+        monkeypatch.setattr(server.degradations, "engine", lambda: [][0])
+        await trio.sleep(0.1)
+        monkeypatch.undo()
+        server.degradations.keep(f"{path}/never")
+        await until(lambda: server.degradations.texts())
+    assert (
+        sum("cannot look for degradations" in one.getMessage() for one in caplog.records if one.levelname == "ERROR")
+        == 1
+    )

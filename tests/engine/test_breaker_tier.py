@@ -580,13 +580,22 @@ async def test_a_lease_of_a_broken_tier_is_let_go_without_an_error(autojump_cloc
     assert guard.health == health  # neither a probe nor a fault
 
 
-async def test_a_lease_lets_its_callers_mistakes_through(autojump_clock) -> None:
+async def test_a_release_that_raises_is_logged_and_no_fault_if_it_is_a_mistake(autojump_clock, caplog) -> None:
     tier, guard = ill_and_guard(Sticky)
     lease = await guard.pin([])
     tier.stuck = ValueError("released twice")
-    with pytest.raises(ValueError, match="twice"):
-        await lease.release()
+    await lease.release()
     assert guard.health.faults == 0
+    assert "ill could not let go of a lease: ValueError: released twice" in caplog.text
+
+
+async def test_statistics_of_a_tier_that_raises_are_its_last(monkeypatch, caplog) -> None:
+    tier, guard = ill_and_guard()
+    tier.fill(KEYS)
+    before = guard.statistics()
+    monkeypatch.setattr(tier, "statistics", lambda: [][0])
+    assert guard.statistics() == guard.statistics() == before
+    assert caplog.text.count("ill has no statistics now: IndexError") == 1
 
 
 async def test_a_cancelled_release_has_let_go(autojump_clock) -> None:

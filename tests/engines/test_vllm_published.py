@@ -6,6 +6,7 @@ holds of a chunk's tokens, by slots, as ``extract`` and ``inject`` have it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 import time
@@ -13,10 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
+from backends.block_layout import TensorMemory, memory_of
+from backends.copier import close_copiers
 from backends.pages import new_pages
+from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, ConfigError, from_thread
 from offload.engines.vllm._naming import ChunkNaming
 from offload.engines.vllm._page_kinds import PageKind, WorkerPages, kind_of
@@ -125,6 +130,70 @@ def chunks_of(layers: dict[str, torch.Tensor]) -> Any:
 
 
 OURS = ChunkNaming(model="m", dtype="bfloat16", layout="l")
+
+
+@contextmanager
+def on_a_device(layers: dict[str, torch.Tensor]) -> Iterator[tuple[FakeCuda, dict[str, TensorMemory]]]:
+    """The same caches in the memory of a fake device."""
+    close_copiers()
+    fake = FakeCuda()
+    with use(fake) as driver:
+        driver.attach(0)
+        there = {}
+        for name, layer in layers.items():
+            memory = memory_of(name, layer)
+            address = driver.allocate(layer.untyped_storage().nbytes())
+            fake.write(address, held_by(memory.address, layer))
+            there[name] = attrs.evolve(memory, address=address, device=0, owner=None)
+        yield fake, there
+        close_copiers()
+    assert not fake.wrong
+
+
+def held_by(address: int, layer: torch.Tensor) -> bytes:
+    return ctypes.string_at(address, layer.untyped_storage().nbytes())
+
+
+LAID_OUT = {
+    **{name: (shape, tuple(range(len(shape)))) for name, shape in SHAPES.items()},
+    "tokens first in memory": ((BLOCKS, HEADS, BLOCK, DIM), (0, 2, 1, 3)),
+    "heads before tokens in memory": ((2, BLOCKS, BLOCK, HEADS, DIM), (0, 1, 3, 2, 4)),
+    "blocks first in memory": ((2, BLOCKS, BLOCK, HEADS, DIM), (1, 0, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16], ids=str)
+@pytest.mark.parametrize(("shape", "order"), LAID_OUT.values(), ids=LAID_OUT)
+def test_pages_of_a_device_are_those_of_host_memory(shape, order, dtype):
+    def laid_out() -> dict[str, torch.Tensor]:
+        sizes, back = [shape[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
+        item = dtype.itemsize
+        return {
+            f"layers.{at}": torch.randint(0, 256, (*sizes[:-1], sizes[-1] * item), dtype=torch.uint8)
+            .view(dtype)
+            .permute(back)
+            for at in LAYERS
+        }
+
+    host, blocks = laid_out(), [[5, 6, 9], [2, None, 3]]
+    source = chunks_of(host)
+    stored = source.chunks(source.naming.keys([b"a", b"b"]), blocks, first=0)
+    pages, again = new_pages(4, source.block_bytes), new_pages(4, source.block_bytes)
+    source.copy_out(stored.refs, pages)
+    with on_a_device(host) as (fake, there):
+        cache = chunks_of(there)
+        found = cache.chunks(cache.naming.keys([b"a", b"b"]), blocks, first=0)
+        ctypes.memset(again.addresses[0], 7, 4 * source.block_bytes)
+        cache.copy_out(found.refs, again)
+        assert [bytes(page) for page in again] == [bytes(page) for page in pages]
+        assert fake.calls.count("cuMemcpyBatchAsync") == fake.calls.count("cuEventSynchronize") == 1
+        places, others = [[7, None, 0], [11, 10, 20]], cache.into([[7, None, 0], [11, 10, 20]])
+        source.into(places).copy_in(0, pages)
+        others.copy_in(0, again.part(0, 1))
+        others.copy_in(1, again.part(1, 4))
+        for name, layer in host.items():
+            nbytes = layer.untyped_storage().nbytes()
+            assert fake.read(there[name].address, nbytes) == held_by(layer.data_ptr(), layer)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

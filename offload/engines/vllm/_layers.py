@@ -5,22 +5,29 @@ A page has what a layer's cache holds of the chunk's tokens, in order, and each 
     (blocks, tokens of a block, ...)         -> (tokens, ...)         latent caches
     (blocks, heads or K and V, tokens, ...)  -> (tokens, heads or K and V, ...)
     (K and V, blocks, tokens, ...)           -> (K and V, tokens, ...)
+
+On a device all layers and chunks of a call are one batch of its copier (:mod:`._layer_pieces`); in host memory torch copies
+each.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.block_layout import TensorMemory, memory_of
+from backends.copier import copier_of
 from backends.pages import Pages
 
 from ._chunks import NoChunks, check_kept
+from ._layer_pieces import LayerPieces, pieces_of
 from ._published import LayerNaming, done_key
 
 if TYPE_CHECKING:
@@ -45,18 +52,28 @@ class LayerChunks(NoChunks):
     """
 
     def __init__(
-        self, caches: Mapping[str, torch.Tensor], n_blocks: int, block_size: int, blocks_per_chunk: int
+        self, caches: Mapping[str, torch.Tensor | TensorMemory], n_blocks: int, block_size: int, blocks_per_chunk: int
     ) -> None:
-        self._layers = [_by_tokens(name, cache, n_blocks, block_size) for name, cache in caches.items()]
-        sizes = {layer.block_bytes for layer in self._layers}
+        memories = {name: memory_of(name, cache) for name, cache in caches.items()}
+        orders = [_by_tokens(name, memory.shape, n_blocks, block_size) for name, memory in memories.items()]
+        sizes = {math.prod(memory.shape) * memory.item_bytes // n_blocks for memory in memories.values()}
         if len(sizes) != 1:
             raise ValueError(f"published pages have one size, and blocks of these layers have {sorted(sizes)} bytes")
         super().__init__(sizes.pop() * blocks_per_chunk)
         self.naming: LayerNaming = LayerNaming(tuple(map(_number, caches)))
         """What pages are called."""
-        self.pages_per_chunk: int = len(self._layers)
-        self.on_device: bool = self._layers[0].cache.device.type != "cpu"
+        self.pages_per_chunk: int = len(memories)
+        self._device = next(iter(memories.values())).device
+        self.on_device: bool = self._device is not None
         """Whether the cache lies on a device."""
+        self._owners = [memory.owner for memory in memories.values()]
+        self._layers: list[_TokenMajor] = []
+        self._pieces: list[LayerPieces] = []
+        for memory, (order, axis) in zip(memories.values(), orders, strict=True):
+            if self.on_device:
+                self._pieces.append(LayerPieces(_permuted(memory, order), axis))
+            else:
+                self._layers.append(_TokenMajor(_as_numbers(memory.owner).permute(order), axis))
         self._numbers = itertools.count()
         self._chunks: dict[int, Sequence[int | None]] = {}  # by number, while it is being stored
 
@@ -84,12 +101,18 @@ class LayerChunks(NoChunks):
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each layer of a chunk into the page at the same position."""
+        n, wanted = self.pages_per_chunk, []
         for ref, address in zip(refs, pages.addresses, strict=True):
-            chunk = [] if ref == _NO_BYTES else self._chunks[ref // self.pages_per_chunk]
+            chunk = [] if ref == _NO_BYTES else self._chunks[ref // n]
             if not chunk or None in chunk:  # what a page held before is another request's
                 ctypes.memset(address, 0, self.block_bytes)
-            if chunk:
-                self._layers[ref % self.pages_per_chunk].copy_out(chunk, address)
+            wanted.append((ref % n, chunk, address))
+        if self._device is not None:
+            copier_of(self._device).store(pieces_of(self._pieces, wanted))
+        else:
+            for layer, chunk, address in wanted:
+                if chunk:
+                    self._layers[layer].copy_out(chunk, address)
         check_kept([ref // self.pages_per_chunk for ref in refs if ref != _NO_BYTES], self._chunks)
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
@@ -106,14 +129,13 @@ class LayerChunks(NoChunks):
 
     def copy_in(self, places: LayerPlaces, start: int, pages: Pages) -> None:
         """Copy each page into the place from ``start`` on."""
-        for at, address in enumerate(pages.addresses, start):
-            chunk, layer = divmod(at, self.pages_per_chunk)
-            self._layers[layer].copy_in(places.blocks[chunk], address)
-        if self._layers[0].cache.is_cuda:
-            import torch
-
-            # Until here it was only begun, and the pages are let go of next.
-            torch.cuda.current_stream(self._layers[0].cache.device).synchronize()  # type: ignore[no-untyped-call, unused-ignore]
+        n = self.pages_per_chunk
+        wanted = [(at % n, places.blocks[at // n], address) for at, address in enumerate(pages.addresses, start)]
+        if self._device is not None:
+            copier_of(self._device).load(pieces_of(self._pieces, wanted))
+        else:
+            for layer, chunk, address in wanted:
+                self._layers[layer].copy_in(chunk, address)
 
 
 @attrs.define(eq=False)
@@ -147,52 +169,55 @@ class LayerPlaces:
 
 @attrs.frozen(eq=False)
 class _TokenMajor:
-    """One layer's cache, its axes in the order of a page."""
+    """One layer's cache in host memory, its axes in the order of a page."""
 
     cache: torch.Tensor
     """(blocks, tokens, ...), or (K and V, blocks, tokens, ...)."""
     block_axis: int
 
-    @property
-    def block_bytes(self) -> int:
-        return self.cache.numel() // self.cache.shape[self.block_axis] * self.cache.element_size()
-
     def copy_out(self, blocks: Sequence[int | None], address: int) -> None:
-        wanted, page = self._wanted(blocks, address)
-        page.index_copy_(self.block_axis, wanted, self._rows([block for block in blocks if block is not None]).cpu())
+        wanted, ids, page = self._wanted(blocks, address)
+        page.index_copy_(self.block_axis, wanted, self.cache.index_select(self.block_axis, ids))
 
     def copy_in(self, blocks: Sequence[int | None], address: int) -> None:
-        wanted, page = self._wanted(blocks, address)
-        ids = self._ids([block for block in blocks if block is not None])
-        self.cache.index_copy_(self.block_axis, ids, page.index_select(self.block_axis, wanted).to(self.cache.device))
+        wanted, ids, page = self._wanted(blocks, address)
+        self.cache.index_copy_(self.block_axis, ids, page.index_select(self.block_axis, wanted))
 
-    def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
-        return self.cache.index_select(self.block_axis, self._ids(blocks))
-
-    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        import torch
-
-        return torch.tensor(blocks, device=self.cache.device)
-
-    def _wanted(self, blocks: Sequence[int | None], address: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which blocks of the page are copied, and the page in the cache's order of axes."""
+    def _wanted(self, blocks: Sequence[int | None], address: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return which blocks of the page are copied, their numbers, and the page in the cache's order of axes."""
         import torch
 
         shape = list(self.cache.shape)
         shape[self.block_axis] = len(blocks)
-        memory = (ctypes.c_char * (self.block_bytes * len(blocks))).from_address(address)
+        memory = (ctypes.c_char * (math.prod(shape) * self.cache.element_size())).from_address(address)
         page = torch.frombuffer(memory, dtype=self.cache.dtype).view(shape)  # type: ignore[no-untyped-call, unused-ignore]
-        return torch.tensor([at for at, block in enumerate(blocks) if block is not None]), page
+        wanted = [(at, block) for at, block in enumerate(blocks) if block is not None]
+        at, ids = torch.tensor(wanted, dtype=torch.int64).reshape(-1, 2).T
+        return at, ids, page
 
 
-def _by_tokens(name: str, cache: torch.Tensor, n_blocks: int, block_size: int) -> _TokenMajor:
-    shape = tuple(cache.shape)
+def _as_numbers(cache: Any) -> Any:
+    """Return a cache as integers of its size: torch copies rows of float8 and of unsigned integers by no index."""
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return cache.view(kinds[cache.element_size()])
+
+
+def _permuted(memory: TensorMemory, order: Sequence[int]) -> TensorMemory:
+    shape, strides = ([column[axis] for axis in order] for column in (memory.shape, memory.strides))
+    return attrs.evolve(memory, shape=shape, strides=strides)
+
+
+def _by_tokens(name: str, shape: Sequence[int], n_blocks: int, block_size: int) -> tuple[tuple[int, ...], int]:
+    """Return the axes of a cache in the order of a page, and which of those counts blocks."""
+    shape = tuple(shape)
     if len(shape) >= 3 and shape[0] == n_blocks:
         tokens = 1 if len(shape) == 3 else 2
         if shape[tokens] == block_size:
-            return _TokenMajor(cache.movedim(tokens, 1), 0)
+            return (0, tokens, *[axis for axis in range(1, len(shape)) if axis != tokens]), 0
     elif len(shape) >= 4 and shape[:3] == (2, n_blocks, block_size):
-        return _TokenMajor(cache, 1)
+        return tuple(range(len(shape))), 1
     raise ValueError(
         f"the cache of {name} has the shape {shape}, which no published page has for {n_blocks} blocks of {block_size} tokens"
     )
