@@ -135,7 +135,9 @@ class SchedulerHalf:
         """Return whether requests that wait may keep more pinned, once what has been answered is counted."""
         if not self._waiting.has_room:
             for request_id in self._waiting.unanswered:
-                self._count_pins(request_id, self._lookups[request_id])
+                lookup = self._lookups.get(request_id)
+                if lookup is not None:
+                    self._count_pins(request_id, lookup)
         return self._waiting.has_room
 
     def _count_pins(self, request_id: str, lookup: from_thread.LookupFuture) -> None:
@@ -150,7 +152,9 @@ class SchedulerHalf:
             if oldest is None:
                 return False
             self._let_go(oldest)
-            self._table.records[oldest].ask_again()
+            record = self._table.records.get(oldest)
+            if record is not None:
+                record.ask_again()
             self.counts.add("requests that waited and are looked up again, since others were first")
         return True
 

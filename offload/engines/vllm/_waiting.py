@@ -67,6 +67,8 @@ class WaitingPins:
 
     def begin(self, request_id: str, keys: Sequence[Key], *, is_asked: bool) -> None:
         """Count a lookup that has begun. ``is_asked``: vLLM asks for the request, which has not only arrived."""
+        if not self._requests:  # an error that came between two counts ends here
+            self._unanswered, self._holders, self._blocks = {}, Counter(), Counter()
         self._requests[request_id] = _Pins(keys, self._step if is_asked else -1)
         self._unanswered[request_id] = len(keys)
         self._is_searched = False
@@ -75,7 +77,9 @@ class WaitingPins:
         """Count what a lookup has pinned: leading keys, in runs of one tier."""
         if self._unanswered.pop(request_id, None) is None:
             return
-        pins = self._requests[request_id]
+        pins = self._requests.get(request_id)
+        if pins is None:
+            return
         tiers = [tier for tier, blocks in runs for _ in range(blocks)]
         pins.held = list(zip(tiers, pins.keys, strict=False))
         for one in pins.held:
@@ -100,8 +104,10 @@ class WaitingPins:
     @property
     def has_room(self) -> bool:
         """Whether one more request may be looked up. What has no answer yet counts as if the largest tier had it."""
+        if not self._requests:
+            return True
         largest = max(self.limits.values(), default=UNKNOWN_TIER)
-        if self._unanswered and sum(self._unanswered.values()) >= largest:
+        if sum(self._unanswered.values()) >= largest:
             return False
         return all(blocks < self.limits.get(tier, UNKNOWN_TIER) for tier, blocks in self._blocks.items())
 
