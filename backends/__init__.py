@@ -19,6 +19,7 @@ from ._errors import PlaceInUse as PlaceInUse
 from ._errors import RepeatedPlaces as RepeatedPlaces
 from ._errors import StrayPath as StrayPath
 from ._errors import Unproven as Unproven
+from ._errors import UnreadableBlock as UnreadableBlock
 
 if TYPE_CHECKING:
     from .device import DeviceTier as DeviceTier

@@ -5,8 +5,8 @@ source before it can be found: otherwise damage would be copied on, with a check
 
 Rule 1. The source (:class:`backends.abc.ChecksummedSource`) is asked for checksums on the trio thread before the copy; they are
         compared where the copy is made; and damaged blocks are reported to the source on the trio thread, after the copy.
-Rule 2. A damaged block fails alone. If the source finds it itself, and raises for the whole copy, the other blocks are copied
-        once more, one by one.
+Rule 2. A damaged or unreadable block fails alone. If the source finds it itself, and raises for the whole copy, the other
+        blocks are copied once more, one by one.
 Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as well.
 Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see :mod:`backends._unproven`.
 """
@@ -24,7 +24,7 @@ from maru._memory.memory import Memory
 from maru._memory.pinning import Pin, uses_cuda
 from maru.exception_groups import holds, leaves
 
-from ._errors import BlockSizeError, DamagedBlock, Unproven
+from ._errors import BlockSizeError, DamagedBlock, Unproven, UnreadableBlock
 from ._in_place import INLINE_BYTES, CopiesInPlace
 from ._unproven import kept_if_unproven
 from .abc import Destination, Key, Source
@@ -220,11 +220,11 @@ class StoreCopy:
                 self.source.copy_out([self.refs[at] for at in positions], pages)
             return
         except Exception as error:
-            damaged = [leaf for leaf in leaves(error) if isinstance(leaf, DamagedBlock)]
-            if not damaged or holds(error, Unproven):
+            of_blocks = [leaf for leaf in leaves(error) if isinstance(leaf, (DamagedBlock, UnreadableBlock))]
+            if not of_blocks or holds(error, Unproven):
                 raise
         if len(positions) == 1:
-            self.failed[positions[0]] = damaged[0]
+            self.failed[positions[0]] = of_blocks[0]
             return
         for row, at in enumerate(positions):
             self._have_copied([at], pages.part(row, row + 1))

@@ -64,6 +64,10 @@ class PlaceInUse(BackendError):
     """The caller's directory is in use by another tier, here or in another process."""
 
 
+class UnreadableBlock(BackendError):
+    """A block of a source cannot be read now; others of its batch may be. Its bytes are as they were."""
+
+
 class DamagedBlock(BackendError):
     """The bytes of a block are not those that were stored under its key."""
 

@@ -27,6 +27,7 @@ from ._errors import CapacityError as CapacityError
 from ._errors import DamagedBlock as DamagedBlock
 from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import Unproven as Unproven
+from ._errors import UnreadableBlock as UnreadableBlock
 from ._keys import MAX_KEY_BYTES as MAX_KEY_BYTES
 from ._keys import check_keys as check_keys
 from ._values import DUPLICATE as DUPLICATE
@@ -77,8 +78,8 @@ class Source(Protocol):
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
 
-        If it finds a block damaged while it copies, it raises :class:`DamagedBlock`; the caller then copies the others one by
-        one.
+        If it finds a block damaged while it copies, it raises :class:`DamagedBlock`, or :class:`UnreadableBlock` if it cannot
+        be read; the caller then copies the others one by one.
         """
         ...
 

@@ -45,11 +45,25 @@ async def run_in_thread(
 ) -> T:
     """Call ``work(*args)`` as :func:`trio.to_thread.run_sync` does.
 
+    What an error's frames refer to is freed with the error, and not at a garbage collection.
+
     Raises:
         NoThread: no thread can be started; otherwise what ``work`` raises.
     """
+    value: list[T] = []
+    error: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            value.append(work(*args))
+        except BaseException as exc:
+            error.append(exc)  # past trio's frames: they hold what they pass on, and the error holds its frames
+
     with _refusal_is_an_os_error():
-        return await trio.to_thread.run_sync(work, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+        await trio.to_thread.run_sync(run, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+    if error:
+        raise error.pop()
+    return value.pop()
 
 
 async def run_process(command: list[str], **options: Any) -> Any:

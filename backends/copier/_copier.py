@@ -89,6 +89,7 @@ class Copier:
             job.over.result()
         finally:
             wait([job.over])  # also when a signal raises here: the memory is the caller's only once this is over
+            del job  # its error has this frame, and would keep the caller's memory until a garbage collection
 
     def close(self) -> None:
         """End the threads, and give back what they hold."""

@@ -45,6 +45,7 @@ REFUSALS: Final[Mapping[str, str]] = {
     "memory used with a context of another device": "stricter than CUDA, which may copy between devices",
     "a copy from or to host memory that is not registered": "stricter than CUDA, which copies through buffers of its own",
     "a copy across two registrations": "stricter than CUDA as far as is known: not seen on a device yet",
+    "memory of other kinds than cuMemAlloc's, shared with another process": "documented: cuIpcGetMemHandle takes no other",
     "handles that were destroyed": "stricter than CUDA, which may crash",
 }
 """What is refused, and how that is known."""
@@ -97,6 +98,7 @@ class FakeCuda:
         choose: picks what is done at each call and synchronization.
         device_bytes: memory of each device.
         most_registered: bytes that can be registered.
+        shares: whether other processes can open its memory; that of expandable segments and of sleep mode they cannot.
     """
 
     def __init__(
@@ -107,9 +109,10 @@ class FakeCuda:
         choose: Choose = latest,
         device_bytes: int = 1 << 30,
         most_registered: int = 1 << 40,
+        shares: bool = True,
     ) -> None:
         self.devices, self.version, self.choose = devices, version, choose
-        self.device_bytes, self.most_registered = device_bytes, most_registered
+        self.device_bytes, self.most_registered, self.shares = device_bytes, most_registered, shares
         self.calls: list[str] = []
         """The functions that were called, in order, but for names of errors."""
         self.wrong: list[BaseException] = []
@@ -503,7 +506,7 @@ class FakeCuda:
 
     def _cuIpcGetMemHandle(self, out: int, address: int) -> int:
         allocation = self.allocations.get(address)
-        if allocation is None or allocation.opened:
+        if allocation is None or allocation.opened or not self.shares:
             return INVALID_VALUE
         ctypes.memmove(out, allocation.handle(), 64)
         return 0

@@ -27,11 +27,12 @@ Name: TypeAlias = Literal[
     "unlinked_files",
     "stuck_journal",
     "unpinned_memory",
+    "lost_device",
 ]
 NAMES: Final[tuple[Name, ...]] = get_args(Name)
 
 GRAVE: Final[frozenset[Name]] = frozenset(
-    {"broken_tier", "full_disk", "quarantined_copies", "unlinked_files", "stuck_journal"}
+    {"broken_tier", "full_disk", "quarantined_copies", "unlinked_files", "stuck_journal", "lost_device"}
 )
 """Those that last until somebody acts."""
 
@@ -45,7 +46,7 @@ class Degradation:
 
     name: Name
     subject: str
-    """A tier, a route, a file; empty for the process."""
+    """A tier, a route, a file, a device; empty for the process."""
     text: str
     """The cause, a colon, and the way out."""
 
@@ -81,6 +82,8 @@ class ServiceFacts:
     """Stores whose policies took too long, by route, counted from the start."""
     journal: str = ""
     """Reason why the embedded page store keeps its answers back; empty if it does not."""
+    lost_devices: Mapping[str, str] = attrs.field(factory=dict)
+    """Causes, by UUIDs of devices that the process cannot use any more."""
     rooms: Mapping[str, RoomFact] | None = None
     """Room by tier."""
     descriptors: tuple[int, int] | None = None
@@ -131,6 +134,12 @@ class DegradationWatch:
         if facts.journal:
             text = f"the page store answers nobody until its journal can be written ({facts.journal}): free space on its disk"
             yield Degradation("stuck_journal", "", text)
+        for device, cause in facts.lost_devices.items():
+            text = (
+                f"device {device} is lost to this process ({cause}), so that engines copy through host memory: restart it "
+                "once its sessions have ended"
+            )
+            yield Degradation("lost_device", device, text)
         for tier, room in (facts.rooms or {}).items():
             if room.free_bytes < room.needed_bytes:
                 text = f"{room.path} is full, with {_rounded(room.free_bytes)} left, so tier {tier} stores no more: free some"

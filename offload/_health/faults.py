@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven
+from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven, UnreadableBlock
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused, UntrustedServer
 from maru._printable import printable
@@ -36,6 +36,7 @@ EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
     (Unproven, _FAULT),
     (trio.WouldBlock, _SILENT),  # room without waiting: the tier was not called
     (DamagedBlock, _ANSWERED),
+    (UnreadableBlock, _SILENT),  # of the source
     (Damaged, _ANSWERED),
     (LeaseLost, _ANSWERED),  # found out without a call, and then a miss
     (ServerRefused, _ANSWERED),

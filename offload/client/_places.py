@@ -8,24 +8,30 @@ Rule 4. A registration goes on when the load or store that began it is cancelled
         there for the next one, or is given back.
 Rule 5. A cache whose owner is garbage collected is given back at once. Collection may come in any thread, and in the middle of
         anything, so that it only has the trio thread do so.
+Rule 6. A cache on a device that cannot be shared, or that the daemon cannot open, passes through the staging area as well. The
+        log says why, once for each session.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol
 
 import attrs
 import msgspec
 import trio
 
+from backends.block_layout import TensorMemory
 from backends.pages import Pages
+from backends.threads import run_in_thread
 
 from ..daemon._messages import CudaMemory, Registered, RegisterKVCache, TensorLayout, UnregisterKVCache
 from ._connection import DaemonConnection, Session
-from ._errors import DaemonUnavailable
+from ._errors import DaemonTierFailed, DaemonUnavailable
 from ._shared import SharedMemory, memory_of
 
 STAGING_BYTES: Final = 32 << 20
@@ -36,6 +42,9 @@ SPARE_BYTES: Final = 256 << 20
 """Of the area of a large load that is kept for the next one: memory that is mapped and was touched, which takes long to get."""
 MAX_PLACES: Final = 32
 """Caches that are registered at once; an engine has one."""
+
+_log = logging.getLogger("offload.client")
+_STAGED: Final = "blocks of a cache on a device pass through host memory, since the daemon cannot use its memory: %s"
 
 
 @attrs.frozen(eq=False)
@@ -56,8 +65,11 @@ class SharedPlace(Protocol):
         ...
 
 
-def describe(place: Any) -> CacheDescription | None:
-    """Where the blocks of a place lie that a daemon can map; ``None`` for a place that it cannot."""
+def describe(place: Any) -> CacheDescription | Callable[[], CacheDescription | None] | None:
+    """Describe the memory of a place that a daemon can map; ``None`` for a place that it cannot.
+
+    For memory on a device, return a function that does so, for a thread: it asks the driver.
+    """
     if hasattr(place, "description"):
         description: CacheDescription = place.description()
         return description
@@ -65,10 +77,7 @@ def describe(place: Any) -> CacheDescription | None:
     if lying is None or axes is None:
         return None
     if lying[0].device is not None:
-        from ..daemon._cuda import describe_cuda
-
-        on_device, cuda = describe_cuda(lying, axes)
-        return CacheDescription(on_device, cuda=cuda)
+        return partial(_describe_on_device, lying, axes)
     memories: list[SharedMemory] = []
     tensors: list[TensorLayout] = []
     for tensor, axis in zip(lying, axes, strict=True):
@@ -85,6 +94,17 @@ def describe(place: Any) -> CacheDescription | None:
     return CacheDescription(tensors, memories)
 
 
+def _describe_on_device(lying: Sequence[TensorMemory], axes: Sequence[int]) -> CacheDescription | None:
+    from ..daemon._cuda import CannotShare, describe_cuda
+
+    try:
+        tensors, cuda = describe_cuda(lying, axes)
+    except CannotShare as exc:
+        _log.warning(_STAGED, exc)
+        return None
+    return CacheDescription(tensors, cuda=cuda)
+
+
 @attrs.define(eq=False)
 class _Registration:
     """One attempt to register a cache. It goes on when the load or store that began it is cancelled: rule 4."""
@@ -92,6 +112,7 @@ class _Registration:
     session: Session
     over: trio.Event = attrs.field(factory=trio.Event)
     cache: int = 0
+    """The number of the cache in its session; 0 if the daemon cannot copy it in place."""
     error: Exception | None = None
     is_wanted: bool = True
     """Whether the cache is used when it is registered."""
@@ -99,7 +120,7 @@ class _Registration:
 
 @attrs.define(eq=False)
 class _Entry:
-    description: CacheDescription | None
+    description: CacheDescription | Callable[[], CacheDescription | None] | None
     registration: _Registration | None = None
 
 
@@ -149,12 +170,12 @@ class Places:
         registration = entry.registration
         if registration is None or registration.session is not session or registration.error is not None:
             registration = entry.registration = _Registration(session)
-            self._connection.start(self._run, entry.description, registration)
+            self._connection.start(self._run, entry, registration)
         if not registration.over.is_set():  # two first stores at once register it once
             await registration.over.wait()
         if registration.error is not None:
             raise registration.error
-        return registration.cache
+        return registration.cache or None
 
     def forget(self, place: object, session: Session) -> None:
         """Unregister a cache that is not used any more."""
@@ -178,9 +199,9 @@ class Places:
         if is_there and not registration.is_wanted:
             self._connection.tell(lambda seq: UnregisterKVCache(seq, registration.cache))
 
-    async def _run(self, description: CacheDescription, registration: _Registration) -> None:
+    async def _run(self, entry: _Entry, registration: _Registration) -> None:
         try:
-            registration.cache = await self._register(description, registration.session)
+            registration.cache = await self._begin(entry, registration.session)
             self._unregister(registration)
         except Exception as exc:
             registration.error = exc
@@ -189,6 +210,21 @@ class Places:
             raise
         finally:
             registration.over.set()
+
+    async def _begin(self, entry: _Entry, session: Session) -> int:
+        """Register a cache. Returns its number; 0: rule 6."""
+        if callable(entry.description):
+            entry.description = await run_in_thread(entry.description)
+        description = entry.description
+        if description is None:
+            return 0
+        try:
+            return await self._register(description, session)
+        except DaemonTierFailed as exc:
+            if not description.cuda:
+                raise
+            _log.warning(_STAGED, exc)
+            return 0
 
     async def _register(self, description: CacheDescription, session: Session) -> int:
         tensors, cuda = list(description.tensors), list(description.cuda)

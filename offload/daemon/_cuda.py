@@ -1,194 +1,378 @@
 """Memory of a CUDA device that another process has allocated, by its IPC handle: both sides.
 
-The engine names the allocation that a tensor lies in (``cudaIpcGetMemHandle``), and where in it; the daemon opens the
-allocation (``cudaIpcOpenMemHandle``) once, makes tensors over it, and copies by :class:`backends.device.DeviceTier`, as in
-one process. The calls are those of the CUDA runtime that torch has loaded: torch's own sharing of tensors counts references
-in a file of its own, which would tie the daemon to processes of torch.
+The engine names the allocation that a tensor lies in, and where in it. The daemon opens the allocation, and has the device copy
+between its blocks and pages (:mod:`backends.copier`). Both call the driver, so a daemon needs no torch.
 
-Rule 1. An allocation is opened once in a process, however many tensors lie in it: CUDA refuses a second time. It is closed
-        with the last reference to it, like all memory of an engine (:mod:`._memory`).
-Rule 2. The engine must not free the allocation while its cache is registered. Where its process ends, the driver keeps what the
-        daemon has open.
-Rule 3. What is said of the allocation is checked against what the driver says of it.
+Rule 1. A registration opens each of its allocations once, however many tensors lie in it; the driver counts the openings of all
+        registrations. They are closed with the last reference to the memory, like all memory of an engine (:mod:`._memory`): in
+        a thread, since that reference may go anywhere.
+Rule 2. The engine must not free the allocation while its cache is registered: what a copy then reads or writes is undefined. If
+        its process ends, the driver keeps the memory until the daemon has closed it.
+Rule 3. An engine's claims about an allocation are checked against the driver's.
+Rule 4. An allocation is a multiple of 2 MiB. The driver may put smaller ones into one block of memory, and shares all of that.
+Rule 5. An error that ends the context of a device, or leaves the end of a copy unproven, loses the device for this process. Its
+        memory is refused from then on, so that engines copy through host memory.
 """
 
 from __future__ import annotations
 
-import ctypes
-import re
-from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any, Final
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Final
+from uuid import UUID
 
-from backends.block_layout import TensorMemory
+import attrs
+
+from backends.abc import Unproven, UnreadableBlock
+from backends.block_layout import TensorMemory, check_disjoint
+from backends.copier import DeviceLost
+from backends.device import DeviceBlocks
+from backends.pages import Pages
 from backends.slots import Storage
+from maru._memory.cuda import CudaError, Driver, NoDriver, find_driver
+from maru._threads import no_thread
 
 from ._layout import BadLayout, CacheLayout
-from ._memory import TensorStorage
-from ._messages import CudaMemory, TensorLayout
+from ._messages import CudaMemory, Refusal, TensorLayout
 
-_LAZY_PEER_ACCESS: Final = 1
-_TYPES: Final = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
-"""The type of items of so many bytes, as ``__cuda_array_interface__`` names it."""
+_WHOLE: Final = 2 << 20
+"""Divisor of the bytes of an allocation that is shared: rule 4 (CUDA C++ Programming Guide, Interprocess Communication)."""
 
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * 64),)
+_log = logging.getLogger("offload.daemon")
 
 
-@cache
-def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded.
-
-    Raises:
-        BadLayout: there is none.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BadLayout("the memory of a CUDA device was registered, and this process sees no device")
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    loaded = re.search(r"\S*libcudart\S*\.so\S*", Path("/proc/self/maps").read_text())
-    runtime = ctypes.CDLL(loaded[0] if loaded else None)  # linked in statically, it is found among what is loaded
-    runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint]
-    runtime.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
-    runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_void_p]
-    runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    return runtime
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise BadLayout(f"{what} failed: {_runtime().cudaGetErrorString(code).decode()}")
-
-
-def _extent_of(address: int) -> tuple[int, int]:
-    """Start and size of the allocation that this address is in."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    base, size = ctypes.c_void_p(), ctypes.c_size_t()
-    code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(address))
-    if code or base.value is None:
-        raise BadLayout(f"the driver knows no allocation at {address:#x} (CUresult {code})")
-    return base.value, size.value
-
-
-# --- the daemon's side --------------------------------------------------------------------------------------------------
-
-
-class _Allocation:
-    """One allocation of another process, opened in this one."""
-
-    def __init__(self, device: int, handle: bytes) -> None:
-        import torch
-
-        self.device = device
-        opened = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            code = _runtime().cudaIpcOpenMemHandle(
-                ctypes.byref(opened), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
-            )
-        _check(code, "cudaIpcOpenMemHandle")
-        assert opened.value is not None
-        self.address: int = opened.value
-        self.size: int = _extent_of(self.address)[1]
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address))
-
-
-class _Span:
-    """Some bytes of an allocation, as torch takes them; the tensor keeps it, and it keeps the allocation."""
-
-    def __init__(self, allocation: _Allocation, offset: int, count: int, item_bytes: int) -> None:
-        self._allocation = allocation
-        self.__cuda_array_interface__: Mapping[str, object] = {
-            "shape": (count,),
-            "typestr": _TYPES[item_bytes],
-            "data": (allocation.address + offset, False),
-            "version": 3,
-        }
-
-
-class CudaMemories:
-    """One memory of a device, as a cache is registered over it."""
-
-    def __init__(self, memory: CudaMemory, allocation: _Allocation) -> None:
-        if memory.offset + memory.size > allocation.size:
-            raise BadLayout(f"it ends at byte {memory.offset + memory.size} of an allocation of {allocation.size}")
-        self.size: int = memory.size
-        self.offset: int = memory.offset
-        self.allocation: _Allocation = allocation
-
-    @classmethod
-    def open(cls, memories: Sequence[CudaMemory]) -> list[CudaMemories]:
-        """Open the memories of one cache. Blocking; imports torch.
-
-        Raises:
-            BadLayout: there is no such device here, or it does not know this memory.
-        """
-        opened: dict[bytes, _Allocation] = {}
-        for memory in memories:
-            if memory.handle not in opened:
-                opened[memory.handle] = _Allocation(_device_of(memory.device), memory.handle)
-        return [cls(memory, opened[memory.handle]) for memory in memories]
-
-    def storage(self, layout: CacheLayout, memories: Sequence[CudaMemories]) -> Storage:
-        """See :class:`~offload.daemon._memory.EngineMemory`."""
-        import torch
-
-        tensors = []
-        for tensor in layout.tensors:
-            memory = memories[tensor.memory]
-            count = (memory.size - tensor.offset) // tensor.item_bytes
-            span = _Span(memory.allocation, memory.offset + tensor.offset, count, tensor.item_bytes)
-            flat = torch.as_tensor(span, device=f"cuda:{memory.allocation.device}")
-            tensors.append(flat.as_strided(tensor.shape, tensor.strides))
-        return TensorStorage(tensors, layout)
-
-
-def _device_of(uuid: str) -> int:
-    import torch
-
-    _runtime()
-    for device in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(device).uuid) == uuid:
-            return device
-    raise BadLayout(f"this process sees no device {uuid}: give the daemon the devices of its engines")
+def _uuid_of(driver: Driver, device: int) -> str:
+    """Return the UUID of a device as torch spells it."""
+    return str(UUID(bytes=driver.uuid(device)))
 
 
 # --- the engine's side --------------------------------------------------------------------------------------------------
 
 
-def describe_cuda(lying: Sequence[TensorMemory], axes: Sequence[int]) -> tuple[list[TensorLayout], list[CudaMemory]]:
-    """The tensors of a cache, and the allocations that they lie in.
+class CannotShare(Exception):
+    """Another process cannot open the memory of a cache."""
+
+
+def describe_cuda(tensors: Sequence[TensorMemory], axes: Sequence[int]) -> tuple[list[TensorLayout], list[CudaMemory]]:
+    """Describe the tensors of a cache, and share the allocations that they lie in.
+
+    Blocking. Attaches the calling thread to their device.
 
     Raises:
-        BadLayout: the driver does not share one of them.
+        CannotShare: the driver does not share one of them, as with expandable segments of torch and vLLM's sleep mode.
     """
-    import torch
-
+    device = tensors[0].device
+    assert device is not None, "these tensors are in host memory"
     memories: dict[int, CudaMemory] = {}
-    tensors = []
-    for tensor, axis in zip(lying, axes, strict=True):
-        base, size = _extent_of(tensor.address)
-        if base not in memories:
-            handle = _Handle()
-            with torch.cuda.device(tensor.device):
-                _check(
-                    _runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base)), "cudaIpcGetMemHandle"
+    layouts: list[TensorLayout] = []
+    try:
+        driver = find_driver()
+        driver.attach(device)
+        uuid = _uuid_of(driver, device)
+        for tensor, axis in zip(tensors, axes, strict=True):
+            start, size = driver.extent(tensor.address)
+            if start not in memories:
+                if size % _WHOLE:
+                    raise CannotShare(f"it is in an allocation of {size} bytes, and whole 2 MiB are shared")
+                memories[start] = CudaMemory(uuid, driver.share(start), 0, size)
+            layouts.append(
+                TensorLayout(
+                    list(memories).index(start),
+                    tensor.address - start,
+                    tensor.item_bytes,  # type: ignore[arg-type]  # checked by the daemon
+                    list(tensor.shape),
+                    list(tensor.strides),
+                    axis % len(tensor.shape),
                 )
-            uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-            memories[base] = CudaMemory(uuid, bytes(handle), 0, size)
-        tensors.append(
-            TensorLayout(
-                list(memories).index(base),
-                tensor.address - base,
-                tensor.item_bytes,  # type: ignore[arg-type]  # checked by the daemon
-                list(tensor.shape),
-                list(tensor.strides),
-                axis % len(tensor.shape),
             )
-        )
-    return tensors, list(memories.values())
+    except CudaError as exc:
+        raise CannotShare(str(exc)) from exc
+    return layouts, list(memories.values())
+
+
+# --- the daemon's side --------------------------------------------------------------------------------------------------
+
+
+class Devices:
+    """The CUDA devices of a daemon: memory of engines that is open there, and devices that are lost. For any thread.
+
+    Args:
+        on_lost: called with the UUID of a device when it is lost, in any thread. Must not raise.
+
+    Attributes:
+        lost: causes, by the UUIDs of lost devices.
+        openings: counts what is open.
+    """
+
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        self.lost: dict[str, str] = {}
+        self.openings: Openings = Openings()
+        self._on_lost = on_lost
+
+    def check(self, device: str) -> None:
+        """Raise if a device is lost.
+
+        Raises:
+            Refusal: it is.
+        """
+        if device in self.lost:
+            raise Refusal(
+                "unavailable", f"device {device} is lost to this daemon until it is restarted: {self.lost[device]}"
+            )
+
+    def open(self, memories: Sequence[CudaMemory]) -> list[DeviceMemory]:
+        """Open the memories of one cache. Blocking; attaches the calling thread to their device.
+
+        Raises:
+            BadLayout: they are on several devices, or not within their allocations.
+            Refusal: this process cannot use them; the text says why.
+            OSError: no thread can be started.
+        """
+        device = memories[0].device
+        if any(memory.device != device for memory in memories):
+            raise BadLayout("the tensors of one cache are on several devices")
+        self.check(device)
+        _check_numpy()
+        try:
+            driver = find_driver()
+            number = _number_of(driver, device)
+            with self.watch(device):
+                driver.attach(number)
+                return self._open(driver, number, memories)
+        except NoDriver as exc:
+            raise Refusal(
+                "unavailable", f"memory of a device was registered, and this process sees no device: {exc}"
+            ) from exc
+        except CudaError as exc:
+            raise Refusal("unavailable", f"this process cannot open memory of device {device}: {exc}") from exc
+
+    def _open(self, driver: Driver, number: int, memories: Sequence[CudaMemory]) -> list[DeviceMemory]:
+        opened = self.openings.begin(driver, number)
+        found = []
+        for memory in memories:
+            address = opened.open(memory.handle)
+            start, size = driver.extent(address)
+            room = start + size - address
+            if memory.offset + memory.size > room:
+                raise BadLayout(f"it ends at byte {memory.offset + memory.size} of an allocation of {room}")
+            found.append(DeviceMemory(self, memory.device, opened, address + memory.offset, memory.size))
+        return found
+
+    @contextmanager
+    def watch(self, device: str) -> Iterator[None]:
+        """Note an error of the body that loses a device: rule 5."""
+        try:
+            yield
+        except (CudaError, DeviceLost, Unproven) as error:
+            if (not isinstance(error, CudaError) or error.sticky) and device not in self.lost:
+                self.lost[device] = str(error)
+                self._on_lost(device)
+            raise
+
+
+def _check_numpy() -> None:
+    """Raise if the copies of devices cannot be listed."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        text = "memory of a device needs numpy, which this daemon has not: pip install 'trio-offload[cuda]'"
+        raise Refusal("unavailable", text) from None
+
+
+def _number_of(driver: Driver, uuid: str) -> int:
+    """Return the number of a device in this process."""
+    for device in range(driver.devices):
+        if _uuid_of(driver, device) == uuid:
+            return device
+    raise Refusal("unavailable", f"this process sees no device {uuid}: give the daemon the devices of its engines")
+
+
+# --- what is open -------------------------------------------------------------------------------------------------------
+
+
+class Openings:
+    """Counts the allocations of engines that are open in this process, and closes them. For any thread.
+
+    One thread closes them, while there are any: a finalizer runs in any thread and in the middle of anything, so that it only
+    puts them into a queue.
+
+    Attributes:
+        count: how many are open.
+        failed_closes: how often one could not be closed. It is tried again with the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.count: int = 0
+        self.failed_closes: int = 0
+        self._lock = threading.Lock()
+        self._owners = 0
+        self._due: SimpleQueue[list[_Opening]] = SimpleQueue()
+        self._left: list[_Opening] = []
+
+    def begin(self, driver: Driver, number: int) -> Opened:
+        """Return what opens allocations, for a thread that is attached to this device. Its end closes them.
+
+        Raises:
+            OSError: no thread can be started.
+        """
+        addresses: list[_Opening] = []
+        opened = Opened(self, driver, number, addresses)
+        with self._lock:
+            if not self._owners:
+                try:
+                    threading.Thread(target=self._run, name="offload device memory", daemon=True).start()
+                except RuntimeError as exc:
+                    raise no_thread(exc) from exc
+            self._owners += 1
+        weakref.finalize(opened, self._due.put, addresses).atexit = False
+        return opened
+
+    def note(self, change: int) -> None:
+        """Count allocations that were opened or closed."""
+        with self._lock:
+            self.count += change
+
+    def _run(self) -> None:
+        owners = 1
+        while owners:
+            self._close(self._left + self._due.get())
+            with self._lock:
+                owners = self._owners = self._owners - 1
+
+    def _close(self, due: Sequence[_Opening]) -> None:
+        self._left, error = [], None
+        for one in due:
+            try:
+                one.driver.attach(one.device)
+                one.driver.close(one.address)
+                self.note(-1)
+            except CudaError as exc:
+                self.failed_closes += 1
+                error = exc
+                if not exc.sticky:
+                    self._left.append(one)
+        if error is not None:
+            _log.warning("memory of an engine on a device stays open: %s", error)
+
+
+@attrs.frozen
+class _Opening:
+    """One allocation that is open."""
+
+    driver: Driver
+    device: int
+    address: int
+
+
+@attrs.frozen(eq=False)
+class Opened:
+    """The allocations of one registration."""
+
+    _openings: Openings
+    _driver: Driver
+    device: int
+    """The number of their device in this process."""
+    _all: list[_Opening]
+    _by_handle: dict[bytes, int] = attrs.field(factory=dict)
+
+    def open(self, handle: bytes) -> int:
+        """Open an allocation, or find it if that was done. Returns its address."""
+        if handle not in self._by_handle:
+            address = self._by_handle[handle] = self._driver.open(handle)
+            self._all.append(_Opening(self._driver, self.device, address))
+            self._openings.note(1)
+        return self._by_handle[handle]
+
+
+# --- caches -------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class DeviceMemory:
+    """One memory of a device, over which a cache is registered."""
+
+    _devices: Devices
+    device: str
+    """The UUID of the device."""
+    _opened: Opened
+    address: int
+    size: int
+
+    def storage(self, layout: CacheLayout, memories: Sequence[DeviceMemory]) -> Storage:
+        """See :class:`~offload.daemon._memory.EngineMemory`.
+
+        Raises:
+            BadLayout: pieces of its tensors share memory.
+        """
+        pieces = [
+            (memories[tensor.memory].address + tensor.offset, plane)
+            for tensor, planes in zip(layout.tensors, layout.layouts, strict=True)
+            for plane in planes.planes
+        ]
+        try:
+            check_disjoint(pieces, layout.blocks)
+        except ValueError as exc:
+            raise BadLayout(str(exc)) from None
+        blocks = DeviceBlocks(pieces, layout.blocks, self._opened.device, self._opened)
+        return DeviceCache(self._devices, self.device, blocks)
+
+
+class DeviceCache:
+    """The blocks of a cache on a device.
+
+    Args:
+        devices: are told if the device is lost.
+        device: the UUID of the device.
+        blocks: copies them.
+    """
+
+    def __init__(self, devices: Devices, device: str, blocks: DeviceBlocks) -> None:
+        self.device: str = device
+        self.on_device: bool = True
+        """See :class:`~backends.abc.Destination`."""
+        self.block_bytes: int = blocks.block_bytes
+        self._devices = devices
+        self._blocks: DeviceBlocks | None = blocks
+
+    def let_go(self) -> None:
+        """Refer to the memory no more: it is closed at once, or when the last copy that is under way is over."""
+        self._blocks = None
+
+    def pages(self, slots: Sequence[int]) -> None:
+        """``None``: blocks are not in host memory."""
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy blocks to the pages, and wait for the end.
+
+        Raises:
+            UnreadableBlock: the device did not copy them. They are not damaged.
+            Unproven: it may still be copying.
+        """
+        if why := self._copy(lambda blocks: blocks.copy_out(slots, pages)):
+            raise UnreadableBlock(f"not read from device {self.device}: {why}")
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy pages to the blocks, and wait for the end.
+
+        Raises:
+            OSError: the device did not copy them.
+            Unproven: it may still be copying.
+        """
+        if why := self._copy(lambda blocks: blocks.copy_in(slots, pages)):
+            raise OSError(f"not written to device {self.device}: {why}")
+
+    def _copy(self, call: Callable[[DeviceBlocks], None]) -> str:
+        """Have the device copy. Returns why it did not: an error would keep frames, and in them the memory."""
+        blocks = self._blocks
+        if blocks is None:
+            return "its engine is gone"
+        try:
+            with self._devices.watch(self.device):
+                call(blocks)
+        except (CudaError, DeviceLost, OSError) as exc:
+            return str(exc)
+        return ""

@@ -43,10 +43,12 @@ class Degradations:
     Args:
         engine: returns its engine, or ``None`` while its tiers are not open.
         journal: returns why its page store keeps answers back; empty if it does not.
+        lost_devices: returns the causes by lost devices.
     """
 
     engine: Callable[[], Engine | None]
     journal: Callable[[], str] = str
+    lost_devices: Callable[[], Mapping[str, str]] = dict
     _watch: DegradationWatch = attrs.field(factory=DegradationWatch)
     _files: tuple[str, ...] = ()
     """Paths that have to stay."""
@@ -94,6 +96,7 @@ class Degradations:
         pinned = pinning.statistics()
         facts = ServiceFacts(
             journal=self.journal(),
+            lost_devices=dict(self.lost_devices()),
             refused_bytes=pinned.refused_bytes,
             why_not_pinned=pinned.lost or pinned.why_not,
         )

@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol
 from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
 from backends.pages import Pages, copy_pages, new_pages
 from backends.slots import Storage
+from backends.threads import kept_if_unproven
 from maru._all_bytes import read_all, write_all_at
 from maru._budget import Budget, Door
 from maru._errors import CannotMap
@@ -196,26 +197,25 @@ class OneRun:
 
 
 class TensorStorage:
-    """Blocks in torch tensors over the memory of an engine, on the host or on a device."""
+    """Blocks in torch tensors over mapped memory of an engine."""
 
     def __init__(self, tensors: Sequence[Any], layout: CacheLayout) -> None:
         from backends.device import DeviceTier
 
-        self._device = DeviceTier(tensors, block_axis=[tensor.block_axis for tensor in layout.tensors])
-        self.on_device: bool = self._device.device is not None
+        self._tier = DeviceTier(tensors, block_axis=[tensor.block_axis for tensor in layout.tensors])
         self.block_bytes: int = layout.block_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
         """See :class:`~backends.slots.Storage`."""
-        return self._device.views(slots)
+        return self._tier.views(slots)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
         """See :class:`~backends.slots.Storage`."""
-        self._device.copy_out(slots, pages)
+        self._tier.copy_out(slots, pages)
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
         """See :class:`~backends.slots.Storage`."""
-        self._device.into(slots).copy_in(0, pages)
+        self._tier.into(slots).copy_in(0, pages)
 
 
 def _host_tensors(layout: CacheLayout, memories: Sequence[Memory]) -> list[Any]:
@@ -318,10 +318,15 @@ class Caches:
         self._blocks[self._last] = blocks
         return self._last
 
+    def device_of(self, cache: int) -> str:
+        """Return the UUID of the device that a cache is on; empty for host memory."""
+        return getattr(self._storages.get(cache), "device", "")
+
     def remove(self, cache: int) -> None:
         """Forget a cache. Copies that are under way hold its memory until they end."""
-        self._storages.pop(cache, None)
+        storage = self._storages.pop(cache, None)
         self._blocks.pop(cache, None)
+        getattr(storage, "let_go", bool)()
 
     def blocks(
         self, cache: int, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int] | None
@@ -378,8 +383,9 @@ class Caches:
         """Copy each block into the page at the same position. In a copy thread.
 
         Raises:
-            DamagedBlock: a block cannot be read. The caller copies the others one by one: a batch may be of several
-                engines, and one that has cut off its memory must not cost another one its blocks.
+            DamagedBlock: its engine has cut a block off, or is gone. The caller copies the others one by one: a batch may be
+                of several engines, and must not cost another one its blocks.
+            UnreadableBlock: a device did not copy it; likewise.
         """
         for cache, at, ids in self._by_cache(refs):
             storage = self._storages.get(cache)
@@ -387,7 +393,7 @@ class Caches:
                 if storage is None:
                     raise OSError("its engine is gone")
                 storage.copy_out(ids, pages.at(at))
-            except (OSError, RuntimeError) as exc:  # of torch, for a device
+            except (OSError, RuntimeError) as exc:  # RuntimeError is torch's
                 raise DamagedBlock(self, b"", f"not readable: {exc}") from exc
 
     def _by_cache(self, refs: Sequence[int]) -> list[tuple[int, Sequence[int], list[int]]]:
@@ -424,13 +430,15 @@ class CacheBlocks:
         """Overwrite these blocks with zeros. In a copy thread.
 
         Raises:
-            OSError: their engine has cut off its memory. What it has left of them is zeros.
+            OSError: their engine has cut off its memory, or a device does not copy. The others are zeros.
+            Unproven: a device may still be copying.
         """
         zeros, error = new_pages(1, self.block_bytes), None
         for at in positions:  # one by one: it may have cut off the first one alone
             try:
-                self._storage.copy_in([self._ids[at]], zeros)
-            except (OSError, RuntimeError) as exc:  # of torch, for a device
+                with kept_if_unproven(zeros):
+                    self._storage.copy_in([self._ids[at]], zeros)
+            except (OSError, RuntimeError) as exc:  # RuntimeError is torch's
                 error = exc
         if error is not None:
             raise error

@@ -21,6 +21,7 @@ from backends.abc import LOADED, Unproven
 from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
+from .._engine import LoadResult
 from .._engine.explain import BlockExplanation, Explanation
 from ..preconditions import NO_WAIT
 from ._engine import DaemonEngine
@@ -130,18 +131,26 @@ class Reads:
 
     async def _load(self, hit: Any, destination: CacheBlocks, session: Session, request: Load) -> Answer:
         try:
+            result = await self._load_or_clear(hit, destination, session)
+        except BaseException as exc:
+            if not holds(exc, Unproven):
+                raise
+            session.requests[request.seq].unproven = True  # also in a group with a cancel, which asked for this answer
+            if holds(exc, (KeyboardInterrupt, SystemExit)):
+                raise
+            return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
+        return loaded(request.seq, self._epoch, result)
+
+    async def _load_or_clear(self, hit: Any, destination: CacheBlocks, session: Session) -> LoadResult:
+        try:
             # What must be over before the cache may be written, the client has waited for before it asked.
             result = await self._engine.require().load(hit, destination, precondition=NO_WAIT)
         except BaseException as exc:
-            if holds(exc, Unproven):  # also in a group with a cancel, which asked for this answer
-                session.requests[request.seq].unproven = True
-                if holds(exc, (KeyboardInterrupt, SystemExit)):
-                    raise
-                return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
-            await self._clear(session, destination, range(len(destination)))
+            if not holds(exc, Unproven):
+                await self._clear(session, destination, range(len(destination)))
             raise
         await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
-        return loaded(request.seq, self._epoch, result)
+        return result
 
     async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
         """Leave nothing unverified in a tenant's memory.
@@ -162,7 +171,7 @@ class Reads:
                 try:
                     await run_in_thread_to_the_end(clear)
                 except (OSError, RuntimeError) as exc:
-                    if begun:  # its engine has cut it off; of torch, for a device
+                    if begun:  # its engine has cut it off, or its device does not copy
                         _log.info("%s: of %d blocks that were not loaded some stay: %s", session, len(positions), exc)
                     else:  # there is no thread or descriptor for it now
                         await trio.sleep(_CLEAR_AGAIN)

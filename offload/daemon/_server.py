@@ -107,7 +107,9 @@ class Daemon:
         self._tell_drained: list[Callable[[Dropped], None]] = []
         self._nursery: trio.Nursery
         self.config: DaemonConfig = config
-        self.degradations: Degradations = Degradations(lambda: self.engine, self._journal_trouble)
+        self.degradations: Degradations = Degradations(
+            lambda: self.engine, self._journal_trouble, lambda: self._service.devices.lost
+        )
         """What it does less than it was set up for."""
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""

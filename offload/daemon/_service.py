@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from backends.abc import Deletion
 from maru._threads import run_in_thread
 
 from .._engine import Engine
-from ._cuda import CudaMemories
+from ._cuda import Devices
 from ._engine import DaemonEngine
 from ._layout import check_layout, count_pieces
 from ._memory import Shares, adopt, granted
@@ -144,6 +145,8 @@ class Service:
         self._nursery = nursery
         self._last_memory = 0
         self.shares: Shares = shares
+        self._trio = trio.lowlevel.current_trio_token()
+        self.devices: Devices = Devices(self._lose_soon)
         self._registering = trio.CapacityLimiter(_REGISTERING)
         self.stores: Stores = Stores(engine, self.quotas, epoch=epoch, nursery=nursery, finish=self._finish)
         self.onward: OnwardCommits = OnwardCommits(engine, nursery)
@@ -403,7 +406,7 @@ class Service:
 
     async def _register(self, session: Session, request: RegisterKVCache) -> Answer:
         if request.cuda:
-            memories: list[Any] = await run_in_thread(CudaMemories.open, request.cuda, limiter=self._registering)
+            memories: list[Any] = await run_in_thread(self.devices.open, request.cuda, limiter=self._registering)
             tensors = request.tensors
         else:
             numbers = sorted({tensor.memory for tensor in request.tensors})
@@ -416,17 +419,34 @@ class Service:
         sizes = [memory.size for memory in memories]
         pieces = count_pieces(tensors, sizes)
         with granted(self.shares.pieces, session.number, pieces, "pieces of blocks") as keep:
-            # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports torch.
+            # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports torch,
+            # or numpy on a device.
             layout = await run_in_thread(check_layout, tensors, sizes, limiter=self._registering)
             await self._engine.wait_open(layout.block_bytes)
             for tensor in request.tensors if not request.cuda else ():
                 session.memories.pop(tensor.memory, None)  # the cache has it from here on
             storage = await run_in_thread(memories[0].storage, layout, memories, limiter=self._registering)
             keep(storage)
+        if request.cuda:
+            self.devices.check(
+                request.cuda[0].device
+            )  # no checkpoint from here on: a loss finds this cache in its session
         cache = self._engine.caches.add(storage, layout.blocks)
         session.caches.add(cache)
         _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
         return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
+
+    def _lose_soon(self, device: str) -> None:
+        """End the sessions with caches on a lost device. Any thread."""
+        with suppress(trio.RunFinishedError):
+            self._trio.run_sync_soon(self._lose, device)
+
+    def _lose(self, device: str) -> None:
+        caches = self._engine.caches
+        for session in self.sessions:
+            if any(caches.device_of(cache) == device for cache in session.caches):
+                self._hang_up(session.peer)
+                self.end(session, f"device {device} is lost")
 
     def unregister_kv_cache(self, session: Session, request: UnregisterKVCache) -> None:
         """Forget a cache."""

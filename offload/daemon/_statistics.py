@@ -67,6 +67,8 @@ def counters(service: Service, session: Session | None, daemon_engine: DaemonEng
         "holds": sum(len(one.holds) for one in sessions),
         "memories": sum(len(one.memories) for one in sessions),
         "caches": len(daemon_engine.caches),
+        "device_allocations": service.devices.openings.count,
+        "failed_device_closes": service.devices.openings.failed_closes,
         "bad_frames": service.sessions.bad,
         "turned_away": service.sessions.turned_away,
         "sessions_given_back": service.sessions.given_back,

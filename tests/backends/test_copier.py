@@ -1,8 +1,10 @@
 """Copies between a device and pages, over a driver in Python: which they are, when they are made, and when they are over."""
 
 import ctypes
+import gc
 import itertools
 import random
+import weakref
 from contextlib import contextmanager
 
 import numpy
@@ -243,6 +245,27 @@ def test_where_any_one_call_fails_nothing_is_under_way_and_nothing_leaks(way, re
             there.copier.close()
             assert not there.fake.streams and not there.fake.events
             assert len(there.fake.registered) == registered
+
+
+def test_an_error_of_a_copy_keeps_no_memory():
+    class Memory:
+        pass
+
+    def fail(owner):
+        there.fake.fail(len(there.fake.calls))
+        with pytest.raises(CudaError):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+
+    with device() as there:
+        memory = Memory()
+        gone = weakref.ref(memory)
+        gc.disable()
+        try:
+            fail(memory)
+            del memory
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_a_copy_whose_end_is_not_proven_says_so_and_ends_the_copier():

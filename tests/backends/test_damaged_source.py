@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from backends import DamagedBlock
+from backends import DamagedBlock, UnreadableBlock
 from backends.abc import LOADED, STORED, Failed, RoomRequest
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
@@ -109,3 +109,30 @@ async def test_what_an_engine_writes_into_slots_of_its_own_has_no_checksum_to_be
 async def test_a_source_without_checksums_knows_nothing_to_compare_with(tmp_path):
     async with opened("memory", tmp_path) as tier:
         assert await store(tier, source_of(KEYS[0], checksums=False), KEYS) == [STORED] * 4
+
+
+class OnDevice(FakeTier):
+    """Blocks outside of host memory, one of which cannot be read now."""
+
+    unreadable = KEYS[2]
+
+    def views(self, refs):
+        return None
+
+    def copy_out(self, refs, pages):
+        if self.unreadable is not None and self.upgrade([self.unreadable])[0] in refs:
+            raise UnreadableBlock("the device is busy")
+        super().copy_out(refs, pages)
+
+
+@pytest.mark.parametrize("destination", DESTINATIONS)
+async def test_an_unreadable_block_fails_alone_and_stays_where_it_is(destination, tmp_path):
+    source = OnDevice(8, SIZE)
+    await fill(source, KEYS)
+    async with opened(destination, tmp_path) as tier:
+        outcomes = await store(tier, source, KEYS)
+        assert [outcomes[at] for at in (0, 1, 3)] == [STORED] * 3
+        assert isinstance(outcomes[2], Failed) and isinstance(outcomes[2].error, UnreadableBlock)
+        source.unreadable = None
+        assert await store(tier, source, [KEYS[2]]) == [STORED]
+        assert await loaded(tier, KEYS) == [payload(key) for key in KEYS]

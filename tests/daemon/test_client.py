@@ -281,7 +281,7 @@ async def test_a_load_left_by_its_cancel_is_unproven(path, monkeypatch):
         number, hold = await stored(connection, cache_of())
         began = trio.Event()
 
-        async def leave(hit, destination):
+        async def leave(hit, destination, **options):
             began.set()
             try:
                 await trio.sleep_forever()

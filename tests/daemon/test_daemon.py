@@ -29,7 +29,6 @@ from offload.daemon import DaemonConfig, DaemonInUse, Dropped, open_daemon
 from offload.daemon._messages import (
     Cancel,
     Cancelled,
-    CudaMemory,
     Delete,
     Deleted,
     Done,
@@ -46,7 +45,7 @@ from offload.daemon._messages import (
     TensorLayout,
     packed,
 )
-from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config, serve
+from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config
 from tests.support.ill_tiers import Ill, RemoteIll
 from tests.support.maru_processes import temporary_pool
 
@@ -740,35 +739,6 @@ async def drained(server, nursery):
 @pytest.mark.parametrize(("stores", "others", "code"), [(0, 0, 0), (2, 0, 5), (0, 1, 6), (3, 1, 7)])
 def test_the_exit_code_says_what_was_dropped(stores, others, code):
     assert Dropped(stores, others).exit_code == code
-
-
-async def test_memory_of_a_device_that_the_daemon_does_not_see_is_refused(path):
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a device: test_caches_on_a_device_are_copied_in_place")
-    async with daemon(path) as server, open_connection(server.url) as connection:
-        layout = [TensorLayout(0, 0, 1, [8, SIZE], [SIZE, 1], 0)]
-        memory = [CudaMemory("GPU-0", bytes(64), 0, 8 * SIZE)]
-        with pytest.raises(DaemonRefused, match="sees no device"):
-            await connection.ask(lambda seq: RegisterKVCache(seq, layout, memory), Registered)
-
-
-async def test_caches_on_a_device_are_copied_in_place(path):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from backends.device import DeviceTier
-
-    # A handle is opened in another process than the one that made it.
-    with serve(path, "--maru-pool-size-gb", "0", "--host-bytes", "16 MiB"):
-        layers = [torch.randn(2, 16, 4, 8, device="cuda") for _ in range(4)]
-        device = DeviceTier(layers, block_axis=1)
-        async with open_client(device, f"ipc://{path}/daemon.sock") as engine:
-            handle = await engine.store(device.external(range(8), KEYS), NO_WAIT)
-            assert (await handle.wait()).status is Status.COMPLETE
-            async with await engine.lookup(KEYS) as hit:
-                assert (await engine.load(hit, device.into(range(8, 16)))).loaded == 8
-        assert all(torch.equal(layer[:, :8], layer[:, 8:]) for layer in layers)
 
 
 async def test_memory_beyond_the_containers_limit_is_logged(path, monkeypatch, caplog):

@@ -211,8 +211,8 @@ async def test_a_load_that_is_cancelled_leaves_zeros_and_is_confirmed_behind_the
         into, engine, began = cache_full_of(b"x"), server._engine.engine, trio.Event()
         load = engine.load
 
-        async def slowly(hit, destination):
-            await load(hit, destination)
+        async def slowly(hit, destination, **options):
+            await load(hit, destination, **options)
             began.set()
             await trio.sleep_forever()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable
@@ -154,7 +155,10 @@ def flip(tier: Any, key: Key) -> None:
     if pages is not None:
         pages[0][1] ^= 1
     else:
-        tier._storage._layers[0][slots[0], 1] ^= 1  # type: ignore[attr-defined]
+        assert isinstance(tier, DeviceTier)
+        first = tier.tensors[0]
+        at = first.address + slots[0] * first.strides[tier.block_axes[0]] * first.item_bytes + 1
+        ctypes.c_ubyte.from_address(at).value ^= 1
 
 
 def payload(key: Key) -> bytes:
