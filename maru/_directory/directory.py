@@ -39,7 +39,7 @@ from .regions import Region, RegionState
 from .registrar import Registrar
 from .remover import Remover
 from .sessions import Leases, Session
-from .slices import Slices, finish
+from .slices import SESSIONS_AT_ONCE, Slices, finish
 from .state import State
 from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, facts_of, statistics_of, usage_of
 
@@ -153,13 +153,22 @@ class Directory:
         self._guard.expire_pins(now)
 
     def expire(self, now: float) -> list[int]:
-        """End sessions and pins whose time is over. Returns the numbers of the sessions."""
+        """End sessions and pins whose time is over, some at once. Returns the numbers of the sessions.
+
+        As long as :meth:`next_expiry` is not later than ``now``, there may be more.
+        """
         self.settle()
-        ended = self._leases.due(now)
+        ended = self._leases.due(now, SESSIONS_AT_ONCE)
         for number in ended:
             self._end(number, now)
         self._guard.expire_pins(now)
         return ended
+
+    def holds_nothing(self, session_id: int, now: float) -> bool:
+        """Whether this session has no region, no page on the way back, and no pin or board, so that its end costs nothing."""
+        session = self._state.sessions[session_id]
+        idle = not session.regions and not session.outbox.pages and not session.under_way
+        return idle and self._guard.holds_nothing(session_id) and not self.quiet(now)
 
     def _end(self, session_id: int, pinned_until: float) -> None:
         self._changes.end_session(session_id)

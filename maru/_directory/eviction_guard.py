@@ -17,7 +17,7 @@ from .locations import Location
 from .pins import Held, Pins, ReadGrace
 from .regions import Region
 from .sessions import Leases
-from .slices import Slices
+from .slices import HOLDERS_AT_ONCE, Slices
 from .state import State
 
 _LOOK_AGAIN: Final = 1.0
@@ -116,15 +116,19 @@ class EvictionGuard:
 
     def keep_pins_until(self, holder: int, until: float) -> None:
         """This holder has ended: its pins count until then, and so does what it holds."""
-        if self._pins.has(holder) or (self.boards is not None and holder in self.boards):
-            self._ended_holders.set(holder, until)
-        else:
+        if self.holds_nothing(holder):
             self._pins.drop_all(holder)
+        else:
+            self._ended_holders.set(holder, until)
+
+    def holds_nothing(self, holder: int) -> bool:
+        """Whether this holder has neither a pin nor a board."""
+        return not self._pins.has(holder) and (self.boards is None or holder not in self.boards)
 
     def expire_pins(self, now: float) -> None:
-        """Remove the pins of ended holders whose time has come."""
+        """Remove the pins of some ended holders whose time has come. Those of others count until the next call."""
         if self._ended_holders.next() <= now:
-            for holder in self._ended_holders.due(now):
+            for holder in self._ended_holders.due(now, HOLDERS_AT_ONCE):
                 self._note_unpinned(self._pins.drop_all(holder))
                 if self.boards is not None:
                     self.boards.close(holder)

@@ -54,11 +54,11 @@ class Leases:
         """The time of the next end, or an earlier one; ``inf`` if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def due(self, now: float) -> list[int]:
-        """Those that have ended by ``now``, in the order of their ends. They are forgotten."""
+    def due(self, now: float, most: float = math.inf) -> list[int]:
+        """Those that have ended by ``now``, in the order of their ends, at most so many. They are forgotten."""
         ended: list[tuple[float, int]] = []
         heap = self._heap
-        while heap and heap[0][0] <= now:
+        while heap and heap[0][0] <= now and len(ended) < most:
             at, number = heapq.heappop(heap)
             if self._queued.get(number) != at:
                 continue  # an earlier entry took its place, or it came up already

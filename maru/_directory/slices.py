@@ -18,6 +18,10 @@ AT_ONCE: Final = 512
 """Keys that are removed in one slice: some 5 us each, with the index, the journal and KV events."""
 FORGOTTEN_AT_ONCE: Final = 2_048
 """Keys that are forgotten in one slice, by the order of use or by pins: a tenth of what removing them costs."""
+SESSIONS_AT_ONCE: Final = 32
+"""Sessions that are ended at once: some 30 us each."""
+HOLDERS_AT_ONCE: Final = 8
+"""Ended holders whose pins are let go of at once, before requests as well: of each up to ``FORGOTTEN_AT_ONCE``."""
 LOOKS_AT_ONCE: Final = 4_096
 """Held keys that a search for victims passes over in one slice: half a microsecond each."""
 

@@ -478,8 +478,11 @@ class MaruServer:
                     "the server stood still for %.1f s: all leases last as much longer",
                     served.away - away,
                 )
-            elif now >= service.next_expiry():
-                service.expire(now)
+            else:
+                while now >= service.next_expiry():
+                    service.expire(now)
+                    self._step()
+                    await self._committer.wait_writable()
             if service.filled:
                 service.trim(now)
             self._storage.directory.note_uses()  # or else what is read for long while nothing is evicted overwrites itself

@@ -51,6 +51,13 @@ Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes 
 """Does what a message asks for: gets the sender, the header, the message, its bytes and the time. Answers with a frame, later,
 or in slices: then the answer comes from :meth:`Service.go_on`."""
 
+_SESSIONS_SHARE: Final = 8
+"""Part of all sessions that are opened over one connection at most: ours opens one, a proxy of many perhaps more."""
+_SESSIONS_LEAST: Final = 16
+"""Sessions of one connection in any case: a server that is told to keep few is one client's own."""
+_LOOKED_FOR_ROOM: Final = 64
+"""Sessions without a connection that are looked at for one that holds nothing, at once."""
+
 MOST_UNDER_WAY: Final = 32 << 20
 """Bytes of frames that are worked off in slices. Beyond, no frame is read: each is kept, decoded, until it is answered."""
 
@@ -225,6 +232,12 @@ class Service:
         self.listing_due: dict[int, float] = {}
         """When a session may begin another one."""
         self._peers: dict[bytes, Peer] = {}
+        self._peers_of: dict[int, dict[Peer, None]] = {}
+        """The connections that spoke last for each session; a session without any is not here."""
+        self._silent: dict[int, None] = {}
+        """Sessions of ours for which no connection speaks, those that fell silent first at the beginning."""
+        self._openers: dict[int, Peer] = {}
+        """The connection over which each session was opened."""
         self._handles: dict[int, Handle] = {}
         self._handle_bytes: dict[int, bytes] = {}
         self._waiting: dict[int, _Waiting] = {}
@@ -328,7 +341,10 @@ class Service:
     def disconnected(self, identity: bytes, now: float) -> None:
         """This connection is gone. Sessions outlive it; what a published client has lasts as long as the directory says."""
         peer = self._peers.pop(identity, None)
-        if peer is not None and peer.connection:
+        if peer is None:
+            return
+        self._fall_silent(peer)
+        if peer.connection:
             self.directory.disconnect(peer.connection, now)
             self.note(DEBUG, f"the published connection {-peer.connection} is gone")
 
@@ -362,10 +378,28 @@ class Service:
         if session_id is None:
             raise Refused(Word.NO_SESSION, "this session is not known, or its lease is over")
         self.directory.renew(session_id, now)
-        if peer.session != session_id:
-            peer.session = session_id
-            self.admit(peer.identity)
+        self._speak(peer, session_id)
         return session_id
+
+    def _speak(self, peer: Peer, session_id: int) -> None:
+        """Note that this connection speaks for this session from now on."""
+        if peer.session == session_id:
+            return
+        self._fall_silent(peer)
+        peer.session = session_id
+        self._peers_of.setdefault(session_id, {})[peer] = None
+        self._silent.pop(session_id, None)
+        self.admit(peer.identity)
+
+    def _fall_silent(self, peer: Peer) -> None:
+        """Note that this connection speaks for no session any more."""
+        session_id, peer.session = peer.session, 0
+        peers = self._peers_of.get(session_id)
+        if peers is not None:
+            del peers[peer]
+            if not peers:
+                del self._peers_of[session_id]
+                self._silent[session_id] = None
 
     def check_session(self, token: bytes, session_id: int) -> None:
         """Refuse to go on for a session that has ended between two slices."""
@@ -383,8 +417,9 @@ class Service:
         session_id = None if token is None else directory.session_of(token)
         resumed = session_id is not None
         if session_id is None:
-            if directory.session_count >= config.max_sessions:
-                raise Refused(Word.TOO_MANY, self.too_many_sessions)
+            reason = self.why_no_session(peer, now)
+            if reason:
+                raise Refused(Word.TOO_MANY, reason)
             lease = config.session_lease if message.lease is None else message.lease
             if not 0 < lease < math.inf:
                 raise Refused(Word.MALFORMED, f"a lease cannot be {lease}")
@@ -392,26 +427,44 @@ class Service:
             token = self.new_token()
             instance_id = message.instance_id or token.hex()
             session_id = directory.open_session(token, instance_id, message.tenant or "", lease, now)
+            self._opened(peer, session_id)
             self.note(INFO, f"session {session_id} of {instance_id!r} has begun")
         else:
             directory.renew(session_id, now)
             self.note(INFO, f"session {session_id} is back")
         assert token is not None
-        peer.session = session_id
-        self.admit(peer.identity)
+        self._speak(peer, session_id)
         return token, resumed, directory.remaining(session_id, now)
 
-    @property
-    def too_many_sessions(self) -> str:
-        """Why there is no further one."""
-        return (
-            f"there are {self.config.max_sessions} sessions already; max_sessions of the server says how many it keeps"
-        )
+    def _opened(self, peer: Peer, session_id: int) -> None:
+        peer.opened += 1
+        self._openers[session_id] = peer
 
-    def has_standing(self, instance_id: str) -> bool:
-        """Whether a published client that says this name has a session, or may have one more."""
-        directory = self.directory
-        return directory.session_count < self.config.max_sessions or directory.is_there(instance_id)
+    def why_no_session(self, peer: Peer, now: float) -> str:
+        """Return why this connection may open no session; empty if it may. If there is no room, a silent one ends for it."""
+        most = self.config.max_sessions
+        each = max(_SESSIONS_LEAST, most // _SESSIONS_SHARE)
+        if peer.opened >= each:
+            return f"{each} sessions were opened over this connection already, and no more may be"
+        if self.directory.session_count >= most and not self._end_silent(now):
+            return f"there are {most} sessions already; max_sessions of the server says how many it keeps"
+        return ""
+
+    def _end_silent(self, now: float) -> bool:
+        """End a session for which no connection speaks and which holds nothing; whether there was one."""
+        for _ in range(min(len(self._silent), _LOOKED_FOR_ROOM)):
+            session_id = next(iter(self._silent))
+            if self.directory.holds_nothing(session_id, now):
+                self.end_session(session_id, now)
+                self.note(INFO, f"session {session_id} is over: it was silent, held nothing, and its place was needed")
+                return True
+            del self._silent[session_id]
+            self._silent[session_id] = None
+        return False
+
+    def why_no_standing(self, peer: Peer, instance_id: str, now: float) -> str:
+        """Return why a published client that says this name may not have a session; empty if it has one, or may."""
+        return "" if self.directory.is_there(instance_id) else self.why_no_session(peer, now)
 
     def end_session(self, session_id: int, now: float) -> None:
         """It has closed, or misbehaved."""
@@ -422,10 +475,13 @@ class Service:
         self.filled.pop(session_id, None)
         self.listings.pop(session_id, None)
         self.listing_due.pop(session_id, None)
-        for peer in self._peers.values():
-            if peer.session == session_id:
-                peer.session = 0
-                self.dismiss(peer.identity)
+        self._silent.pop(session_id, None)
+        opener = self._openers.pop(session_id, None)
+        if opener is not None:
+            opener.opened -= 1
+        for peer in self._peers_of.pop(session_id, ()):
+            peer.session = 0
+            self.dismiss(peer.identity)
 
     def check_keys(self, keys: list[str]) -> None:
         """Refuse a batch that is larger than configured."""
@@ -465,11 +521,16 @@ class Service:
             return peer.identity, error_reply(
                 header.code, header.sequence, "this session has ended", Word.NO_SESSION, self.epoch, header.flags
             )
-        if token is None and by < 0 and not self.has_standing(instance_id):  # others came while the pool was asked
-            self._unowned.append(region_id)
-            return peer.identity, v1.alloc_reply(self, header, None, self.too_many_sessions)
+        if token is None and by < 0:  # others may have come while the pool was asked
+            reason = self.why_no_standing(peer, instance_id, now)
+            if reason:
+                self._unowned.append(region_id)
+                return peer.identity, v1.alloc_reply(self, header, None, reason)
         self.place(region_id, offset, length)
-        directory.add_region(by, region_id, length, instance_id=instance_id)
+        sessions = directory.session_count
+        owner = directory.add_region(by, region_id, length, instance_id=instance_id)
+        if directory.session_count > sessions:
+            self._opened(peer, owner)
         self.note(INFO, f"region {region_id} of {length} bytes belongs to {instance_id!r}")
         return peer.identity, v1.alloc_reply(self, header, self._handles[region_id])
 
@@ -518,7 +579,7 @@ class Service:
         return self.directory.next_expiry()
 
     def expire(self, now: float) -> None:
-        """End what is over."""
+        """End what is over, so much at once; :meth:`next_expiry` says whether there is more."""
         for session_id in self.directory.expire(now):
             self._ended(session_id)
             self.note(INFO, f"session {session_id} is over: its client was silent for its lease")

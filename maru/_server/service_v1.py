@@ -87,8 +87,10 @@ def request_alloc(
         service.session_of(peer, token, now)
     if message.size <= 0:
         return alloc_reply(service, header, None, f"a region cannot have {message.size} bytes")
-    if token is None and not peer.session and not service.has_standing(message.instance_id):
-        return alloc_reply(service, header, None, service.too_many_sessions)
+    if token is None and not peer.session:
+        reason = service.why_no_standing(peer, message.instance_id, now)
+        if reason:
+            return alloc_reply(service, header, None, reason)
     if token is None:
         service.speaker(peer)  # it has spoken now: memory may take longer than a silent connection is kept
     service.allocate(peer, header, message.size, message.instance_id, token)

@@ -16,7 +16,7 @@ import zmq
 
 import maru
 from maru._relay.relay import MAX_PENDING_HANDSHAKES
-from maru._wire import BeatRequest, Code, DropRequest, StoreRequest, StoreStatus
+from maru._wire import BeatRequest, Code, DropRequest, ErrorReply, HandshakeRequest, StoreRequest, StoreStatus
 from maru.kv_events import open_mirror
 from maru.kv_events._messages import Snapshot, pack_request
 from maru.testing import open_test_server
@@ -410,6 +410,18 @@ async def fill_handshakes(server, stack):
     await until_of_pools(lambda: server.statistics().relay.malformed == 8)
 
 
+async def fill_sessions_of_page_store(server, stack):
+    def shake_hands():
+        asks = ask_from_thread(server, stack)
+        return [
+            asks.ask(Code.HANDSHAKE, HandshakeRequest(instance_id=f"i{at}", extensions=1, lease=3600.0))
+            for at in range(80)
+        ]
+
+    answers = await trio.to_thread.run_sync(shake_hands)
+    assert [type(one) for one in answers].count(ErrorReply) == 80 - 16
+
+
 async def fill_indexes(server, stack):
     least = await stack.enter_async_context(a_client(server, tenant="a"))
     await read_index(server, least)
@@ -431,6 +443,7 @@ OF_PAGE_STORES = {
         fill_resource_manager,
         {"host": "127.0.0.1", "max_connections": 4},
     ),
+    "sessions of a page store": (fill_sessions_of_page_store, {"max_sessions": 64}),
     "bytes of the shared indexes of a page store": (fill_indexes, {}),
 }
 

@@ -219,11 +219,57 @@ def test_a_token_that_nobody_has_gives_a_new_session(world):
 
 def test_sessions_are_bounded():
     world = World(ServerConfig(max_sessions=2))
-    tokens = [world.shake(b"a").session for _ in range(2)]
-    assert refused(world.shake(b"a"), Word.TOO_MANY)
+    tokens = [world.shake(peer).session for peer in (b"a", b"b")]
+    assert refused(world.shake(b"c"), Word.TOO_MANY)
     assert world.shake(b"a", session=tokens[0]).resumed  # who is here may come back
     world.send(b"a", Code.CLOSE, CloseRequest(tokens[0], 0))
     assert world.shake(b"a").success
+
+
+def test_one_connection_opens_a_part_of_all_sessions():
+    world = World(ServerConfig(max_sessions=256))
+    for _ in range(32):
+        last = world.shake(b"a")
+    assert refused(world.shake(b"a"), Word.TOO_MANY)
+    assert refused(world.shake(b"a"), Word.TOO_MANY)
+    assert world.shake(b"b").success
+    world.send(b"a", Code.CLOSE, CloseRequest(last.session, 0))
+    assert world.shake(b"a").success
+
+
+def test_published_instances_of_one_connection_are_bounded():
+    world = World(ServerConfig(max_sessions=256))
+    for number in range(32):
+        world.alloc(b"a", f"instance {number}")
+    refusal = world.send(b"a", Code.REQUEST_ALLOC, AllocRequest("one more", REGION))
+    assert not refusal.success and "over this connection" in refusal.error
+    world.alloc(b"a", "instance 1")
+    world.alloc(b"b", "another")
+
+
+def test_a_silent_session_that_holds_nothing_leaves_its_place():
+    world = World(ServerConfig(max_sessions=2))
+    holds, _ = world.ours(b"a")
+    idle = world.shake(b"b").session
+    for peer in (b"a", b"b"):
+        world.service.disconnected(peer, world.now)
+    assert world.shake(b"c").success
+    assert refused(world.beat(idle, peer=b"d"), Word.NO_SESSION)
+    assert refused(world.shake(b"d"), Word.TOO_MANY)
+    assert world.shake(b"d", session=holds).resumed
+
+
+def test_sessions_that_are_over_together_end_some_at_once():
+    world = World()
+    for number in range(100):
+        world.shake(str(number).encode(), lease=5.0)
+    world.now += 60.0
+    left = [100]
+    while world.service.next_expiry() <= world.now:
+        world.service.expire(world.now)
+        left.append(world.service.directory.session_count)
+    assert left[-1] == 0
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 32
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
