@@ -298,6 +298,18 @@ def test_a_reset_finds_nothing_that_was_stored_before_and_what_is_stored_then(tm
         assert ask(other, "r", KEYS[:4]) == [Answer.HERE] * 4, "what others have stored is theirs"
 
 
+def test_preempted_requests_that_have_ended_are_not_begun_again(tmp_path: Path):
+    with opened(disk(tmp_path)) as memory:
+        memory.begin("aborted")
+        memory.end("aborted")
+        memory.planned(["aborted"])
+        assert memory.where("aborted", KEYS[0], 0) is Answer.MISSING
+        memory.begin("runs")
+        memory.planned(["runs"])
+        assert ask(memory, "runs", KEYS[:1]) == [Answer.MISSING]
+        assert memory.counts.snapshot()["chunks asked for"] == 1
+
+
 def test_end_of_old_store_never_counts_for_another_row(tmp_path: Path):
     with opened(disk(tmp_path)) as first:
         first.begin("a")

@@ -140,7 +140,8 @@ class HostMemory:
         if self.has_lost_track:
             self._start_over()
         for request_id in preempted:
-            self.begin(request_id)
+            if self.table.knows(request_id):  # one that is over already would be begun, and never ended
+                self.begin(request_id)
         for request_id in started:
             self.table.run(request_id)
         self.table.step()

@@ -122,6 +122,10 @@ class RowTable:
         self.end(request_id)
         self._requests[request_id] = _Request()
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether the request has begun and not ended."""
+        return request_id in self._requests
+
     def run(self, request_id: str) -> None:
         """A request is computed from this step on. What it was told of and has not loaded, it had in vLLM's own cache."""
         request = self._requests.get(request_id)
