@@ -23,7 +23,7 @@ from ... import from_thread
 from ..._errors import ConfigError, LayoutCheckFailed
 from .._faults import AdapterError, FaultLog
 from .._guard import NOTHING, Hook, guard_faults, guarded, nothing
-from ._naming import Form, PageNaming, layout_text
+from ._naming import Form, PageNaming, layout_text, untagged
 from ._pages import HostPages, LentPages, WrongPages
 from ._planes import FlatPage, PageCanary, free_page, pool_planes
 from ._settings import SECTION, Settings
@@ -132,7 +132,7 @@ class HiCacheOffload(HiCacheStorage):
         self.settings: Settings = Settings.read(extra)
         self.faults: FaultLog = FaultLog("HiCache", _log)
         self._config = storage_config
-        self._model = self.settings.model_name(storage_config.model_name)
+        self.settings.model_name(storage_config.model_name)  # what cannot be is said now, and not when a pool is known
         self._pool: _Pool | None = None
         self._why_not: AdapterError = NoPool()
         if not extra.get("interface_v1"):
@@ -154,7 +154,7 @@ class HiCacheOffload(HiCacheStorage):
         self.close()
         _, run_bytes = mem_pool_host.get_page_buffer_meta(torch.arange(mem_pool_host.page_size))
         naming = PageNaming(
-            model=self._model,
+            model=self.settings.model_name(untagged(self._config.model_name, mem_pool_host)),
             dtype=self.settings.dtype_name(mem_pool_host.dtype),
             layout=layout_text(mem_pool_host, run_bytes),
             ranks=self._config,

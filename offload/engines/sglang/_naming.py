@@ -70,6 +70,17 @@ def layout_text(pool: object, run_bytes: Sequence[int]) -> str:
     return f"{type(pool).__name__} {' '.join(said)} runs={','.join(map(str, run_bytes))}"
 
 
+def untagged(model: str | None, pool: object) -> str | None:
+    """Return the model's name as a user has said it: SGLang appends the format of a pool to it, which :func:`layout_text` has.
+
+    With it, the path of a checkpoint leads nowhere, and its weights would have no fingerprint.
+    """
+    tag = getattr(pool, "storage_format_tag", None)
+    if not model or not tag:
+        return model
+    return None if model == tag else model.removesuffix(f"-{tag}")
+
+
 @attrs.frozen
 class PageNaming:
     """How the pages of one process are named: a value, the same in every process that has the same model, layout and ranks."""
@@ -101,6 +112,9 @@ class PageNaming:
     def _block_key(self, form: Form) -> BlockKey:
         ranks = self.ranks
         parts = f"pp {ranks.pp_rank}/{ranks.pp_size} cp {ranks.attn_cp_rank}/{ranks.attn_cp_size}"
+        # With context parallelism of decoding, which releases before 0.5.23 may lack, ranks hold the tokens of a page in turn.
+        if getattr(ranks, "dcp_size", 1) > 1:
+            parts += f" dcp {getattr(ranks, 'dcp_rank', 0)}/{getattr(ranks, 'dcp_size', 1)}"
         # Ranks of tensor parallelism hold the same where attention is latent (MLA): one of them stores, and all find it.
         if not ranks.is_mla_model:
             parts += f" tp {ranks.tp_size}"

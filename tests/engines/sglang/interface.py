@@ -25,6 +25,9 @@ class HiCacheStorageConfig:
     should_split_heads: bool = False
     dp_rank: int = 0
     extra_config: dict | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
 
 
 @dataclass

@@ -181,6 +181,42 @@ def test_ranks_that_hold_the_same_find_what_one_of_them_has_stored(pool, directo
     assert torch.equal(mine.page(4), pool.page(0))
 
 
+def test_ranks_that_hold_tokens_in_turn_do_not_find_each_others_pages(pool, directory):
+    shards = {"is_mla_model": True, "tp_size": 2, "dcp_size": 2, "logical_page_size": 2 * PAGE_TOKENS}
+    with open_backend(pool, extra_config(directory), dcp_rank=0, **shards) as backend:
+        backend.batch_set_v1(hashes(2), tokens(0, 1))
+        assert backend.batch_exists(hashes(2)) == 2
+    with open_backend(LayerFirstPool(), extra_config(directory), tp_rank=1, dcp_rank=1, **shards) as backend:
+        assert backend.batch_exists(hashes(2)) == 0
+
+
+class TaggedPool(LayerFirstPool):
+    storage_format_tag = "unified-token-major"
+
+
+def test_replaced_weights_miss_though_sglang_tags_their_path(directory, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+
+    def found(weights, stores=False):
+        (model / "weights.safetensors").write_bytes(weights)
+        pool = TaggedPool()
+        with open_backend(pool, extra_config(directory), model_name=f"{model}-{pool.storage_format_tag}") as backend:
+            if stores:
+                backend.batch_set_v1(hashes(2), tokens(0, 1))
+            return backend.batch_exists(hashes(2))
+
+    assert found(b"first", stores=True) == 2
+    assert found(b"other") == 0
+    assert found(b"first") == 2
+
+
+def test_pools_of_a_model_without_a_name_are_refused(directory):
+    backend = HiCacheOffload(storage_config(extra_config(directory), model_name=TaggedPool.storage_format_tag), {})
+    with pytest.raises(offload.ConfigError, match="model"):
+        backend.register_mem_pool_host(TaggedPool())
+
+
 # --- what is set wrongly ----------------------------------------------------------------------------------------------
 
 
