@@ -1,7 +1,7 @@
 """Files that are named by a user: read without a wait and with a bound, written without a loss.
 
 Rule 1. A file is replaced only if it is empty, or begins as the files of that kind do. A path that was typed by mistake costs
-        nothing.
+        nothing. What replaces it is written beside it first: a full disk costs nothing either.
 Rule 2. No wait: a named pipe is refused, since opening one waits for a process at its other end, or ends what that one reads.
         A device (``/dev/null``) and a pipe that the caller has open (``/dev/stdin``) are used as they are.
 Rule 3. A private file is closed to other users, whatever the umask is, and also if it was there.
@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import BinaryIO, Final
+from io import BufferedReader
+from typing import Final
 
 import attrs
 
@@ -33,7 +34,7 @@ def read_file(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
     return data
 
 
-def open_input(path: str | os.PathLike[str]) -> BinaryIO:
+def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file, or a pipe that is open, for reading.
 
     Raises:
@@ -90,13 +91,26 @@ class OutputKind:
         """
         if why := self.why_not(path):
             raise FileExistsError(errno.EEXIST, why, os.fspath(path))
-        # not waited for, should a pipe have been put there since
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o600 if self.private else 0o666), "wb") as file:
-            if self.private and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                os.fchmod(file.fileno(), 0o600)
-            os.set_blocking(file.fileno(), True)
-            file.write(data)
+        if os.path.exists(path) and not os.path.isfile(path):  # a device, or a pipe that is open
+            with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "wb") as file:
+                os.set_blocking(file.fileno(), True)
+                file.write(data)
+            return
+        place = os.path.realpath(path)  # of a link, what it names is replaced
+        temporary = f"{place}.{os.getpid()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600 if self.private else 0o666)
+        try:
+            with open(fd, "wb") as file:
+                if os.path.exists(place) and not self.private:
+                    os.fchmod(fd, stat.S_IMODE(os.stat(place).st_mode))
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            os.replace(temporary, place)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 SCENARIO: Final = OutputKind("a scenario", b"format = ")

@@ -43,8 +43,14 @@ def lines_of(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
     names = [one.name for one in recording.description.pipelines]
     for entry in entries:
         at = recording.started + entry.at - recording.began
-        moment = f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1e6):06d}"
-        yield f"{moment}  {_line(entry.record, names)}"
+        yield f"{_moment(at)}  {_line(entry.record, names)}"
+
+
+def _moment(at: float) -> str:
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1e6):06d}"
+    except (OverflowError, ValueError, OSError):  # of a damaged recording
+        return f"{at:.6g} s"
 
 
 def _line(record: AnyRecord, names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -107,6 +108,13 @@ _LONGEST: Final = 366 * 86_400
 
 
 def _check_pace(laps: Laps, options: ReplayOptions) -> None:
+    if options.speed != math.inf or options.laps > 1:
+        for number, (one, other) in enumerate(itertools.pairwise(laps.requests), 2):
+            if other.timestamp < one.timestamp:
+                raise ReplayError(
+                    f"request {number} of the trace comes {one.timestamp - other.timestamp:g} ms before the one before it: "
+                    "sort the trace by its timestamps, or play it once with --speed max"
+                )
     seconds = laps.laps * laps.period / 1e3 / options.speed
     if not seconds <= _LONGEST:
         last = max(laps.requests, key=lambda request: request.timestamp)

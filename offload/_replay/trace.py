@@ -13,11 +13,14 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Literal, TypeAlias
 
 import msgspec
+
+from maru._files import open_input
 
 from .._errors import OffloadError
 
@@ -131,7 +134,12 @@ def _explain(message: str) -> tuple[str, str]:
     return "", message
 
 
-def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        compressed = file.read(2) == _GZIP
-    return gzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[return-value]
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    # Opened once: of a pipe, what was read to look at it is gone.
+    with open_input(path) as file:
+        if file.peek(2)[:2] != _GZIP:
+            yield file
+            return
+        with gzip.open(file, "rb") as lines:
+            yield lines  # type: ignore[misc]

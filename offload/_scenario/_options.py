@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import click
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SUFFIX = ".scenario.toml"
 
 
+_MOST_SEEDS: Final = 10**12
+
+
 def seed_range(text: str) -> range:
     """Parse ``A..B``, both included."""
     match = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text.strip())
@@ -32,6 +35,8 @@ def seed_range(text: str) -> range:
     first, last = int(match[1]), int(match[2])
     if first > last:
         raise click.BadParameter(f"{text!r} counts down: say {last}..{first}")
+    if last - first >= _MOST_SEEDS:
+        raise click.BadParameter(f"{text!r} has more than {_MOST_SEEDS:,} seeds, which nobody lives to see")
     return range(first, last + 1)
 
 

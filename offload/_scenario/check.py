@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -218,8 +219,11 @@ class _Judge:
     def _save(self, name: str, scenario: Scenario) -> str:
         from offload.testing.scenarios._files import to_toml
 
-        self._files[name] += 1
-        place = str(Path(self._keep) / f"{name}-{self._files[name]}{SUFFIX}")
+        while True:  # what an earlier run has saved may have been edited since
+            self._files[name] += 1
+            place = str(Path(self._keep) / f"{name}-{self._files[name]}{SUFFIX}")
+            if not os.path.lexists(place):
+                break
         try:
             Path(self._keep).mkdir(parents=True, exist_ok=True)
         except OSError as error:

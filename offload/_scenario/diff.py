@@ -60,6 +60,8 @@ def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json
 
 def _trace(place: str, seed: int | None, system: str) -> NamedTrace:
     path = Path(place)
+    if path.suffix == ".trace" and not path.exists():
+        raise BadInput(f"{place}: there is no such file")
     try:
         text = path.read_text() if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ import click
 
 from maru._console import print_json
 from maru._ending import BadInput
+from maru._files import read_file
 from maru.configuration import as_bytes, as_size
 
 from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize
@@ -113,9 +114,13 @@ def _sizes(text: str) -> list[int]:
 def _read(path: Path) -> dict[str, object]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_file(path))
     except FileNotFoundError:
         raise ValueError("there is no config.json in it") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is no JSON: {error}") from None
     if not isinstance(config, dict):

@@ -81,12 +81,14 @@ class ModelShape:
         Raises:
             UnknownModel: it lacks what is needed, or has layers without KV for each token.
         """
-        config = {**config, **(config.get("text_config") or {})}
+        config = {**config, **_table(config, "text_config")}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-        if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
+        if _table(config, "quantization_config").get("kv_cache_scheme"):
             dtype = ""  # the cache's is not that of the weights
         layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         kinds = config.get("layer_types") or []
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise UnknownModel("layer_types is not a list of names")
         others = sorted(set(kinds) - _WITH_KV)
         if others:
             raise UnknownModel(f"layers of the kinds {', '.join(others)} have no KV for each token")
@@ -99,11 +101,19 @@ class ModelShape:
                 "ask the engine, which logs the size of its KV cache in tokens at its start"
             )
         if config.get("num_kv_shared_layers"):
-            layers -= _number(config, "num_kv_shared_layers")
+            shared = _number(config, "num_kv_shared_layers")
+            if shared >= layers:
+                raise UnknownModel(f"num_kv_shared_layers is {shared}, of {layers} layers: none has KV of its own")
+            layers -= shared
         if config.get("kv_lora_rank"):
             return cls(layers, 0, _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"), dtype)
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-        width = config.get("head_dim") or config.get("kv_channels") or _number(config, "hidden_size", "n_embd") // heads
+        if any(config.get(name) for name in ("head_dim", "kv_channels")):
+            width = _number(config, "head_dim", "kv_channels")
+        else:
+            width = _number(config, "hidden_size", "n_embd") // heads
+        if not width:
+            raise UnknownModel(f"{heads} heads share a hidden size that is smaller")
         if config.get("v_head_dim", width) != width:
             raise UnknownModel(
                 f"v_head_dim is {config['v_head_dim']} and keys have {width}: engines lay that out differently"
@@ -111,7 +121,7 @@ class ModelShape:
         kv_heads = _kv_heads(config, heads)
         if config.get("block_configs"):
             layers, kv_heads = _of_blocks(config["block_configs"], heads)
-        return cls(layers, kv_heads, 2 * int(width), dtype)
+        return cls(layers, kv_heads, 2 * width, dtype)
 
     def bytes_per_token(self, item_bytes: int, tensor_parallel: int = 1) -> int:
         """Bytes of KV that one of so many ranks has for each token.
@@ -229,6 +239,13 @@ def _of_blocks(blocks: Any, heads: int) -> tuple[int, int]:
             "the layers of block_configs differ in their heads of keys: a token has no one size in each layer"
         )
     return len(groups), heads // groups[0]
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = config.get(name) or {}
+    if not isinstance(table, dict):
+        raise UnknownModel(f"{name} is no table")
+    return table
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

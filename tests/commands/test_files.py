@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -231,3 +233,22 @@ def test_an_empty_file_is_replaced(here: Path) -> None:
     (here / "empty").touch()
     assert invoke("scenario", "run", "plain.scenario.toml", "--junit", "empty").exit_code == 0
     assert (here / "empty").read_text().startswith("<?xml ")
+
+
+def test_a_write_that_fails_leaves_the_file_that_was_there(here: Path) -> None:
+    before = (here / "plain.scenario.toml").read_bytes()
+    code = (
+        "import resource, signal; from maru._files import SCENARIO\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
+        "SCENARIO.write('plain.scenario.toml', b'format = 1\\n' + bytes(4096))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert (here / "plain.scenario.toml").read_bytes() == before
+    assert not list(here.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("arguments", [("replay", "pipe"), ("size", "pipe", "--tokens", "1K")], ids=" ".join)
+def test_a_named_pipe_is_not_waited_for_to_be_read(here: Path, arguments: tuple[str, ...]) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code in {2, 3} and "is a named pipe" in done.output

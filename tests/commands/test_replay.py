@@ -143,6 +143,33 @@ def test_a_broken_off_gzip_file_is_an_error(tmp_path: Path, trace_file: Path) ->
         read_trace(packed)
 
 
+def test_a_trace_is_read_from_a_pipe_whole(trace_file: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "offload",
+        "replay",
+        "/dev/stdin",
+        "--json",
+        "--block-bytes",
+        "64",
+        "--capacity",
+        "4KiB",
+    ]
+    lines = trace_file.read_bytes() * 2000
+    done = subprocess.run(command, input=lines, capture_output=True, check=True)
+    assert json.loads(done.stdout)["requests"] == lines.count(b"\n")
+
+
+@pytest.mark.parametrize("options", [["--speed", "realtime"], ["--laps", "2"]], ids=" ".join)
+def test_a_trace_out_of_order_is_refused_where_time_counts(tmp_path: Path, options: list[str]) -> None:
+    trace = tmp_path / "unsorted.jsonl"
+    trace.write_text("".join(line_of([number], timestamp) for number, timestamp in enumerate((0, 10**15, 10))))
+    done = invoke(trace, "--capacity", "1MiB", *options)
+    assert done.exit_code == 2 and "sort the trace" in done.output
+    assert invoke(trace, "--capacity", "1MiB").exit_code == 0
+
+
 def test_the_limit_stops_reading(trace_file: Path) -> None:
     trace_file.write_text(trace_file.read_text() + "nonsense\n")
     assert len(read_trace(trace_file, 3)) == 3

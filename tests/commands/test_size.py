@@ -154,3 +154,29 @@ def test_groups_of_two_sizes_take_whole_pages():
 def test_sizes_of_objects_are_checked(options: list[str], why: str):
     said = CliRunner().invoke(main, ["size", "--tokens", "64K", *options], standalone_mode=False)
     assert why in str(said.exception)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"head_dim": -128}, "no head_dim or kv_channels, a positive number"),
+        ({"head_dim": [64]}, "no head_dim or kv_channels, a positive number"),
+        ({"head_dim": 0.5}, "no head_dim or kv_channels, a positive number"),
+        ({"hidden_size": 16}, "32 heads share a hidden size that is smaller"),
+        ({"num_kv_shared_layers": 32}, "none has KV of its own"),
+        ({"num_kv_shared_layers": 40}, "none has KV of its own"),
+        ({"quantization_config": "fp8"}, "quantization_config is no table"),
+        ({"text_config": "x"}, "text_config is no table"),
+        ({"layer_types": 7}, "layer_types is not a list of names"),
+        ({"layer_types": [["a"], "b"]}, "layer_types is not a list of names"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(tmp_path: Path, changed: dict[str, Any], why: str):
+    said = size(tmp_path, LLAMA_8B | changed, "--tokens", "1000")
+    assert said.exit_code == 2 and why in said.output
+
+
+def test_a_configuration_nested_too_deeply_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    said = CliRunner().invoke(main, ["size", str(tmp_path), "--tokens", "1000"])
+    assert said.exit_code == 2 and "nested too deeply" in said.output

@@ -67,6 +67,11 @@ def said(*arguments: object, code: int = 0) -> Any:
 # --- run ----------------------------------------------------------------------------------------------------------
 
 
+def test_more_seeds_than_anybody_lives_to_see_are_refused(tmp_path: Path) -> None:
+    output = scenario("run", "four.scenario.toml", "--seeds", "0..999999999999999999", code=2).output
+    assert "has more than 1,000,000,000,000 seeds" in output
+
+
 def test_a_scenario_that_holds_is_ok(here: Path) -> None:
     output = scenario("run", "four.scenario.toml").output
     assert output.startswith("ok  cancel one of four\n")
@@ -392,6 +397,16 @@ def test_check_saves_what_repeats_each_violation(here: Path) -> None:
     [line] = [line for line in output.splitlines() if "flip-1" in line]
     command = line.partition("repeat it: ")[2].split()
     assert scenario(*command[2:], code=1).output.startswith("WRONG")
+
+
+def test_check_replaces_nothing_that_an_earlier_run_has_saved(here: Path) -> None:
+    arguments = "check", f"{CACHES}:trusting", "--for", "1s", "--processes", 1
+    scenario(*arguments, code=1)
+    saved = sorted((here / "scenario-check").iterdir())
+    for place in saved:
+        place.write_text(place.read_text() + "# edited\n")
+    scenario(*arguments, code=1)
+    assert all("# edited" in place.read_text() for place in saved)
 
 
 def test_check_survives_a_cache_that_hangs_for_real(here: Path) -> None:

@@ -1,5 +1,7 @@
 """Where two runs part."""
 
+import attrs
+import msgspec
 import pytest
 
 from offload.testing.scenarios import Moment
@@ -57,3 +59,9 @@ def test_a_saved_trace_is_the_trace() -> None:
 def test_something_else_is_no_saved_trace() -> None:
     with pytest.raises(NotATrace, match=r"x\.trace is no saved trace.*--save-trace x\.trace"):
         load_trace("format = 1\n", "x.trace")
+
+
+def test_a_name_with_a_line_break_spoils_no_saved_trace() -> None:
+    report = report_of(moments=moments("x"))
+    report = attrs.evolve(report, scenario=msgspec.structs.replace(report.scenario, name="a\nb"))
+    assert load_trace(save_trace(report), "run.trace").lines == trace_of(report).lines

@@ -99,14 +99,19 @@ def _unroll_mix(mix: Mix, rng: Rng, way: int, steps: list[Step], faults: list[Fa
             faults.append(Fault(do="cancel", who=label, at_ms=at + rng.below(soon, *where, "cancelled at")))
 
 
+_NEVER_MS: Final = 1 << 62
+"""Later than any run is over; the division by a speed next to 0 has no end."""
+
+
 def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
     path = (base or Path()) / trace.path
     try:
         return read_trace(path, trace.skip + trace.limit)[trace.skip :]
     except TraceError as error:
         raise ScenarioError("", None, "load.trace.path", str(error)) from error
-    except OSError as error:
-        why = f"{path} cannot be read: {error.strerror or error}: say a path relative to the scenario's file"
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        problem = getattr(error, "strerror", None) or error
+        why = f"{path} cannot be read: {problem}: say a path relative to the scenario's file"
         raise ScenarioError("", None, "load.trace.path", why) from error
 
 
@@ -114,7 +119,8 @@ def _unroll_requests(requests: Sequence[Request], trace: TraceLoad, limit_ms: in
     """Each request stores the blocks that no request asked for before, and loads the others."""
     seen: set[int] = set()
     for label, request in zip(trace_labels(trace), requests, strict=False):
-        at = int((request.timestamp - requests[0].timestamp) / trace.speed)
+        since = (request.timestamp - requests[0].timestamp) / trace.speed
+        at = int(since) if since < _NEVER_MS else _NEVER_MS
         if at < 0:
             why = f"{label} came {-at} ms before the first request: sort the trace by its timestamps"
             raise ScenarioError("", None, "load.trace.path", why)

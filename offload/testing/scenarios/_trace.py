@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import attrs
 import trio
 
+from maru._printable import printable
+
 from ._program import TICK, Scenario
 from ._systems import Outcome, Status
 
@@ -269,8 +271,9 @@ def _differing_fields(one: str | None, other: str | None) -> tuple[str, ...]:
 
 
 def save_trace(report: Report) -> str:
-    """A trace as the text of a file, to be compared with later."""
-    return f"{TRACE_HEADER}\t{report.seed}\t{report.trace_hash}\t{report.scenario.name}\n{report.trace}"
+    """Return a trace as the text of a file, to be compared with later."""
+    name = printable(report.scenario.name)  # its header is one line
+    return f"{TRACE_HEADER}\t{report.seed}\t{report.trace_hash}\t{name}\n{report.trace}"
 
 
 def load_trace(text: str, name: str) -> NamedTrace:
