@@ -11,7 +11,8 @@ import mmap
 from collections.abc import Sequence
 
 from maru._errors import CannotMap
-from maru._memory.memory import Memory, madvise
+from maru._memory.huge_pages import make_huge
+from maru._memory.memory import MADV_POPULATE_WRITE, Memory, madvise
 from maru._memory.pinning import Pin, uses_cuda, why_no_driver
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
@@ -22,8 +23,7 @@ from .pages import Pages, copy_pages
 from .slots import PORTION_BYTES, SlotTier
 
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
-_HUGE_PAGE_BYTES = 1 << 21
+_MADV_NOHUGEPAGE = 15
 POPULATE_BYTES = 256 << 20
 """Bytes that are populated at a time, behind a tier that is in use: some 60 ms."""
 
@@ -35,12 +35,13 @@ class HostPages:
         n: how many slots.
         block_bytes: size of every slot.
         populate: touch every page now. Otherwise the first write of each is slow.
+        huge_pages: have pages of 2 MiB where the kernel has them.
 
     Raises:
         OSError: there is no address space left.
     """
 
-    def __init__(self, n: int, block_bytes: int, *, populate: bool = True) -> None:
+    def __init__(self, n: int, block_bytes: int, *, populate: bool = True, huge_pages: bool = True) -> None:
         self.block_bytes = block_bytes
         self.n = n
         # Private: a process that is forked off must not write into the blocks of this one.
@@ -48,12 +49,12 @@ class HostPages:
             memory = Memory.private(n * block_bytes)
         except CannotMap as exc:
             raise OSError(errno.ENOMEM, str(exc)) from exc
-        if populate:
-            # Older kernels know neither, and some containers forbid huge pages: both are only faster.
-            if memory.length >= _HUGE_PAGE_BYTES:
-                madvise(memory.address, memory.length, _MADV_HUGEPAGE)
-            if madvise(memory.address, memory.length, _MADV_POPULATE_WRITE):
-                memory.buffer()[:: mmap.PAGESIZE] = bytes(len(range(0, memory.length, mmap.PAGESIZE)))
+        self._huge_pages = huge_pages
+        madvise(
+            memory.address, memory.length, _MADV_HUGEPAGE if huge_pages else _MADV_NOHUGEPAGE
+        )  # if the kernel knows it
+        if populate and not self._put_in_place(memory, 0, memory.length):
+            memory.buffer()[:: mmap.PAGESIZE] = bytes(len(range(0, memory.length, mmap.PAGESIZE)))
         self._memory: Memory | None = memory
         self.pin: Pin | None = None
         """The pinning of the memory, once it is to be pinned."""
@@ -84,7 +85,13 @@ class HostPages:
         """Have these bytes in place before they are used; what they hold stays. For any thread; without Python's lock."""
         memory = self._memory
         if memory is not None:  # held here: not unmapped meanwhile
-            madvise(memory.address + start, min(length, memory.length - start), _MADV_POPULATE_WRITE)
+            self._put_in_place(memory, start, min(length, memory.length - start))
+
+    def _put_in_place(self, memory: Memory, start: int, length: int) -> bool:
+        """Return whether the kernel could."""
+        if self._huge_pages:
+            make_huge(memory, start, length)
+        return not madvise(memory.address + start, length, MADV_POPULATE_WRITE)
 
     def start_pinning(self, *, now: bool) -> None:
         """Pin the memory for CUDA. Called again it does nothing.
@@ -123,6 +130,7 @@ class MemoryTier(SlotTier, DirectTier):
             ``None``: once it is populated, if this process uses CUDA by then (torch has initialized it, or this is a
             daemon on a host with a driver); more than 1 GiB in the background; and go without if CUDA refuses.
         populate: touch all of the memory now instead of at the first write of each page.
+        huge_pages: have pages of 2 MiB where the kernel has them: they are populated faster, and translate to fewer entries.
 
     Raises:
         ValueError: a size that is not positive, or less capacity than one block; ``pin_memory`` without CUDA.
@@ -138,6 +146,7 @@ class MemoryTier(SlotTier, DirectTier):
         eviction: EvictionPolicy[Key] | None = None,
         pin_memory: bool | None = None,
         populate: bool = True,
+        huge_pages: bool = True,
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
@@ -150,7 +159,7 @@ class MemoryTier(SlotTier, DirectTier):
         self._pin_memory = pin_memory
         if pin_memory and (why_not := why_no_driver()):
             raise ValueError(f"pin_memory is True, but {why_not}")
-        self._pages = HostPages(n, block_bytes, populate=populate)
+        self._pages = HostPages(n, block_bytes, populate=populate, huge_pages=huge_pages)
         if pin_memory:
             self._pages.start_pinning(now=True)
         elif populate:

@@ -65,6 +65,9 @@ class PinnedPoolConfig:
         "How memory is pinned. cuda: cudaHostRegister; lock: mlock; auto: cuda where there is a device, else lock, and "
         "a warning where the limit allows neither; none: not.",
     )
+    huge_pages: bool = _knob.flag(
+        True, "Allocate pools in pages of 2 MiB where the kernel makes them when told to (Linux 6.1). Off: small pages."
+    )
     shared_memory: bool = _knob.flag(
         True, "Let clients of this host and user map their pool. Off: every byte goes through the socket."
     )

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Final
 
 from maru._errors import CannotMap
+from maru._memory.huge_pages import reserve_huge
 from maru._memory.memory import Memory
 from maru._memory.pinning import Pin as Registration
 from maru._pool.facts import memory_left
@@ -49,18 +50,21 @@ class PoolMemory:
         nbytes: its size.
         pin: how to pin it.
         go_on: called between two steps; if it raises, the memory is freed.
+        huge_pages: have pages of 2 MiB as far as they are to be had.
 
     Raises:
         PoolRefused: there is not enough memory, or it must be pinned with CUDA and cannot be.
     """
 
-    def __init__(self, nbytes: int, pin: Pin, go_on: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, nbytes: int, pin: Pin, go_on: Callable[[], None] = lambda: None, *, huge_pages: bool = True
+    ) -> None:
         self.nbytes: Final = nbytes
         self.pinned = "no"
         """``cuda``, ``locked`` or ``no``."""
         self.why_not = ""
         """The reason for which it is not pinned."""
-        self._fd: int | None = _file_of(nbytes, go_on)
+        self._fd: int | None = _file_of(nbytes, reserve_huge if huge_pages else os.posix_fallocate, go_on)
         # The descriptor is closed with this object; the memory is unmapped with its own last reference.
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
@@ -142,7 +146,7 @@ def has_device() -> bool:
     return any(os.path.exists(node) for node in _DEVICE_NODES)
 
 
-def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
+def _file_of(nbytes: int, reserve: Callable[[int, int, int], None], go_on: Callable[[], None]) -> int:
     """A sealed file of ``nbytes`` bytes, without a name; all its pages are allocated.
 
     Raises:
@@ -160,7 +164,7 @@ def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
         try:
             for start in range(0, nbytes, _STEP_BYTES):
                 go_on()
-                os.posix_fallocate(fd, start, min(_STEP_BYTES, nbytes - start))
+                reserve(fd, start, min(_STEP_BYTES, nbytes - start))
         except OSError as exc:
             raise PoolRefused(f"no memory for {nbytes} bytes: {exc.strerror}") from exc
         os.fchmod(fd, 0o600)

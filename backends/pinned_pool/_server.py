@@ -18,6 +18,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -289,7 +290,8 @@ class PinnedPoolServer:
             # A scope of its own: a client that was refused may ask again.
             with trio.CancelScope() as session.making:
                 memory = await self.workers.make(
-                    lambda go_on: self._make_memory(nbytes, self.config.pin, go_on), lambda memory: memory.close()
+                    lambda go_on: self._make_memory(nbytes, self.config.pin, go_on),
+                    lambda memory: memory.close(),
                 )
                 if session.is_over:  # it ended in the tick in which its memory was made
                     await self.workers.do(memory.close)
@@ -314,7 +316,7 @@ class PinnedPoolServer:
 
 @asynccontextmanager
 async def open_server(
-    config: PinnedPoolConfig | None = None, *, make_memory: Callable[..., PoolMemory] = PoolMemory, **knobs: Any
+    config: PinnedPoolConfig | None = None, *, make_memory: Callable[..., PoolMemory] | None = None, **knobs: Any
 ) -> AsyncIterator[PinnedPoolServer]:
     """Run a server for the length of an ``async with`` block. Leaving it ends every session and frees every pool.
 
@@ -328,6 +330,8 @@ async def open_server(
         PoolUnreachable: it cannot listen at its address.
     """
     config = PinnedPoolConfig(**knobs) if config is None else attrs.evolve(config, **knobs)
+    if make_memory is None:
+        make_memory = partial(PoolMemory, huge_pages=config.huge_pages)
     server = PinnedPoolServer(config, make_memory)
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:

@@ -32,11 +32,18 @@ PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTFORK = 10
 _MADV_DOFORK = 11
 _MADV_POPULATE_READ = 22  # the mmap module knows neither
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 1 << 20
 """So much is touched while holding the interpreter's lock, where the kernel cannot populate (before Linux 5.14)."""
 _STEP_BYTES = 8 << 20
 """Populated in one system call: some 3 ms where memory is cold."""
+
+_ALIGN_BYTES = 2 << 20
+"""Memory of this size or more is mapped on a border of huge pages."""
+_MAP_FIXED = 0x10
+_RESERVATION = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_MOST_REPEATS = 100
+"""Times that a call is repeated when the kernel says EAGAIN, which it may say for ever."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap, _madvise, _mprotect = _libc.mmap, _libc.munmap, _libc.madvise, _libc.mprotect
@@ -93,10 +100,26 @@ class Memory:
         return memory
 
     def _map(self, length: int, protection: int, flags: int, fd: int, offset: int) -> None:
-        address = _mmap(None, length, protection, flags, fd, offset)
-        if address == _FAILED:
-            code = ctypes.get_errno()
-            raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
+        """Map it so that huge pages of the file can be mapped as such: its addresses are congruent to its offsets."""
+        room = 0 if length < _ALIGN_BYTES else -(-length // PAGE_BYTES) * PAGE_BYTES + _ALIGN_BYTES
+        start: int | None = None
+        if room:
+            start = _checked(_mmap(None, room, 0, _RESERVATION, -1, 0), length, offset)
+        at = None if start is None else start + (offset - start) % _ALIGN_BYTES
+        try:
+            address = _checked(
+                _mmap(at, length, protection, flags | (_MAP_FIXED if room else 0), fd, offset), length, offset
+            )
+        except CannotMap:
+            if start is not None:
+                _munmap(start, room)
+            raise
+        if start is not None:  # the rest of the reservation
+            end = address + room - _ALIGN_BYTES
+            if address > start:
+                _munmap(start, address - start)
+            if end < start + room:
+                _munmap(end, start + room - end)
         self.address: int = address
         """Of the first byte."""
         self.length = length
@@ -129,7 +152,7 @@ class Memory:
         length = self.length - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > self.length or offset % PAGE_BYTES:
             raise ValueError(f"{length} bytes at {offset} are not whole pages of {self!r}")
-        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
+        advice = MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         code = madvise(self.address + offset, length, advice)
         if code == errno.EINVAL:
             view = self.buffer()
@@ -179,24 +202,42 @@ class Memory:
             close(self._kept)
 
 
+def _checked(address: int | None, length: int, offset: int) -> int:
+    """Return the address of a mapping, if it was made."""
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
+    return address
+
+
 def madvise(address: int, length: int, advice: int) -> int:
     """``madvise(2)`` without the interpreter's lock; again when interrupted. Returns 0 or an errno."""
-    done = 0
+    done = repeats = 0
     while True:
         # In steps: the kernel locks the address space meanwhile, so that a thread which maps or unmaps waits, perhaps with the
         # interpreter's lock, and so does the next page fault of any other thread.
         step = min(length - done, _STEP_BYTES)
-        if _madvise(address + done, step, advice):
-            code = ctypes.get_errno()
-            if code not in (errno.EINTR, errno.EAGAIN):
-                return code
+        code = advise(address + done, step, advice)
+        if code == errno.EAGAIN and repeats < _MOST_REPEATS:
+            repeats += 1
+        elif code:
+            return code
         else:
-            done += step
+            done, repeats = done + step, 0
             if done >= length:
                 return 0
+
+
+def advise(address: int, length: int, advice: int) -> int:
+    """One call of ``madvise(2)``, again when interrupted. Returns 0 or an errno."""
+    while _madvise(address, length, advice):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
 
 
 def can_populate() -> bool:
     """Whether this kernel knows MADV_POPULATE_WRITE (Linux 5.14)."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
-        return madvise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES, _MADV_POPULATE_WRITE) == 0
+        return madvise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES, MADV_POPULATE_WRITE) == 0

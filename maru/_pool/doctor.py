@@ -122,6 +122,8 @@ class Facts:
     """Where regions are spans of one."""
     populates: bool = True
     """Whether the kernel puts pages in place when told (MADV_POPULATE_WRITE)."""
+    why_no_huge_pages: str = ""
+    """Reason why the kernel makes no huge pages of shared memory; empty if it does."""
     why_no_driver: str | None = None
     """Reason why memory cannot be pinned for CUDA; empty: there is a driver; None: not asked."""
     curve: bool | None = None
@@ -138,7 +140,7 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
         findings += [*examine_space(facts, wanted), _kind(facts)]
     else:
         findings.append(_device(facts.device, wanted))
-    findings += [_descriptors(facts, wanted), _populate(facts)]
+    findings += [_descriptors(facts, wanted), _populate(facts), _huge_pages(facts)]
     if wanted.pin:
         findings += [_memlock(facts, wanted), *_driver(facts)]
     if wanted.curve or facts.curve is not None:
@@ -258,6 +260,15 @@ def _populate(facts: Facts) -> Finding:
     if facts.populates:
         return Finding(name, "ok", "there", needed)
     return Finding(name, "warn", "not there", needed, "none needed: pages are touched one by one, which takes longer")
+
+
+def _huge_pages(facts: Facts) -> Finding:
+    name, needed = "huge pages", "MADV_COLLAPSE (Linux 6.1)"
+    if not facts.why_no_huge_pages:
+        return Finding(name, "ok", "there", needed)
+    return Finding(
+        name, "warn", facts.why_no_huge_pages, needed, "none needed: pages stay small; huge_pages = false is the same"
+    )
 
 
 def _memlock(facts: Facts, wanted: Wanted) -> Finding:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from .._errors import MaruError
+from .._memory.huge_pages import why_no_huge_pages
 from .._memory.memory import can_populate
 from .._own_directory import locked_inodes
 from .device import device_facts
@@ -56,6 +57,7 @@ def read_facts(
         pools=tuple(_pools_beside(path, _read(f"{proc}/locks"))),
         device=_device_fact(device) if device else None,
         populates=can_populate(),
+        why_no_huge_pages=why_no_huge_pages(),
         curve=curve,
     )
 

@@ -20,6 +20,7 @@ import attrs
 import trio
 
 from .._errors import CannotMap, HandlerClosed, PoolFull, PoolUnusable
+from .._memory.huge_pages import reserve_huge
 from .backing import ALIGN_BYTES as ALIGN_BYTES
 from .backing import Adoption as Adoption
 from .backing import Backing, Kind, Reserve
@@ -260,7 +261,8 @@ async def open_pool(
     *,
     home: str | os.PathLike[str] | None = None,
     threads: int = 4,
-    reserve: Reserve = os.posix_fallocate,
+    reserve: Reserve | None = None,
+    huge_pages: bool = False,
     keep_free: int = 0,
 ) -> Pool:
     """Open a pool, exclusively until it is closed or this process ends.
@@ -273,13 +275,16 @@ async def open_pool(
         capacity_bytes: what regions may take together. None: all of a device; elsewhere nine tenths of what is free now.
         home: the directory of what outlives the server. By default ``where``, which must be a directory then.
         threads: how many allocations and removals may be under way at once, and how many openings.
-        reserve: reserves memory for a file.
+        reserve: reserves memory for a file; by default as the next argument says.
+        huge_pages: reserve memory in huge pages as far as they are to be had.
         keep_free: bytes that a region leaves free in a directory's file system.
 
     Raises:
         PoolInUse: another server has it; the text names its process.
         PoolUnusable: it cannot be used: not there, not ours, open to others.
     """
+    if reserve is None:
+        reserve = reserve_huge if huge_pages else os.posix_fallocate
 
     def work(go_on: object) -> tuple[StateDirectory, Backing]:
         return open_backing(where, capacity_bytes, home=home, reserve=reserve, keep_free=keep_free)

@@ -38,6 +38,7 @@ from .._directory import PoolMap
 from .._errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
+from .._memory import huge_pages
 from .._own_directory import LOOK
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
 from .._pool.facts import memory_limit
@@ -661,6 +662,7 @@ class MaruServer:
                 "stood still for": self._time.away,
             },
             "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
+            "huge pages": {"used": self.config.huge_pages, **attrs.asdict(huge_pages.statistics())},
         }
         sections["degraded"] = self._degraded()
         sections["index"] = self._indexes.facts()

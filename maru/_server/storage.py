@@ -68,7 +68,11 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
     # Next to the journal, regions leave it room: else they fill its disk, and nothing can be acknowledged any more.
     keep_free = ROOM_BYTES if config.journal and not config.dax_path else 0
     async with await open_pool(
-        config.dax_path or home, config.capacity_bytes or None, home=home, keep_free=keep_free
+        config.dax_path or home,
+        config.capacity_bytes or None,
+        home=home,
+        huge_pages=config.huge_pages,
+        keep_free=keep_free,
     ) as pool:
         try:
             # Before anything else: from here on it shows nothing of what happens.

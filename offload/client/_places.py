@@ -269,7 +269,7 @@ class Staging:
     def memory(self) -> SharedMemory:
         """The memory."""
         if self._memory is None:
-            self._memory = SharedMemory(self.nbytes)
+            self._memory = SharedMemory(self.nbytes, populate=True)
         return self._memory
 
     def pages(self, slots: Sequence[int]) -> Pages:

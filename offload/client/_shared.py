@@ -13,9 +13,14 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backends.pages import Pages
+from maru._errors import CannotMap
+from maru._memory.background import in_background
+from maru._memory.huge_pages import make_huge
 from maru._memory.memory import Memory
 from maru._memory.pinning import Pin, uses_cuda
 
@@ -49,17 +54,24 @@ class SharedMemory:
 
     Args:
         nbytes: how many.
+        populate: put its pages in place, in the background, huge ones as far as they are to be had.
 
     Raises:
         OSError: there is no memory for them, or no descriptor.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, populate: bool = False) -> None:
         self._adopt(sealed_memfd("offload-cache", nbytes), nbytes)
+        if populate:
+            with suppress(RuntimeError):  # without a thread, pages come at their first write
+                in_background(partial(_populate, weakref.ref(self)))
+        self.pin()
 
     @classmethod
     def of(cls, descriptor: int, nbytes: int) -> SharedMemory:
         """The memory of a descriptor that :func:`sealed_memfd` has made, here or in another process. Closes it at the end.
+
+        It is not pinned yet: see :meth:`pin`.
 
         Raises:
             OSError: it cannot be mapped.
@@ -77,10 +89,13 @@ class SharedMemory:
         self.descriptor: int = descriptor
         """Handed over to the daemon."""
         self.nbytes: int = nbytes
-        if uses_cuda():
-            Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
         with _lock:
             _all.add(self)
+
+    def pin(self) -> None:
+        """Have the memory pinned in the background, if this process uses CUDA. Pages that are pinned cannot become huge."""
+        if uses_cuda():
+            Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
 
     def __del__(self, close: Any = os.close) -> None:
         if hasattr(self, "descriptor"):
@@ -110,6 +125,15 @@ class SharedMemory:
         import torch
 
         return torch.frombuffer(self.buffer(), dtype=dtype, count=math.prod(shape), offset=offset).view(*shape)
+
+
+def _populate(shared: weakref.ref[SharedMemory]) -> bool:
+    memory = shared()
+    if memory is not None:
+        make_huge(memory.memory)
+        with suppress(CannotMap):  # it is found out by the first write
+            memory.memory.populate()
+    return False
 
 
 def memory_of(address: int, nbytes: int) -> tuple[SharedMemory, int] | None:

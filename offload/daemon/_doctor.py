@@ -54,6 +54,7 @@ class Told:
     quarantined: int = 0
     withheld: int = 0
     pinning: Mapping[str, Fact] = attrs.field(factory=dict)
+    huge_pages: Mapping[str, Fact] = attrs.field(factory=dict)
     degraded: Mapping[str, str] = attrs.field(factory=dict)
     """What it does less than it was set up for: a sentence, by name and subject."""
 
@@ -69,7 +70,14 @@ def examine_daemon(facts: DaemonFacts) -> list[Finding]:
             findings.append(Finding("operator", "warn", text, "what the daemon tells", "use the token of this daemon"))
         return findings
     told = facts.told
-    findings += [_version(facts, told), _descriptors(told), _memlock(facts, told), _pinning(told), _leases(told)]
+    findings += [
+        _version(facts, told),
+        _descriptors(told),
+        _memlock(facts, told),
+        _pinning(told),
+        _huge_pages(told),
+        _leases(told),
+    ]
     findings += [_tier(tier) for tier in told.tiers]
     findings.append(_quarantine(told))
     findings += _degraded(told)
@@ -140,6 +148,15 @@ def _pinning(told: Told) -> Finding:
     wanted, pinned = (int(told.pinning.get(f"{name}_bytes") or 0) for name in ("wanted", "pinned"))
     found = f"{_size(pinned)} of {_size(wanted)} are pinned" if wanted else "none is to be pinned"
     return Finding("pinned memory", "ok", found, _size(wanted))
+
+
+def _huge_pages(told: Told) -> Finding:
+    huge, small = (int(told.huge_pages.get(f"{name}_bytes") or 0) for name in ("huge", "small"))
+    found = f"{_size(huge)} in huge pages, {_size(small)} in small ones"
+    why_not = told.huge_pages.get("why_not")
+    return Finding(
+        "huge pages", "ok", f"{found}: {why_not}" if why_not else found, "huge ones, where the kernel has them"
+    )
 
 
 def _leases(told: Told) -> Finding:

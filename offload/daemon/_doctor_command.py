@@ -70,6 +70,7 @@ def _look(options: DaemonOptions) -> tuple[DaemonFacts, Described | None]:
         len(quarantines.copies),
         quarantines.withheld_keys,
         described.sections.get("pinning", {}),
+        described.sections.get("huge pages", {}),
         {name: str(text) for name, text in described.sections.get("degraded", {}).items()},
     )
     return attrs.evolve(facts, told=told), described

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
-from maru._memory import pinning
+from maru._memory import huge_pages, pinning
 from maru._pool.facts import memlock_limit
 from maru._process_limits import find_descriptors
 from maru.configuration import as_size
@@ -43,6 +44,7 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
             "memlock_bytes": _or_none(memlock_limit()),
         },
         "pinning": _pinning(),
+        "huge pages": attrs.asdict(huge_pages.statistics()),
         "page store": {"pool_path": daemon.pool_path, "pages_of_engines": daemon.pages_of_engines},
         "tenants": {
             name: f"quota {as_size(daemon.tenants.quotas[name])}" if name in daemon.tenants.quotas else "no quota"

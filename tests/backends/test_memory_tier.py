@@ -33,6 +33,7 @@ from backends.slots import PORTION_BYTES, PagesDestination
 from backends.testing import check_tier, payload_of
 from backends.threads import keep_threads
 from maru._memory.cuda import find_driver
+from maru._memory.huge_pages import why_no_huge_pages
 from maru._memory.pinning import spans
 from maru.eviction import LRU
 from maru.fake_cuda import FakeCuda
@@ -396,8 +397,9 @@ def test_collecting_a_tier_gives_its_memory_back():
 @pytest.mark.parametrize("madvise", ["works", "is refused"])
 def test_populating_touches_every_page(madvise, monkeypatch):
     if madvise == "is refused":
-        monkeypatch.setattr("backends.memory._MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr("backends.memory.MADV_POPULATE_WRITE", 9999)
         monkeypatch.setattr("backends.memory._MADV_HUGEPAGE", 9999)
+        monkeypatch.setattr("maru._memory.huge_pages.MADV_POPULATE_WRITE", 9999)
 
     def resident():
         with open("/proc/self/statm") as statm:
@@ -418,6 +420,26 @@ def test_pinning_without_cuda_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="pin_memory is True, but the CUDA driver sees no device"):
         tier_of(pin_memory=True)
     find_driver.cache_clear()
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+@pytest.mark.parametrize("populate", [True, False])
+def test_memory_is_in_huge_pages_unless_that_is_turned_off(huge_pages, populate):
+    if why_no_huge_pages():
+        pytest.skip("this kernel makes no huge pages when told to")
+    tier = MemoryTier(8 << 20, SIZE, huge_pages=huge_pages, populate=populate)
+    for start in tier.unpopulated():
+        tier.populate(start)
+    found, inside, address = 0, False, tier.views([0]).addresses[0]
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if "-" in (first := line.split()[0]):
+                start, stop = (int(end, 16) for end in first.split("-"))
+                inside = start <= address < stop
+            elif inside and first == "AnonHugePages:":
+                found = int(line.split()[1]) << 10
+    assert found >= 8 << 20 if huge_pages else not found
+    tier.close()
 
 
 @pytest.fixture

@@ -141,8 +141,9 @@ def test_describe_says_what_server_it_is(server: Server, engine: MaruHandler) ->
     }
     assert set(said["codes"]) == {Code(code).name for code in OWN_CODES}
     sections = said["sections"]
-    assert set(sections) == {"server", "pool", "directory", "journal", "limits", "index", "degraded"}
+    assert set(sections) == {"server", "pool", "huge pages", "directory", "journal", "limits", "index", "degraded"}
     assert sections["degraded"] == {}
+    assert sections["huge pages"]["used"] and sections["huge pages"]["huge_bytes"] % (2 << 20) == 0
     assert sections["index"]["used"] and not sections["index"]["why not"]
     assert sections["server"]["endpoints"].split(", ") == server.ready["endpoints"]
     assert sections["server"]["pid"] == server.process.pid

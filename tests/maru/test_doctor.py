@@ -47,6 +47,7 @@ def test_where_all_is_well_nothing_is_to_be_done():
         "file system",
         "file descriptors",
         "populating",
+        "huge pages",
         "locked memory",
         "CURVE",
     ]
@@ -77,7 +78,10 @@ CASES = [
     ("file descriptors", {"descriptors": 1_024, "most_descriptors": 1_024}, "warn"),
     ("file descriptors", {"descriptors": 32, "most_descriptors": 32}, "fail"),
     ("populating", {"populates": False}, "warn"),
+    ("huge pages", {"why_no_huge_pages": "Linux 5.15"}, "warn"),
     ("locked memory", {"memlock_bytes": 8 << 20}, "warn"),
+    ("CUDA driver", {"why_no_driver": "no CUDA driver"}, "warn"),
+    ("CUDA driver", {"why_no_driver": ""}, "ok"),
     ("locked memory", {"memlock_bytes": 10 * GIB}, "ok"),
     ("CURVE", {"curve": False}, "fail"),
     ("CURVE", {"curve": None}, "fail"),

@@ -24,6 +24,7 @@ from typing import Final
 
 from backends.pages import Pages
 from maru._all_bytes import read_head
+from maru._memory.huge_pages import make_huge
 from maru._private_directory import open_private_directory
 
 from ...client._shared import SharedMemory, sealed_memfd
@@ -74,7 +75,9 @@ class Arena(SharedBlocks):
             if opened is None:
                 memory.buffer()[last_page : last_page + len(identity)] = identity
         self._may_be_linked = True
+        make_huge(memory.memory)
         memory.memory.populate()
+        memory.pin()
         super().__init__(memory, block_bytes, n)
         self._marks = memory.buffer()[rows_end : rows_end + n]
 
