@@ -1,8 +1,9 @@
 """The identity of weights, for keys: equal wherever a checkpoint was copied to, another once its tensors were replaced.
 
 A path is no identity: a fine-tuning run writes to it again, and what another process computed with the old weights is other KV.
-So the key has a fingerprint of the files: names and sizes, ``config.json``, the header of each safetensors file, and the first
-and the middle 4 KiB of every tensor in it; of other formats 256 samples and the tail. It has neither path nor time.
+So the key has a fingerprint of the files: names and sizes, ``config.json``, code in Python, the header of each safetensors
+file, and the first and the middle 4 KiB of every tensor in it; of other formats 256 samples and the tail. It has neither path
+nor time.
 
 A change that leaves all of these as they were is seen by a check of all bytes only (``full``), and a change in memory, as in a
 training loop, by none. For the latter there is a version: a text of the user's, or a file with one that the trainer writes.
@@ -102,7 +103,8 @@ def _files(path: str) -> tuple[list[str], list[str]]:
     for suffixes in _FORMATS:
         found = [name for name in names if name.endswith(suffixes)]
         if found:
-            configs = [name for name in names if name in _CONFIGS]
+            # A checkpoint may bring the code that computes it (trust_remote_code).
+            configs = [name for name in names if name in _CONFIGS or name.endswith(".py")]
             return [os.path.join(path, name) for name in found], [os.path.join(path, name) for name in configs]
     raise NoWeights(f"there are no weights in {path!r}")
 

@@ -87,6 +87,7 @@ def data_of(path: Path) -> int:
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "config": lambda model: (model / "config.json").write_text('{"hidden_size": 65}'),
+    "code": lambda model: (model / "modeling_own.py").write_text("SCALE = 2"),
     "first bytes of a middle tensor": lambda model: patch(
         model / "model-1.safetensors", data_of(model / "model-1.safetensors") + 2 * TENSOR
     ),
