@@ -418,6 +418,10 @@ class Directory:
         self._session(by)
         return self._guard.unpin(by, keys)
 
+    def pin_entries(self, holder: int | None = None) -> int:
+        """Return the number of keys that this holder, or all, have pinned; each is counted for each of its holders."""
+        return self._guard.pin_entries(holder)
+
     def enter_pin_epoch(self, session_id: int, pin_epoch: int) -> bool:
         """Note that this session asks in this pin epoch: to be called before what it pins and unpins. False: it is over."""
         self._state.sessions[session_id]

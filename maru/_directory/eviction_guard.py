@@ -95,6 +95,10 @@ class EvictionGuard:
         self._note_unpinned(last)
         return dropped
 
+    def pin_entries(self, holder: int | None) -> int:
+        """Return the number of keys that this holder, or all, have pinned."""
+        return self._pins.entries if holder is None else self._pins.entries_of(holder)
+
     def enter_pin_epoch(self, session_id: int, pin_epoch: int) -> bool:
         """Note that this session asks in this pin epoch; False if it has been heard in a later one."""
         return self._pins.enter_pin_epoch(session_id, pin_epoch)

@@ -40,5 +40,7 @@ class Limits:
     eight full messages, of which a client that reads acknowledges each with its next request."""
     max_answers: int = 64
     """Answers to DROP and RECLAIM that are remembered for each session, should it ask again."""
+    max_answer_bytes: int = 64 << 10
+    """Bytes of those answers for each session: some hundred for one of 8,192 keys, where most of them are alike."""
     max_fences: int = 1024
     """Fenced attempts remembered one by one for each session. Beyond that, all up to the lowest are fenced."""

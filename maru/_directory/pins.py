@@ -23,21 +23,37 @@ class Pins:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Pins of each pinned key, of all holders together."""
+        self.entries = 0
+        """Keys that holders have pinned, each counted for each of its holders: so many entries are kept."""
         self._of: dict[int, dict[str, int]] = {}
         self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier epochs, and not confirmed since
         self._epochs: dict[int, int] = {}  # the latest, where it is not 0
-        self._leaving: deque[dict[str, int]] = deque()  # of nobody any more, and still counted
+        self._leaving: deque[tuple[int, dict[str, int]]] = deque()  # of nobody any more, and still counted
+        self._shared: dict[str, dict[int, None]] = {}  # by key, the published connections that pinned it
 
     def has(self, holder: int) -> bool:
         """Whether this holder has a pin."""
         return holder in self._of or holder in self._earlier
 
+    def entries_of(self, holder: int) -> int:
+        """Keys that this holder has pinned; those of earlier epochs once more."""
+        return len(self._of.get(holder, ())) + len(self._earlier.get(holder, ()))
+
     def add(self, holder: int, keys: Sequence[str]) -> Sequence[str]:
         """One more pin for each; those that had none before."""
         if not keys:
             return keys
-        counts = self.counts
         own = self._of.setdefault(holder, {})
+        if holder < 0:
+            for key in keys:
+                self._shared.setdefault(key, {})[holder] = None
+        before = len(own)
+        first = self._add(own, keys)
+        self.entries += len(own) - before
+        return first
+
+    def _add(self, own: dict[str, int], keys: Sequence[str]) -> Sequence[str]:
+        counts = self.counts
         if counts.keys().isdisjoint(keys):
             fresh = dict.fromkeys(keys, 1)
             if len(fresh) == len(keys):
@@ -58,6 +74,7 @@ class Pins:
         counts, of = self.counts, self._of
         own = of.get(holder, {})
         earlier = self._earlier.get(holder)
+        before = self.entries_of(holder)
         dropped: list[bool] = []
         last: list[str] = []
         for key in keys:
@@ -70,6 +87,7 @@ class Pins:
                     continue
             elif count == 1:
                 del own[key]
+                self._not_shared(holder, key)
             else:
                 own[key] = count - 1
             dropped.append(True)
@@ -83,23 +101,27 @@ class Pins:
             of.pop(holder, None)
         if earlier is not None and not earlier:
             del self._earlier[holder]
+        self.entries += self.entries_of(holder) - before
         return dropped, last
 
     def drop_all(self, holder: int) -> list[str]:
         """This holder has no pins any more, and is gone; which keys have none any more."""
         self._epochs.pop(holder, None)
-        return self._leave(self._earlier.pop(holder, {})) + self._leave(self._of.pop(holder, {}))
+        return self._leave(holder, self._earlier.pop(holder, {})) + self._leave(holder, self._of.pop(holder, {}))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove the pins of these keys, which do not exist any more, for all holders."""
         for key in keys:
             if self.counts.pop(key, 0):
-                for leaving in self._leaving:
+                for _, leaving in self._leaving:
+                    self.entries -= key in leaving
                     leaving.pop(key, None)
+                self._shared.pop(key, None)
                 for of in (self._of, self._earlier):
                     for holder in [holder for holder, own in of.items() if key in own]:
                         own = of[holder]
                         del own[key]
+                        self.entries -= 1
                         if not own:
                             del of[holder]
 
@@ -113,12 +135,14 @@ class Pins:
         if epoch < latest:
             return False
         self._epochs[holder] = epoch
+        before = self.entries_of(holder)
         own = self._of.pop(holder, None)
         if own is not None:
             earlier = self._earlier.setdefault(holder, own)
             if earlier is not own:
                 for key, count in own.items():
                     earlier[key] = earlier.get(key, 0) + count
+        self.entries += self.entries_of(holder) - before
         return True
 
     def reconcile(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
@@ -126,6 +150,7 @@ class Pins:
         earlier = self._earlier.get(holder)
         if earlier is None:
             return
+        before = self.entries_of(holder)
         own = self._of.setdefault(holder, {})
         for key, count in zip(keys, counts, strict=True):
             kept = min(earlier.get(key, 0), count)
@@ -136,11 +161,12 @@ class Pins:
             del self._of[holder]
         if not earlier:
             del self._earlier[holder]
+        self.entries += self.entries_of(holder) - before
 
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
         """Drop what it took in earlier epochs and did not name: how many pins, and which keys have none any more."""
         earlier = self._earlier.pop(holder, {})
-        return sum(earlier.values()), self._leave(earlier)
+        return sum(earlier.values()), self._leave(holder, earlier)
 
     @property
     def is_leaving(self) -> bool:
@@ -149,24 +175,26 @@ class Pins:
 
     def let_go_some(self) -> list[str]:
         """Let go of some of the pins that nobody has any more; which keys have none any more."""
-        leaving = self._leaving[0]
+        holder, leaving = self._leaving[0]
         some = dict([leaving.popitem() for _ in range(min(len(leaving), FORGOTTEN_AT_ONCE))])
         if not leaving:
             self._leaving.popleft()
-        return self._let_go(some)
+        return self._let_go(holder, some)
 
-    def _leave(self, own: dict[str, int]) -> list[str]:
+    def _leave(self, holder: int, own: dict[str, int]) -> list[str]:
         """Release the pins of a session that has ended, a few at once. Return the keys without a pin."""
         if len(own) <= FORGOTTEN_AT_ONCE:
-            return self._let_go(own)
-        self._leaving.append(own)
+            return self._let_go(holder, own)
+        self._leaving.append((holder, own))
         return []
 
-    def _let_go(self, own: dict[str, int]) -> list[str]:
+    def _let_go(self, holder: int, own: dict[str, int]) -> list[str]:
         """So many pins less of each; which keys have none any more."""
         counts = self.counts
+        self.entries -= len(own)
         last: list[str] = []
         for key, count in own.items():
+            self._not_shared(holder, key)
             left = counts[key] - count
             if left:
                 counts[key] = left
@@ -177,18 +205,29 @@ class Pins:
 
     def _drop_another_ones(self, key: str) -> bool:
         """Some other published connection has a pin less, if one has any."""
-        if key not in self.counts:
-            return False
-        for holder, own in self._of.items():
-            if holder < 0 and key in own:
-                if own[key] > 1:
-                    own[key] -= 1
-                else:
-                    del own[key]
-                    if not own:
-                        del self._of[holder]
-                return True
+        for holder in self._shared.get(key, ()):
+            own = self._of.get(holder)
+            if own is None:  # it is leaving
+                continue
+            if own[key] > 1:
+                own[key] -= 1
+            else:
+                del own[key]
+                self.entries -= 1
+                self._not_shared(holder, key)
+                if not own:
+                    del self._of[holder]
+            return True
         return False
+
+    def _not_shared(self, holder: int, key: str) -> None:
+        """Note that this holder has no pin on the key any more."""
+        if holder < 0:
+            holders = self._shared.get(key)
+            if holders is not None:
+                holders.pop(holder, None)
+                if not holders:
+                    del self._shared[key]
 
 
 def _less(own: dict[str, int], key: str, count: int) -> None:

@@ -18,7 +18,7 @@ from .eviction_guard import EvictionGuard
 from .evictor import Evictor
 from .limits import Limits
 from .regions import Region
-from .sessions import Session
+from .sessions import Session, pack, unpack
 from .slices import AT_ONCE, Slices
 from .statistics import Counters
 
@@ -53,7 +53,7 @@ class Remover:
         """Delete keys; see ``Directory.delete``."""
         asked = "delete", request_id
         if session is not None and asked in session.answers:
-            return session.answers[asked]
+            return unpack(session.answers[asked])
         self._guard.expire_pins(now)
         quiet = self._guard.is_quiet(now)
         located, pinned, regions = self._state.located, self._guard.pinned, self._state.regions
@@ -77,7 +77,7 @@ class Remover:
         self._changes.remove(list(gone))
         self._counters.deleted += len(gone)
         if session is not None and request_id:
-            session.remember(asked, answers, self._limits.max_answers)
+            session.remember(asked, pack(answers), self._limits)
         return answers
 
     def delete_in_slices(
@@ -96,7 +96,7 @@ class Remover:
         while asked in session.under_way:
             now = yield
         if asked in session.answers:
-            return session.answers[asked]
+            return unpack(session.answers[asked])
         answers: list[int] = []
         session.under_way.add(asked)
         try:
@@ -109,21 +109,21 @@ class Remover:
         finally:
             session.under_way.discard(asked)
         if request_id:
-            session.remember(asked, answers, self._limits.max_answers)
+            session.remember(asked, pack(answers), self._limits)
         return answers
 
     def reclaim(self, session: Session, pages: int, now: float, request_id: int) -> Slices[int]:
         """Delete so many of its keys that are not held; see ``Directory.reclaim``."""
         asked = "reclaim", request_id
         if asked in session.answers:
-            return session.answers[asked][0]
+            return session.answers[asked][0]  # as it is now
         if session.is_reclaiming or self._guard.is_quiet(now):
             return 0
         keys = sum([len(region.keys_at) for region in session.regions.values()])
         session.ahead.asked(pages, session.outbox.unsent, session.flow, keys // _AHEAD)
         went = [0]
         if request_id:  # now, so that it is not begun a second time
-            session.remember(asked, went, self._limits.max_answers)
+            session.remember(asked, went, self._limits)
         session.is_reclaiming = True
         try:
             went[0] = yield from self._evictor.evict_in_slices(session, pages, now)

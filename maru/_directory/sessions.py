@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -15,8 +16,13 @@ from .._wire.messages_own import Returns
 from ..eviction import EvictionPolicy
 
 if TYPE_CHECKING:
+    from .limits import Limits
     from .regions import Account, Region
 
+_PLAIN: Final = 512
+"""Answers that are remembered as they are: packing few costs more than it saves."""
+_ZLIB: Final = b"x"
+"""First byte of what is packed, which no answer is."""
 _KEPT: Final = 1 - 1 / 256
 """Of the pages that are kept ahead, from one answer to the next: half of them after some 180."""
 
@@ -206,7 +212,7 @@ class Session:
     """Of the regions that it owns."""
     used_bytes: int = 0
     """Of the keys in them."""
-    answers: dict[tuple[str, int], list[int]] = attrs.field(factory=dict)
+    answers: dict[tuple[str, int], bytes | list[int]] = attrs.field(factory=dict)
     """By what was asked for under which request id, should it ask again; the oldest first."""
     ahead: RoomAhead = attrs.field(factory=RoomAhead)
     registered: int = 0
@@ -232,8 +238,22 @@ class Session:
         self.instance.charged_bytes += used_bytes
         self.tenant_account.charged_bytes += used_bytes
 
-    def remember(self, asked: tuple[str, int], answer: list[int], limit: int) -> None:
-        """Keep this answer; beyond ``limit`` the oldest goes."""
-        self.answers[asked] = answer
-        while len(self.answers) > limit:
-            del self.answers[next(iter(self.answers))]
+    def remember(self, asked: tuple[str, int], answer: bytes | list[int], limits: Limits) -> None:
+        """Keep this answer; beyond the limits the oldest goes."""
+        answers = self.answers
+        answers[asked] = answer
+        while len(answers) > limits.max_answers or (
+            len(answers) > 1 and sum(map(len, answers.values())) > limits.max_answer_bytes
+        ):
+            del answers[next(iter(answers))]
+
+
+def pack(answers: list[int]) -> bytes:
+    """Return answers to DROP as they are remembered: those of many keys are mostly alike."""
+    packed = bytes(answers)
+    return zlib.compress(packed, 1) if len(answers) > _PLAIN else packed
+
+
+def unpack(packed: bytes | list[int]) -> list[int]:
+    """Return the answers that were packed."""
+    return list(zlib.decompress(packed) if isinstance(packed, bytes) and packed[:1] == _ZLIB else packed)

@@ -54,7 +54,7 @@ class Peer:
     """What the transport calls it."""
     session: int = 0
     """Of ours: the session that shook hands or spoke over it last."""
-    opened: int = 0
+    opened: dict[int, None] = attrs.field(factory=dict)
     """Sessions that were opened over it and live, of ours and published ones."""
     connection: int = 0
     """Of a published client: its number in the directory, negative, given when it is first needed."""

@@ -55,6 +55,10 @@ _SESSIONS_SHARE: Final = 8
 """Part of all sessions that are opened over one connection at most: ours opens one, a proxy of many perhaps more."""
 _SESSIONS_LEAST: Final = 16
 """Sessions of one connection in any case: a server that is told to keep few is one client's own."""
+_MOST_PINS: Final = 2 << 20
+"""Pinned keys, each counted for each of its holders: some 100 bytes each."""
+_PINS_SHARE: Final = 8
+"""Part of them that sessions of one connection have at most."""
 _LOOKED_FOR_ROOM: Final = 64
 """Sessions without a connection that are looked at for one that holds nothing, at once."""
 
@@ -437,14 +441,14 @@ class Service:
         return token, resumed, directory.remaining(session_id, now)
 
     def _opened(self, peer: Peer, session_id: int) -> None:
-        peer.opened += 1
+        peer.opened[session_id] = None
         self._openers[session_id] = peer
 
     def why_no_session(self, peer: Peer, now: float) -> str:
         """Return why this connection may open no session; empty if it may. If there is no room, a silent one ends for it."""
         most = self.config.max_sessions
         each = max(_SESSIONS_LEAST, most // _SESSIONS_SHARE)
-        if peer.opened >= each:
+        if len(peer.opened) >= each:
             return f"{each} sessions were opened over this connection already, and no more may be"
         if self.directory.session_count >= most and not self._end_silent(now):
             return f"there are {most} sessions already; max_sessions of the server says how many it keeps"
@@ -478,10 +482,21 @@ class Service:
         self._silent.pop(session_id, None)
         opener = self._openers.pop(session_id, None)
         if opener is not None:
-            opener.opened -= 1
+            del opener.opened[session_id]
         for peer in self._peers_of.pop(session_id, ()):
             peer.session = 0
             self.dismiss(peer.identity)
+
+    def check_pins(self, peer: Peer, holder: int, more: int) -> None:
+        """Refuse so many pins if all holders, or those of one connection, would have too many."""
+        directory = self.directory
+        pinned, each = directory.pin_entries() + more, _MOST_PINS // _PINS_SHARE
+        if pinned <= each:  # nearly always
+            return
+        opener = self._openers.get(holder, peer)
+        own = sum(map(directory.pin_entries, {*opener.opened, opener.connection, holder} - {0})) + more
+        if own > each or pinned > _MOST_PINS:
+            raise Refused(Word.TOO_MANY, f"{own} pins would be of one connection, of at most {each}; {pinned} of all")
 
     def check_keys(self, keys: list[str]) -> None:
         """Refuse a batch that is larger than configured."""

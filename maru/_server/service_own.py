@@ -129,6 +129,8 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
     """Where keys lie, and hold them."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
+    if message.pin:
+        service.check_pins(peer, session_id, len(message.keys))
     if len(message.keys) > KEYS_AT_ONCE:
         return _find_in_parts(service, header, message, session_id, now)
     directory = service.directory

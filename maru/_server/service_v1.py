@@ -178,7 +178,9 @@ def delete(service: Service, peer: Peer, header: Header, message: KeyRequest, pa
 
 def pin(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
     """One more pin, if the key is there."""
-    (pinned,) = service.directory.pin(service.speaker(peer), [message.key])
+    holder = service.speaker(peer)
+    service.check_pins(peer, holder, 1)
+    (pinned,) = service.directory.pin(holder, [message.key])
     return reply(header.code, header.sequence, ExistsReply(pinned, service.epoch), header.flags)
 
 
@@ -284,6 +286,7 @@ def batch_pin(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
     """One more pin for each key up to the first that is not there."""
+    service.check_pins(peer, service.speaker(peer), len(message.keys))
     is_over = False
 
     def handle(keys: list[str], now: float) -> list[bool]:

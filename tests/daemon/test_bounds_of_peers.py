@@ -16,7 +16,16 @@ import zmq
 
 import maru
 from maru._relay.relay import MAX_PENDING_HANDSHAKES
-from maru._wire import BeatRequest, Code, DropRequest, ErrorReply, HandshakeRequest, StoreRequest, StoreStatus
+from maru._wire import (
+    BeatRequest,
+    Code,
+    DropRequest,
+    ErrorReply,
+    FindRequest,
+    HandshakeRequest,
+    StoreRequest,
+    StoreStatus,
+)
 from maru.kv_events import open_mirror
 from maru.kv_events._messages import Snapshot, pack_request
 from maru.testing import open_test_server
@@ -422,6 +431,35 @@ async def fill_sessions_of_page_store(server, stack):
     assert [type(one) for one in answers].count(ErrorReply) == 80 - 16
 
 
+async def fill_pins(server, stack):
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr("maru._server.service._MOST_PINS", 64)
+
+    def pin():
+        asks = ask_from_thread(server, stack)
+        _, _ = asks.session("k", 16)
+        keys = [f"k{at}" for at in range(16)]
+        readers = [asks.session(f"reader{at}")[0] for at in range(4)]
+        return [asks.ask(Code.FIND, FindRequest(reader, 0, keys[:4], True, False)) for reader in readers]
+
+    answers = await trio.to_thread.run_sync(pin)
+    assert [type(one) for one in answers].count(ErrorReply) == 2
+
+
+async def fill_answers_of_page_store(server, stack):
+    directory = server._storage.directory
+
+    def drop():
+        asks = ask_from_thread(server, stack)
+        token, _ = asks.session("k")
+        for at in range(80):
+            asks.ask(Code.DROP, DropRequest(token, 0, 1 + at, [f"missing{number}" for number in range(512)]))
+        return token
+
+    token = await trio.to_thread.run_sync(drop)
+    answers = directory._state.sessions[directory.session_of(token)].answers
+    assert len(answers) == 64 and sum(map(len, answers.values())) <= 64 << 10
+
+
 async def fill_indexes(server, stack):
     least = await stack.enter_async_context(a_client(server, tenant="a"))
     await read_index(server, least)
@@ -444,6 +482,8 @@ OF_PAGE_STORES = {
         {"host": "127.0.0.1", "max_connections": 4},
     ),
     "sessions of a page store": (fill_sessions_of_page_store, {"max_sessions": 64}),
+    "pins of a page store, some 100 bytes each": (fill_pins, {}),
+    "remembered answers of a page store": (fill_answers_of_page_store, {}),
     "bytes of the shared indexes of a page store": (fill_indexes, {}),
 }
 

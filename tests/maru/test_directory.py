@@ -1522,3 +1522,67 @@ def test_pins_of_a_key_that_is_forgotten_are_of_no_epoch():
     assert world.statistics().pinned == 0
     world.directory.forget(["y"])
     assert world.directory._guard._pins._earlier == {}
+
+
+# --- what pins take -----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "drop", "drop_all", "epoch", "reconcile", "drop_earlier", "forget"]),
+            st.sampled_from([1, 2, -1, -2]),
+            st.lists(st.sampled_from("abcd"), max_size=4),
+        ),
+        max_size=30,
+    )
+)
+def test_kept_pins_are_counted(calls):
+    pins, epoch = Pins(), 0
+    for name, holder, keys in calls:
+        match name:
+            case "add" | "drop":
+                getattr(pins, name)(holder, keys)
+            case "drop_all" | "drop_earlier":
+                getattr(pins, name)(holder)
+            case "epoch":
+                epoch += 1
+                pins.enter_pin_epoch(abs(holder), epoch)
+            case "reconcile":
+                pins.reconcile(abs(holder), keys, [1] * len(keys))
+            case _:
+                pins.forget(dict.fromkeys(keys))
+        assert pins.entries == sum(pins.entries_of(holder) for holder in (1, 2, -1, -2))
+        assert {key: set(holders) for key, holders in pins._shared.items()} == {
+            key: {holder for holder in (-1, -2) if key in pins._of.get(holder, ())}
+            for key in {key for holder in (-1, -2) for key in pins._of.get(holder, ())}
+        }
+
+
+def test_another_ones_pin_is_found_without_a_search():
+    """Each look at a holder would be counted."""
+    pins, looked = Pins(), []
+
+    class Looked(dict):
+        def __contains__(self, key):
+            looked.append(key)
+            return super().__contains__(key)
+
+    for holder in range(-900, 0):
+        pins.add(holder, [f"of {holder}"])
+        pins._of[holder] = Looked(pins._of[holder])
+    pins.add(1, [f"k{at}" for at in range(100)])
+    assert pins.drop(-1, [f"k{at}" for at in range(100)])[0] == [False] * 100
+    assert pins.drop(-1, [f"of {holder}" for holder in range(-900, -800)])[0] == [True] * 100
+    assert len(looked) <= 200
+
+
+def test_remembered_answers_have_a_bound_of_bytes():
+    directory = Directory(Limits(max_answer_bytes=2_000))
+    session = directory.open_session(b"token", "i", "", 10.0, 0.0)
+    keys = [f"missing{at}" for at in range(600)]
+    for asked in range(1, 9):
+        directory.delete(session, keys[: 100 * asked], 0.0, request_id=asked)
+    answers = directory._state.sessions[session].answers
+    assert sum(map(len, answers.values())) <= 2_000
+    assert directory.delete(session, keys, 0.0, request_id=8) == [DropAnswer.MISSING.value] * 600

@@ -272,6 +272,21 @@ def test_sessions_that_are_over_together_end_some_at_once():
     assert max(before - after for before, after in itertools.pairwise(left)) <= 32
 
 
+def test_pins_of_one_connection_are_bounded(world, monkeypatch):
+    monkeypatch.setattr("maru._server.service._MOST_PINS", 32)
+    token, region = world.ours(b"a")
+    keys = [f"k{number}" for number in range(4)]
+    world.store(token, region, keys, peer=b"a")
+    sessions = [world.shake(b"a").session for _ in range(2)]
+    assert world.find(sessions[0], keys[:2], pin=True, peer=b"a").found == 2
+    assert world.find(sessions[1], keys[:2], pin=True, peer=b"a").found == 2
+    assert refused(world.find(sessions[1], keys[2:], pin=True, peer=b"a"), Word.TOO_MANY)
+    assert world.find(sessions[1], keys[2:], peer=b"a").found == 2
+    assert world.find(world.shake(b"b").session, keys, pin=True, peer=b"b").found == 4
+    world.send(b"c", Code.PIN_KV, KeyRequest(keys[0]))
+    assert refused(world.send(b"c", Code.BATCH_PIN_KV, KeysRequest(keys)), Word.TOO_MANY)
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
