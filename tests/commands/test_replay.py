@@ -164,7 +164,7 @@ def test_a_trace_is_read_from_a_pipe_whole(trace_file: Path) -> None:
 @pytest.mark.parametrize("options", [["--speed", "realtime"], ["--laps", "2"]], ids=" ".join)
 def test_a_trace_out_of_order_is_refused_where_time_counts(tmp_path: Path, options: list[str]) -> None:
     trace = tmp_path / "unsorted.jsonl"
-    trace.write_text("".join(line_of([number], timestamp) for number, timestamp in enumerate((0, 10**15, 10))))
+    trace.write_text("\n".join(line_of([number], timestamp) for number, timestamp in enumerate((0, 10**15, 10))))
     done = invoke(trace, "--capacity", "1MiB", *options)
     assert done.exit_code == 2 and "sort the trace" in done.output
     assert invoke(trace, "--capacity", "1MiB").exit_code == 0
