@@ -143,7 +143,10 @@ def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None
 
     def end() -> None:
         while ends:
-            ends.pop()()
+            try:
+                ends.pop()()
+            except Exception as error:  # of one tier; the others end theirs
+                _log.warning("a tier could not end its tags of tenants: %r", error)
 
     try:
         for carry, keys, tenant in many:

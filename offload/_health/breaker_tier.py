@@ -101,6 +101,7 @@ class BreakerTier(ForwardingTier):
         tell_when_back = getattr(tier, "tell_when_back", None)
         if tell_when_back is not None:
             tell_when_back(self._runner.hasten)
+        self._counted, self._is_mute = _NOTHING, False
         self._direct: tuple[object, DirectTier | None] = (self, None)  # of which `inner`, and what it is: see `direct`
         if isinstance(tier, Tier):
             self.contains_nowait = self._contains_nowait
@@ -126,8 +127,17 @@ class BreakerTier(ForwardingTier):
         return self._runner.health
 
     def statistics(self) -> TierStatistics:
-        """The tier's own statistics; zeros while the tier is absent."""
-        return super().statistics() if self._runner.is_available else _NOTHING
+        """The tier's own statistics, the last ones if it raises; zeros while the tier is absent."""
+        if not self._runner.is_available:
+            return _NOTHING
+        try:
+            self._counted = super().statistics()
+            self._is_mute = False
+        except Exception as error:  # it is asked each second, by tasks that all engines of a daemon need
+            if not self._is_mute:
+                self._is_mute = True
+                _log.warning("%s has no statistics now: %s", self.name, describe(error))
+        return self._counted
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -364,9 +374,8 @@ class BreakerLease(_Forwarding):
         try:
             await runner.run_within(runner.config.call_timeout, release, *args)
         except Exception as error:
-            if judge_exception(error) is not _FAULT:
-                raise
-            if runner.is_closed:
+            # Not raised, whatever it is: the caller could not do more, and releases what is behind it.
+            if judge_exception(error) is _FAULT and runner.is_closed:
                 runner.release_with(runner.breaker.generation, Call.ASK, error)
             _log.warning("%s could not let go of a lease: %s", runner.name, describe(error))
 

@@ -54,6 +54,8 @@ class Degradations:
     """Paths that have to stay."""
     _is_looking: bool = False
     """Whether a thread is still looking: a file system may hang, and one thread is enough to find out."""
+    _failed: bool = False
+    """Whether the last look failed."""
 
     def keep(self, *paths: str) -> None:
         """Note files that the daemon has made and needs.
@@ -78,7 +80,13 @@ class Degradations:
     async def run(self) -> None:
         """Look, until cancelled."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception as exc:  # of a tier: all engines need the daemon to go on
+                _log.log(logging.DEBUG if self._failed else logging.ERROR, "cannot look for degradations: %r", exc)
+                self._failed = True
+            else:
+                self._failed = False
             await trio.sleep(INTERVAL)
 
     async def look(self) -> None:
@@ -144,7 +152,10 @@ class Degradations:
         try:
             found = {}
             for name, (path, needed) in rooms.items():
-                system = os.statvfs(path)
+                try:
+                    system = os.statvfs(path)
+                except OSError:  # it is gone, or its disk: its tier says so; others are looked at
+                    continue
                 found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
             unlinked = tuple([path for path in self._files if not os.path.lexists(path)])
             return found, find_descriptors(), unlinked

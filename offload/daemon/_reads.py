@@ -180,7 +180,8 @@ class Reads:
         """Let go of holds: at once where all of it is in memory, else in a task."""
         hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
         self._sessions.refund(session, sum(session.held_costs.pop(hold, 0) for hold in request.holds))
-        left = [hit for hit in hits if not self._engine.require().direct.release(hit)]
+        direct = self._engine.require().direct
+        left = [hit for hit in hits if not direct.release(hit)]
         if not left:
             return Done(request.seq, self._epoch, len(hits))
         self._start(session, request, partial(self._release, left, len(hits)))
@@ -189,8 +190,15 @@ class Reads:
     async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
         with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
             for hit in hits:
-                await self._engine.require().release(hit)
+                await self.let_go(hit)
         return Done(request.seq, self._epoch, count)
+
+    async def let_go(self, hit: Any) -> None:
+        """Release what is in no table any more. What a tier raises is logged: holds behind it are released as well."""
+        try:
+            await self._engine.require().release(hit)
+        except Exception as exc:
+            _log.warning("%r could not be released: %r", hit, exc)
 
     def explain(self, session: Session, request: Explain) -> None:
         """Explain why blocks are, or are not, there."""

@@ -350,7 +350,7 @@ class Service:
                     await under_way.over.wait()
             elif stage is Stage.HOLDS:
                 _, hit = session.holds.popitem()
-                await self._engine.require().release(hit)
+                await self.reads.let_go(hit)
             elif stage is Stage.PAGES:
                 await self.pages.give_back(session)
             else:

@@ -16,6 +16,7 @@ import trio
 
 from backends.abc import Deletion, Key
 
+from .._engine import Engine
 from .._errors import OffloadError, PipelineFull
 from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
@@ -65,6 +66,7 @@ class Stores:
         keys = stored_keys(session.tenant, request.keys)
         depths = unpacked(request.depths)
         blocks = self._engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
+        engine = self._engine.require()
         signal = EngineSignal() if request.waits else None
         account = self._quotas.of(session.tenant)
         scope = trio.CancelScope()
@@ -75,10 +77,10 @@ class Stores:
         precondition = NO_WAIT if signal is None else signal
         enqueue: Callable[[], Awaitable[TransferHandle]]
         if account is None:
-            enqueue = partial(self._engine.require().store, blocks, precondition, tenant=session.tenant)
+            enqueue = partial(engine.store, blocks, precondition, tenant=session.tenant)
         else:
             enqueue = partial(self._store_within, account, under_way, unpacked(request.blocks), depths, precondition)
-        if signal is not None and not self._may_wait(session, len(keys)):
+        if signal is not None and not self._may_wait(engine, session, len(keys)):
             signalled = partial(self._store_signalled, signal, enqueue)
             self._nursery.start_soon(self._store_late, under_way, scope, signalled)
             return
@@ -90,10 +92,10 @@ class Stores:
         try:
             if account is not None:
                 under_way.coming, _ = account.admit(keys, self._quotas.block_bytes)
-            handle = self._engine.require().store_nowait(blocks, precondition, tenant=session.tenant)
+            handle = engine.store_nowait(blocks, precondition, tenant=session.tenant)
         except PipelineFull:
             # Not within the quota once more: these blocks were admitted there.
-            enqueue = partial(self._engine.require().store, blocks, precondition, tenant=session.tenant)
+            enqueue = partial(engine.store, blocks, precondition, tenant=session.tenant)
             self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
         except BaseException:
             del session.requests[request.seq]
@@ -104,9 +106,9 @@ class Stores:
         else:
             self._admitted(under_way, handle)
 
-    def _may_wait(self, session: Session, blocks: int) -> bool:
+    def _may_wait(self, engine: Engine, session: Session, blocks: int) -> bool:
         """Whether so many blocks of a session may wait for their signal in the first pipeline, and take of its budget."""
-        budget = self._engine.require().pipelines[0].config.budget_blocks
+        budget = engine.pipelines[0].config.budget_blocks
         return session.waiting + blocks <= budget // 2 and self._waiting + blocks <= budget - budget // 4
 
     async def _store_signalled(
@@ -190,7 +192,9 @@ class Stores:
         try:
             with scope:
                 handle = await enqueue()
-        except (OffloadError, ValueError, trio.TooSlowError) as exc:
+        except Exception as exc:  # also of a tier that is told the tenant, or deletes for a quota
+            if not isinstance(exc, OffloadError | ValueError | trio.TooSlowError):
+                _log.warning("%s: a store failed: %r", under_way.session, exc)
             answer = Stored(under_way.seq, self._epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
         finally:
             if handle is None:

@@ -10,6 +10,7 @@ Rule 4. A stream of events ends when the server does, or its client; a slow clie
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +51,7 @@ _HEADERS: Final = {
 }
 _TYPES: Final = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 _encode: Final = msgspec.json.Encoder().encode
+_log = logging.getLogger("offload.status")
 
 
 @attrs.define(eq=False)
@@ -63,6 +65,7 @@ class Sampler:
     source: StatusSource
     latest: dict[str, bytes] = attrs.field(factory=dict)
     """The last event of each kind, encoded: ``status``, ``pool``."""
+    _failed: bool = False
     _watchers: int = 0
     _made: trio.Event = attrs.field(factory=trio.Event)
     _wanted: trio.Event = attrs.field(factory=trio.Event)
@@ -75,10 +78,16 @@ class Sampler:
                 self._wanted = trio.Event()
                 await self._wanted.wait()
             now = trio.current_time()
-            if now - mapped_at >= MAP_INTERVAL:
-                self.latest["pool"] = _encode(await self.source.map_pool())
-                mapped_at = now
-            self.latest["status"] = _encode(self.source.view())
+            try:
+                if now - mapped_at >= MAP_INTERVAL:
+                    mapped_at = now
+                    self.latest["pool"] = _encode(await self.source.map_pool())
+                self.latest["status"] = _encode(self.source.view())
+            except Exception as error:  # of a tier, say: the last view stays, and what serves the page goes on
+                _log.log(logging.DEBUG if self._failed else logging.WARNING, "no view can be made: %r", error)
+                self._failed = True
+            else:
+                self._failed = False
             made, self._made = self._made, trio.Event()
             made.set()
             await trio.sleep(INTERVAL)
