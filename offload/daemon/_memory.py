@@ -367,8 +367,11 @@ class Caches:
         """Nothing is counted: a block stays until its engine has an answer."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """The addresses of these blocks, where all of them are mapped runs."""
-        parts = [(self._storages[cache].pages(ids), at) for cache, at, ids in self._by_cache(refs)]
+        """Return the addresses of these blocks if all of them are mapped runs of caches that are registered."""
+        by_cache = self._by_cache(refs)
+        if any(cache not in self._storages for cache, _, _ in by_cache):
+            return None  # the copy finds which blocks cannot be read, and fails those alone
+        parts = [(self._storages[cache].pages(ids), at) for cache, at, ids in by_cache]
         if len(parts) == 1:
             return parts[0][0]
         addresses = [0] * len(refs)

@@ -458,8 +458,11 @@ class Service:
         try:
             for under_way in [one for one in session.requests.values() if one.cache == request.cache]:
                 await under_way.over.wait()
-        finally:
-            self._engine.caches.remove(request.cache)
+        except BaseException:
+            # Copies may go on, in batches with blocks of other engines: it is forgotten with the session, or when asked again.
+            session.caches.add(request.cache)
+            raise
+        self._engine.caches.remove(request.cache)
         return Done(request.seq, self.epoch, 1)
 
     # --- storing ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import offload
 from backends.abc import Deletion
 from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
-from backends.testing import payload_of
+from backends.testing import FakeTier, payload_of
 from maru import ServerConfig
 from offload import NO_WAIT, BatchConfig, EngineConfig, HealthState, PipelineConfig, Status
 from offload.client import (
@@ -43,6 +43,7 @@ from offload.daemon._messages import (
     Store,
     Stored,
     TensorLayout,
+    UnregisterKVCache,
     packed,
 )
 from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config
@@ -413,6 +414,45 @@ async def test_a_cancel_is_confirmed_when_the_store_has_ended_and_nothing_of_it_
         assert [answer.status for answer in answers] == ["cancelled"]  # its answer came before the confirmation
         assert held(server) == {"caches": 1}
         assert not (await connection.ask(lambda s: Lookup(s, KEYS, 1.0), Found)).blocks
+
+
+@pytest.mark.parametrize("ends", ["session", "cancel"])
+async def test_leaving_engine_fails_no_block_of_others(path, ends):
+    tier, batch = FakeTier(64, SIZE), BatchConfig(max_batch_size=8, min_batch_size=4)
+    tier.faults.gate = trio.Event()
+    config = engine_config(tiers={"host": tier}, pipeline=PipelineConfig(batch_config=batch))
+    async with daemon(path, engine=config, block_bytes=SIZE) as server, open_connection(server.url) as stays:
+        answers, asked = [], []
+
+        async def unregister(connection, number):
+            with contextlib.suppress(DaemonTierFailed):  # it was cancelled
+                await connection.ask(lambda seq: UnregisterKVCache(seq, number), Done, sent=asked.append)
+
+        async def store_two(connection, number, keys):
+            ids = packed(range(2))
+            answers.append(await connection.ask(lambda seq: Store(seq, number, keys, ids), Stored))
+
+        async with trio.open_nursery() as nursery, open_connection(server.url) as leaves:
+            await leaves.wait_session()
+            await stays.wait_session()
+            ours = server.sessions.by_token(leaves.session.token)
+            numbers = [await registered(connection, cache_of()) for connection in (leaves, stays)]
+            nursery.start_soon(store_two, stays, numbers[1], KEYS[2:4])
+            async with trio.open_nursery() as its_own:
+                its_own.start_soon(store_two, leaves, numbers[0], KEYS[:2])
+                await until(lambda: tier.batches)  # the blocks of both are in one batch, whose copy waits
+                its_own.start_soon(unregister, leaves, numbers[0])
+                await until(lambda: len(ours.requests) == 2)
+                if ends == "cancel":
+                    leaves.tell(lambda s: Cancel(s, asked))
+                    await until(lambda: len(ours.requests) == 1)
+                its_own.cancel_scope.cancel()
+            if ends == "session":
+                server._service.end(ours, "its engine has left")
+                await trio.testing.wait_all_tasks_blocked()
+            tier.faults.gate.set()
+        assert [(one.status, one.failed) for one in answers] == [("complete", [])]
+        await until(lambda: held(server).get("caches") == 1)
 
 
 async def test_one_token_cancels_all_stores_that_have_it_and_no_other(path):
