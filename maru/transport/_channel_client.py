@@ -128,6 +128,10 @@ class ChannelClient:
         self._outbox_bytes = 0
         self._room.unpark_all()
 
+    def reconnect(self) -> None:
+        """Give up this connection, whose server cannot be understood, and make another one. ``on_lost`` is called."""
+        self._lose()
+
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:

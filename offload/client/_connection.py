@@ -379,8 +379,10 @@ class DaemonConnection:
             try:
                 answer = decode_answer(frames[-1])
             except BadFrame as exc:
+                # Its request would wait for ever: which one that is cannot be known.
                 _log.warning("the daemon at %s sends what is no answer: %s", self.url, exc)
-                continue
+                self._channel.reconnect()
+                return
             call = self._calls.pop(answer.seq, None)
             if call is None:
                 continue

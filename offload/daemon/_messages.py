@@ -14,6 +14,7 @@ Rule 4. Everything is bounded, by the types below: what decodes is within the bo
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union
 
 import attrs
@@ -47,6 +48,10 @@ RefusedKind: TypeAlias = Literal[
 ``draining`` at another daemon; ``session`` wants a new ``hello``; ``pages``: no tier has pages that engines may write."""
 
 StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
+
+
+_REASONS_BYTES: Final = MAX_FRAME_BYTES // 2
+"""Of all reasons in one answer: 256 for each of ``MAX_KEYS``."""
 
 
 class Refusal(Exception):
@@ -505,5 +510,19 @@ def negotiate(oldest: int, newest: int) -> int | None:
 
 
 def cut(text: object) -> str:
-    """A text as long as a frame may carry."""
-    return str(text)[:1_000]
+    """Cut a text to what a frame may carry."""
+    return carried(str(text)[:1_000])
+
+
+def carried(text: str) -> str:
+    """Escape surrogates, which stand for bytes of file names that are no text: a frame cannot carry them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def cut_all(reasons: Iterable[tuple[int, object]], beside: int = 0) -> list[tuple[int, str]]:
+    """Cut the reasons of an answer so that all of them fit into one frame, next to ``beside`` others."""
+    told = [(at, cut(reason)) for at, reason in reasons]
+    most = _REASONS_BYTES // max(1, len(told) + beside)
+    return [
+        (at, text if 4 * len(text) <= most else text.encode()[:most].decode("utf-8", "ignore")) for at, text in told
+    ]

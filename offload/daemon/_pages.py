@@ -29,7 +29,7 @@ from backends.abc import Key, check_keys
 
 from .._pipeline.containment import give_back
 from ._engine import DaemonEngine
-from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut
+from ._messages import Commit, Fate, PageStore, PageStoreAt, Refusal, Reserved, ReserveWrite, cut_all
 from ._onward import OnwardCommits
 from ._quotas import REASON, Account, Quotas
 from ._sessions import Session, Sessions
@@ -206,7 +206,7 @@ class Pages:
         cost = session.costs.pop(request.seq, 0)
         session.announced[self._last] = Announced(tier, wanted, account, coming, unlock, cost)
         self.counts["filtered_blocks"] += len(reasons)
-        filtered = [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
+        filtered = cut_all((at, reasons[key]) for at, key in enumerate(keys) if key in reasons) if reasons else []
         return Reserved(request.seq, epoch, self._last, filtered)
 
     def commit(self, session: Session, request: Commit) -> int:

@@ -40,6 +40,7 @@ from ._messages import (
     Refusal,
     Release,
     Request,
+    carried,
     cut,
     unpacked,
 )
@@ -211,4 +212,4 @@ class Reads:
             part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
             blocks += part.blocks
             await trio.lowlevel.checkpoint()
-        return Explained(request.seq, self._epoch, str(Explanation(blocks))[: 1 << 18])
+        return Explained(request.seq, self._epoch, carried(str(Explanation(blocks))[: 1 << 18]))

@@ -15,7 +15,7 @@ from .._errors import DrainUnproven
 from .._pipeline.lifecycle import Status
 from .._pipeline.result import TransferResult
 from ..abc import Precondition
-from ._messages import Loaded, Stored, StoreStatus, cut
+from ._messages import Loaded, Stored, StoreStatus, cut, cut_all
 from ._quotas import REASON, Account
 from ._sessions import Session
 
@@ -91,7 +91,8 @@ def stored(seq: int, epoch: int, keys: Sequence[Key], result: TransferResult, re
     error = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
     failed = {key: f"{type(why).__name__}: {why}" for key, why in result.failed.items()}
     filtered = _at(keys, result.filtered) + [(at, REASON) for at in refused]
-    return Stored(seq, epoch, status, filtered, _at(keys, failed), cut(error))
+    unstored = _at(keys, failed)
+    return Stored(seq, epoch, status, cut_all(filtered, len(unstored)), cut_all(unstored, len(filtered)), cut(error))
 
 
 _STATUS: Final[Mapping[Status, StoreStatus]] = {
@@ -102,7 +103,7 @@ _STATUS: Final[Mapping[Status, StoreStatus]] = {
 
 
 def _at(keys: Sequence[Key], reasons: Mapping[Key, str]) -> list[tuple[int, str]]:
-    return [(at, cut(reasons[key])) for at, key in enumerate(keys) if key in reasons] if reasons else []
+    return [(at, reasons[key]) for at, key in enumerate(keys) if key in reasons] if reasons else []
 
 
 def loaded(seq: int, epoch: int, result: LoadResult) -> Loaded:
@@ -115,10 +116,10 @@ def loaded(seq: int, epoch: int, result: LoadResult) -> Loaded:
         if outcome == LOADED:
             continue
         (missed if isinstance(outcome, Missed) else failed).append((at, _reason(outcome)))
-    return Loaded(seq, epoch, result.loaded, missed, failed, unproven=False)
+    return Loaded(seq, epoch, result.loaded, cut_all(missed, len(failed)), cut_all(failed, len(missed)), unproven=False)
 
 
 def _reason(outcome: Outcome) -> str:
     if isinstance(outcome, Failed):
-        return cut(f"{type(outcome.error).__name__}: {outcome.error}")
-    return cut(outcome.reason if isinstance(outcome, Missed) else outcome)
+        return f"{type(outcome.error).__name__}: {outcome.error}"
+    return outcome.reason if isinstance(outcome, Missed) else str(outcome)

@@ -114,6 +114,17 @@ async def test_a_load_can_be_cancelled_at_every_step_and_the_next_one_is_right(p
         assert cache.read(8) == cache.read(0)
 
 
+async def test_an_answer_that_cannot_be_read_ends_its_session(path):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        before = connection.session
+        send = server._service._send_frame
+        server._service._send_frame = lambda peer, frame: send(peer, b"\xc1")
+        with trio.fail_after(PATIENCE), pytest.raises(DaemonUnavailable):
+            await connection.ask(lambda seq: Lookup(seq, KEYS, 1.0), Found)
+        server._service._send_frame = send
+        assert await connection.wait_session() is not before
+
+
 async def test_hold_of_a_cancelled_lookup_is_released_before_a_heartbeat(path):
     async with daemon(path, lease=3600.0) as server, open_connection(server.url) as connection:
         _, hold = await stored(connection, cache_of())

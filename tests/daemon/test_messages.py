@@ -16,6 +16,7 @@ from offload.daemon._messages import (
     Refused,
     Release,
     Store,
+    cut_all,
     decode_answer,
     decode_request,
     encode,
@@ -56,6 +57,24 @@ def test_every_request_has_a_code_a_name_and_an_answer_of_its_own():
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
 def test_a_request_comes_as_it_was_sent(sample):
     assert decode_request(encode(sample)) == sample
+
+
+@pytest.mark.parametrize("text", ["x", "\u20ac", "\U0001f600"])
+@pytest.mark.parametrize("n", [0, 1, MAX_KEYS // 2, MAX_KEYS])
+def test_all_reasons_of_an_answer_fit_into_a_frame(text, n):
+    missed, failed = ([(at, text * 5_000) for at in range(many)] for many in (n, MAX_KEYS - n))
+    answer = messages.Loaded(1, 1, 0, cut_all(missed, len(failed)), cut_all(failed, len(missed)), False)
+    assert decode_answer(encode(answer)) == answer
+    assert all(len(why) >= 256 // 4 for _, why in answer.missed + answer.failed)
+
+
+def test_few_reasons_are_as_long_as_one():
+    assert cut_all([(3, "x" * 5_000)]) == [(3, "x" * 1_000)]
+
+
+def test_a_text_that_is_no_text_is_escaped():
+    answer = Refused(1, 1, "unavailable", messages.cut(OSError("no such file: \udc80")))
+    assert decode_answer(encode(answer)).text == r"no such file: \udc80"
 
 
 def test_a_field_that_a_later_version_adds_is_ignored():
