@@ -1,4 +1,6 @@
-"""What vLLM sees: a connector of its own kind, in either role, over the two halves. The only module here that imports vLLM.
+"""What vLLM sees: a connector of its own kind, in either role, over the two halves.
+
+Only this module, ``_spec`` and ``_kernels`` import vLLM.
 
 Tried with vLLM 0.32.0. vLLM makes the worker's connector first, registers the cache with it, then makes the scheduler's and
 hands it what the workers have said of themselves (the handshake): how each names its chunks, and in which process it is.
@@ -42,6 +44,7 @@ from ...preconditions import NO_WAIT, as_precondition
 from .._guard import NOTHING, Hook, guarded, nothing
 from .._weights import AdapterWeights, config_text, weights_text
 from ._chunks import NoChunks, layout_of_caches
+from ._kernels import kernel_text
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming, Naming
 from ._page_kinds import PageKind, WorkerPages, kind_of
@@ -248,7 +251,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return ChunkNaming(
             model=f"{weights}/{computed}",
             dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",
-            layout=f"{self._kv_cache_config.kv_cache_layout or ''}/{ranks}/{layout}",
+            layout=f"{self._kv_cache_config.kv_cache_layout or ''}{kernel_text(model.dtype)}/{ranks}/{layout}",
             rank=parallel.rank,
             tenant=settings.tenant,
             name=f"{model.model}/{computed}",

@@ -1,8 +1,9 @@
-"""``OffloadSpec``: our tiers behind vLLM's own OffloadingConnector. Only this module and ``_connector`` import vLLM.
+"""``OffloadSpec``: our tiers behind vLLM's own OffloadingConnector.
 
 That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and host memory that the
 manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes; what they
 share is the arena, which has the name of the engine. A worker in the process of the scheduler reads pages of tiers, too.
+Only this module, ``_connector`` and ``_kernels`` import vLLM.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .._weights import weights_text
 from ._arena import Arena
 from ._chunks import ChunkSource, GroupCaches
 from ._copies import NOWHERE, Copied, InPlace, RowCopies
+from ._kernels import kernel_text
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
 from ._rows import Answer
@@ -104,11 +106,12 @@ class OffloadSpec(OffloadingSpec):
     def _naming(self) -> ChunkNaming:
         config, parallel, settings = self.config, self.config.parallel, self._settings
         ranks = f"{parallel.tp_size}x{parallel.pp_size}x{parallel.pcp_size}x{parallel.dcp_size}"
+        kernels = kernel_text(config.model.dtype)
         groups = ";".join(f"{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups)
         return ChunkNaming(
             model=weights_text(config.model.name, version=settings.weights_version, check=settings.weights_check),
             dtype=config.model.dtype,
-            layout=f"rows/{config.kv_cache_layout}/{ranks}/{config.cache.blocks_per_chunk}x{self._part_bytes}/{groups}",
+            layout=f"rows/{config.kv_cache_layout}{kernels}/{ranks}/{config.cache.blocks_per_chunk}x{self._part_bytes}/{groups}",
             tenant=settings.tenant,
             name=config.model.name,
         )
