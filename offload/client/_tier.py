@@ -271,6 +271,7 @@ class DaemonTier(TierBase[DaemonLease]):
             if not holds(error, Unproven):  # else something may write to these slots for ever
                 thread.leave()
             raise
+        staging.give_back([slots[at] for at in failed])  # the daemon is not asked to read these
         good = [at for at in range(len(keys)) if at not in failed]
         answers = await self._ask_store(
             session,
@@ -280,7 +281,6 @@ class DaemonTier(TierBase[DaemonLease]):
             None if depths is None else [depths[at] for at in good],
             staging,
         )
-        staging.give_back([slots[at] for at in failed])
         rest = iter(answers)
         return [Failed(failed[at]) if at in failed else next(rest) for at in range(len(keys))]
 

@@ -15,9 +15,10 @@ from backends.abc import LOADED, STORED, RoomRequest, Unproven
 from backends.forwarding import ForwardingTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
+from backends.testing import FakeTier
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
-from offload.client import DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
+from offload.client import DaemonBusy, DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
 from offload.daemon._messages import (
     Counters,
     Done,
@@ -331,6 +332,21 @@ async def test_slots_stay_taken_behind_a_copy_that_was_left(path, monkeypatch, e
         with contextlib.suppress(Exception):
             await reservation.transfer(MemoryTier(16 * SIZE, SIZE), range(2))
         assert len(staging._free) == before - 2 * is_kept
+
+
+async def test_slot_of_damaged_block_goes_back_although_the_store_is_refused(path):
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        staging, source = client._its_places().staging, FakeTier(16, SIZE)
+        source.fill(KEYS)
+        await client._have_opened(client._session())
+        before = len(staging._free)
+        source.damage(KEYS[0])
+        server.sessions.limits = attrs.evolve(server.sessions.limits, bytes=10)
+        async with await source.pin(KEYS[:2]) as lease:
+            reservation = await client.reserve(RoomRequest(KEYS[:2], SIZE, "evict"))
+            with pytest.raises(DaemonBusy):
+                await reservation.transfer(source, lease.refs)
+        assert len(staging._free) == before
 
 
 async def test_an_engine_that_waits_for_its_session_is_judged_again(path):
