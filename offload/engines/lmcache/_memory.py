@@ -1,7 +1,8 @@
 """Memory objects of LMCache as a source and as a destination: columns of addresses in memory that LMCache keeps alive.
 
 An object that is as large as a page is copied from and to where it lies. A smaller one fills the rest of its page with zeros,
-so that equal objects have equal pages; a page that is loaded into it writes only as much as it has.
+so that equal objects have equal pages; a page that is loaded into it writes only as much as it has. The padding of an object is
+cleared before it is stored: it may hold what another request left there.
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ class MemoryObjects:
             ObjectTooLarge: one of them is larger than a page.
         """
         spans = [span.within(self.block_bytes) for span in spans]
+        for span in spans:
+            if span.used < span.size:
+                ctypes.memset(span.address + span.used, 0, span.size - span.used)
         # Steps of the counter and of the dict are atomic, so two threads may lend at once.
         refs = [next(self._refs) for _ in spans]
         blocks = ExternalBlocks(self, keys, refs)

@@ -35,7 +35,16 @@ def test_a_smaller_object_fills_its_page_with_zeros():
 def test_padding_that_has_no_place_in_a_page_is_left_out():
     source = MemoryObjects(4)
     blocks = source.lend([b"1"], [span(b"abcdpppp", used=3)[1]])
-    assert bytes(source.views(blocks.refs)[0]) == b"abcd"
+    assert bytes(source.views(blocks.refs)[0]) == b"abc\0"
+
+
+@pytest.mark.parametrize("page_bytes", [8, 16])
+def test_padding_of_objects_is_cleared_before_it_is_stored(page_bytes: int):
+    source = MemoryObjects(page_bytes)
+    blocks = source.lend([b"1"], [span(b"abcother", used=3)[1]])
+    pages = new_pages(1, page_bytes)
+    source.copy_out(blocks.refs, pages)
+    assert bytes(pages[0]) == b"abc".ljust(page_bytes, b"\0")
 
 
 def test_an_object_that_does_not_fit_is_refused_by_the_name_of_the_knob():
