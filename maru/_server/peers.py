@@ -8,6 +8,7 @@ directory numbers them, and knows which of them belong together by the instance_
 from __future__ import annotations
 
 import enum
+import math
 from typing import Final
 
 import attrs
@@ -60,5 +61,7 @@ class Peer:
     """Of a published client: its number in the directory, negative, given when it is first needed."""
     allocating: int = 0
     """Requests for memory that are not answered yet."""
+    listing_due: float = -math.inf
+    """When a listing of keys may begin over it."""
     complained: bool = False
     """Whether it was told that a frame of its cannot be read; it is told once."""

@@ -231,10 +231,8 @@ class Service:
         self.stopping = False
         """Somebody has asked this server to end, and may."""
         self.closed = False
-        self.listings: dict[int, tuple[list[str], float]] = {}
-        """The keys of listings that are under way, and when a page was asked for last, by session."""
-        self.listing_due: dict[int, float] = {}
-        """When a session may begin another one."""
+        self.listings: dict[Peer, tuple[int, list[str]]] = {}
+        """Session and keys of each listing that is under way, by connection; that which was asked for last is the last."""
         self._peers: dict[bytes, Peer] = {}
         self._peers_of: dict[int, dict[Peer, None]] = {}
         """The connections that spoke last for each session; a session without any is not here."""
@@ -348,6 +346,7 @@ class Service:
         if peer is None:
             return
         self._fall_silent(peer)
+        self.listings.pop(peer, None)
         if peer.connection:
             self.directory.disconnect(peer.connection, now)
             self.note(DEBUG, f"the published connection {-peer.connection} is gone")
@@ -477,8 +476,6 @@ class Service:
 
     def _ended(self, session_id: int) -> None:
         self.filled.pop(session_id, None)
-        self.listings.pop(session_id, None)
-        self.listing_due.pop(session_id, None)
         self._silent.pop(session_id, None)
         opener = self._openers.pop(session_id, None)
         if opener is not None:

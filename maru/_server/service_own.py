@@ -58,11 +58,9 @@ _INFO: Final = 20  # as in `logging`
 _LOOKED: Final = 1_024
 """Names that are looked at for one page of a listing: a MiB of the longest."""
 _LISTINGS: Final = 4
-"""Listings at once. Each keeps eight bytes a key."""
+"""Listings at once, one for a connection; for another, that goes which was asked for least lately. Eight bytes a key each."""
 _LISTING_PAUSE: Final = 1e-3
-"""Seconds until a session may begin another listing, for each ``_LOOKED`` keys: all names are copied for one."""
-LISTING_IDLE: Final = 10.0
-"""Seconds until a listing of which no page was asked for makes room for another one: its client was cancelled, perhaps."""
+"""Seconds until a connection may begin another listing, for each ``_LOOKED`` keys: all names are copied for one."""
 
 
 Answered: TypeAlias = bytes | Slices[bytes]
@@ -324,26 +322,24 @@ def list_keys(
     session_id = _enter(service, peer, message, now)
     directory, listings = service.directory, service.listings
     if not message.cursor:
-        if now < service.listing_due.get(session_id, now):
-            raise Refused(Word.TOO_MANY, "this session has begun a listing a moment ago: ask again later")
-        listings.pop(session_id, None)
-        for other in [other for other, (_, asked_at) in listings.items() if now - asked_at >= LISTING_IDLE]:
-            del listings[other]
-        if len(listings) >= _LISTINGS:
-            raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
+        if now < peer.listing_due:
+            raise Refused(Word.TOO_MANY, "this connection has begun a listing a moment ago: ask again later")
         names = directory.list_keys()
-        listings[session_id] = names, now
-        service.listing_due[session_id] = now + len(names) // _LOOKED * _LISTING_PAUSE
-    if session_id not in listings:
-        raise Refused(Word.FENCED, "this listing is over: begin again")
-    names, _ = listings[session_id]
-    listings[session_id] = names, now
+        listings.pop(peer, None)
+        while len(listings) >= _LISTINGS:
+            del listings[next(iter(listings))]
+        peer.listing_due = now + len(names) // _LOOKED * _LISTING_PAUSE
+    else:
+        begun_by, names = listings.pop(peer, (0, []))
+        if begun_by != session_id:
+            raise Refused(Word.FENCED, "this listing is over: begin again")
+    listings[peer] = session_id, names
     tenant, ends = directory.tenant_of(message.session), message.cursor + _LOOKED
     found = [name for name in names[message.cursor : ends] if name.startswith(message.prefix)]
     keys = [name for name in found if tenant_of(name) == tenant]
     if ends >= len(names):
         ends = 0
-        del listings[session_id]
+        del listings[peer]
     pending = directory.pending(session_id, now)
     return reply(header.code, header.sequence, ListKeysReply(service.epoch, pending, keys, ends), header.flags)
 

@@ -23,6 +23,7 @@ from maru._wire import (
     ErrorReply,
     FindRequest,
     HandshakeRequest,
+    ListKeysRequest,
     StoreRequest,
     StoreStatus,
 )
@@ -460,6 +461,22 @@ async def fill_answers_of_page_store(server, stack):
     assert len(answers) == 64 and sum(map(len, answers.values())) <= 64 << 10
 
 
+async def fill_listings(server, stack):
+    def list_keys():
+        owner = ask_from_thread(server, stack)
+        owner.session("k", 2_048)
+        listers = [ask_from_thread(server, stack) for _ in range(5)]
+        tokens = [asks.session(f"lister{at}")[0] for at, asks in enumerate(listers)]
+        pages = [
+            asks.ask(Code.LIST_KEYS, ListKeysRequest(token, 0, "", 0))
+            for asks, token in zip(listers, tokens, strict=True)
+        ]
+        return pages, listers[0].ask(Code.LIST_KEYS, ListKeysRequest(tokens[0], 0, "", 1024))
+
+    pages, oldest = await trio.to_thread.run_sync(list_keys)
+    assert all(page.cursor for page in pages) and isinstance(oldest, ErrorReply)
+
+
 async def fill_indexes(server, stack):
     least = await stack.enter_async_context(a_client(server, tenant="a"))
     await read_index(server, least)
@@ -484,6 +501,7 @@ OF_PAGE_STORES = {
     "sessions of a page store": (fill_sessions_of_page_store, {"max_sessions": 64}),
     "pins of a page store, some 100 bytes each": (fill_pins, {}),
     "remembered answers of a page store": (fill_answers_of_page_store, {}),
+    "listings of keys of a page store, 8 bytes a key": (fill_listings, {}),
     "bytes of the shared indexes of a page store": (fill_indexes, {}),
 }
 

@@ -1,7 +1,6 @@
 """Quotas of tenants: the account alone, and what a daemon does by it."""
 
 import json
-import math
 import random
 
 import pytest
@@ -9,7 +8,7 @@ import trio
 
 from backends.abc import Deletion
 from backends.testing import FakeTier
-from maru import ServerConfig, open_server
+from maru import BadMessage, ServerConfig, open_server
 from offload import NO_WAIT, ConfigError
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon import DaemonConfig
@@ -373,6 +372,10 @@ async def test_quota_given_again_counts_a_separate_page_store(path, tmp_path):
             await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
 
 
+def refuse():
+    raise BadMessage("ask again later")
+
+
 async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monkeypatch, caplog):
     server, tiers = beside(tmp_path)
     monkeypatch.setattr("offload.daemon._service._LIST_AGAIN", 0.01)
@@ -382,12 +385,12 @@ async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monk
             cache = cache_of()
             async with open_client(cache, running.url, credential=HIS) as his:
                 await store(his, cache, keys_of(8))
-        listings = page_store._service.listings
-        listings.update({-number: ([], math.inf) for number in range(1, 5)})  # of other clients, which go on
+        refusing = pytest.MonkeyPatch()
+        refusing.setattr(page_store._service.directory, "list_keys", refuse)
         async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
             assert running.statistics()["tenant.a.used_bytes"] == 0
             assert "is not counted yet" in caplog.text
-            listings.clear()
+            refusing.undo()
             await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
 
 

@@ -17,7 +17,6 @@ from maru._journal.registrations import recorded_columns
 from maru._server.peers import MAX_ANSWER_BYTES, Word
 from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
 from maru._server.service import Service
-from maru._server.service_own import LISTING_IDLE
 from maru._wire import (
     KEYS_AT_ONCE,
     MAX_KEYS,
@@ -1001,38 +1000,47 @@ def test_listing_names_own_tenant_only(world):
     assert world.send(b"other", Code.LIST_KEYS, ListKeysRequest(other, 0, "")).keys == [salted]
 
 
-def test_listings_at_once_are_bounded(world):
+def listers(world, count):
+    """Ask for a page of a listing, each by a session and a connection of its own."""
     token, region = world.ours()
     for at in range(0, 1500, 500):
         world.store(token, region, [f"k{n}" for n in range(at, at + 500)], offsets=list(range(at, at + 500)), length=1)
-    sessions = [world.shake(b"%d" % number).session for number in range(5)]
-    for number, session in enumerate(sessions[:4]):
-        assert world.send(b"%d" % number, Code.LIST_KEYS, ListKeysRequest(session, 0, "k")).cursor
-    assert refused(world.send(b"4", Code.LIST_KEYS, ListKeysRequest(sessions[4], 0, "k")), Word.TOO_MANY)
-    world.send(b"0", Code.CLOSE, CloseRequest(sessions[0], 0))
-    assert world.send(b"4", Code.LIST_KEYS, ListKeysRequest(sessions[4], 0, "k")).cursor
-
-
-def test_a_listing_that_was_left_makes_room(world):
-    token, region = world.ours()
-    for at in range(0, 1500, 500):
-        world.store(token, region, [f"k{n}" for n in range(at, at + 500)], offsets=list(range(at, at + 500)), length=1)
-    sessions = [world.shake(b"%d" % number).session for number in range(6)]
+    sessions = [world.shake(b"%d" % number).session for number in range(count)]
 
     def page(number, cursor=0):
         return world.send(b"%d" % number, Code.LIST_KEYS, ListKeysRequest(sessions[number], 0, "k", cursor))
 
+    return page
+
+
+def test_of_too_many_listings_the_oldest_goes(world):
+    page = listers(world, 5)
     for number in range(4):
         assert page(number).cursor
-    world.now += LISTING_IDLE / 2
-    for number in range(1, 4):
-        assert len(page(number).keys) == 1024  # these begin again
-    assert refused(page(4), Word.TOO_MANY)
-    world.now += LISTING_IDLE / 2
+    world.now += 1.0
+    assert page(0).cursor  # it begins again
     assert page(4).cursor
-    assert refused(page(5), Word.TOO_MANY)
+    assert refused(page(1, 1024), Word.FENCED)
+    assert [len(page(number, 1024).keys) for number in (0, 2, 3, 4)] == [476] * 4
+
+
+def test_a_connection_has_one_listing(world):
+    page = listers(world, 2)
+    assert page(0).cursor and page(1).cursor
+    for _ in range(8):
+        world.now += 1.0
+        another = world.shake(b"1").session
+        assert world.send(b"1", Code.LIST_KEYS, ListKeysRequest(another, 0, "k", 0)).cursor
+    assert refused(page(1, 1024), Word.FENCED)
+    assert len(page(0, 1024).keys) == 476
+
+
+def test_a_listing_goes_with_its_connection(world):
+    page = listers(world, 1)
+    assert page(0).cursor
+    world.service.disconnected(b"0", world.now)
+    assert not world.service.listings
     assert refused(page(0, 1024), Word.FENCED)
-    assert [len(page(number, 1024).keys) for number in range(1, 5)] == [476] * 4
 
 
 # --- leases -------------------------------------------------------------------------------------------------------
