@@ -259,6 +259,22 @@ def test_a_worker_copies_from_rows_and_from_pages_in_one_job(copies: Any):
     assert [bytes(cache[at].numpy().tobytes())[0] for at in range(8)] == [1, 1, 4, 4, 3, 3, 0, 0]
 
 
+def test_rows_of_narrow_chunks_keep_nothing_of_others(server: Server):
+    with opened(server) as memory:
+        wide, narrow = (
+            ChunkSource([GroupCaches({"a": torch.ones(8, 1, 4, n)}, 8, 2)]) for n in (ROW // 32, ROW // 128)
+        )
+        one = RowCopies(memory.arena, 0, [wide, narrow], tuple)
+        rows = memory.arena.pages([2, 3])
+        for row in rows:
+            row[:] = b"s" * ROW
+        one.store(1, [1, 2, 3, 4], [2, 2], [0, 0], [2, 3])
+        one.wait({1})
+        one.close()
+        assert b"s" not in bytes(rows[0])
+        assert bytes(rows[1])[narrow.block_bytes :] == bytes(ROW - narrow.block_bytes)
+
+
 def test_pages_that_changed_while_they_were_copied_are_an_error(copies: Any):
     one, _, rows = copies()
     one.load(1, range(2), [2], [0], [-2], {-2: (Lying(rows, unchanged=False), 0)})

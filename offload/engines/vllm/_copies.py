@@ -11,6 +11,7 @@ A copy of a device waits on the device for all that vLLM has started there befor
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -199,11 +200,22 @@ class RowCopies:
 
     def _copy_all(self, columns: Columns, copy: Copy, in_place: InPlace, after: Sequence[Event]) -> int:
         """Make the copies of a job; returns their bytes."""
+        if copy is copy_chunks_out:
+            self._clear_ends(columns)
         parts = [
             (group, chunks, self._pages(rows, in_place, group.block_bytes)) for group, chunks, rows in columns if rows
         ]
         copy(parts, after)
         return sum(len(pages) * pages.page_bytes for _, _, pages in parts)
+
+    def _clear_ends(self, columns: Columns) -> None:
+        """Clear the end of each row behind a narrower chunk: what another request left there would be stored with it."""
+        widest = max(group.block_bytes for group in self._groups)
+        for group, _, rows in columns:
+            unused = widest - group.block_bytes
+            if unused:
+                for address in self._arena.pages(rows, self._offset + group.block_bytes, unused).addresses:
+                    ctypes.memset(address, 0, unused)
 
     def _pages(self, places: Sequence[int], in_place: InPlace, nbytes: int) -> Pages:
         """This worker's part of these places."""
