@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import trio
@@ -65,6 +65,8 @@ _MAX_FRAME_BYTES: Final = 1 << 20
 """More than the largest request."""
 _KEYS_OF_A_COPY: Final = 4
 _LEAST_TOKEN_BYTES: Final = 16
+_LAST_ANSWERS: Final = 1.0
+"""Seconds that the listener stays when a reload ends it: an operator may have asked for that reload."""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -97,22 +99,26 @@ def read_token(path: str) -> bytes:
     return token
 
 
-@contextmanager
-def own_token(directory: str) -> Iterator[bytes]:
-    """A token of this daemon alone, in a file that only its user may read, as long as the block lasts."""
-    path, token = f"{directory}/{TOKEN_NAME}", secrets.token_hex().encode()
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        write_all(descriptor, token + b"\n")
-    finally:
-        os.close(descriptor)
-    try:
-        yield token
-    finally:
+class OwnToken:
+    """A token of this daemon alone, in a file that only its user may read."""
+
+    def __init__(self, directory: str) -> None:
+        self.path: str = f"{directory}/{TOKEN_NAME}"
+        self.token: bytes = secrets.token_hex().encode()
+
+    def write(self) -> None:
+        """Write the file, in place of any other."""
+        self.remove()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(descriptor, self.token + b"\n")
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(self.path)
 
 
 @contextmanager
@@ -135,13 +141,20 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
         purpose="the directory of a daemon's operators",
     )
     os.close(descriptor)
-    with nullcontext(read_token(config.admin_token_file)) if config.admin_token_file else own_token(directory) as token:
+    own = None if config.admin_token_file else OwnToken(directory)
+    token = read_token(config.admin_token_file) if own is None else own.token
+    try:
+        if own is not None:
+            own.write()
         try:
-            admin = Admin(daemon, where, token)
+            admin = Admin(daemon, where, token, own)
         except PoolUnusable as exc:
             raise ConfigError("daemon.admin", config.admin, str(exc)) from exc
         with admin:
             yield admin
+    finally:
+        if own is not None:
+            own.remove()
 
 
 # --- the listener -------------------------------------------------------------------------------------------------------
@@ -154,13 +167,16 @@ class Admin:
         daemon: what they ask about.
         path: of the socket, in a directory that only this user enters.
         token: what they show.
+        own: its file, if the daemon has made it.
 
     Attributes:
         reload: reads the settings again, and returns those that were refused; set by the command that runs the daemon.
     """
 
-    def __init__(self, daemon: Daemon, path: str, token: bytes) -> None:
+    def __init__(self, daemon: Daemon, path: str, token: bytes, own: OwnToken | None) -> None:
         self.operators: Operators = Operators(token)
+        self._own = own
+        self._running = trio.CancelScope()
         self.reload: Callable[[], Awaitable[Sequence[str]]] | None = None
         self._daemon = daemon
         self._handlers: Mapping[type, Callable[[bytes, Any], Answer | _Later | None]] = {
@@ -191,11 +207,28 @@ class Admin:
         return f"ipc://{self._channel.path}"
 
     def renew(self) -> list[str]:
-        """Listen again if the socket was removed; return its path then."""
-        return self._channel.renew()
+        """Make the socket and the token's file again, as far as they were removed; return their paths."""
+        made = self._channel.renew()
+        if self._own is not None and not os.path.lexists(self._own.path):
+            self._own.write()
+            made.append(self._own.path)
+        return made
+
+    async def end(self) -> None:
+        """Let no operator in any more at once, and stop listening once answers to those that are there have left."""
+        self.operators.change(secrets.token_bytes())
+        if self._own is not None:
+            self._own.remove()
+        await trio.sleep(_LAST_ANSWERS)
+        self._running.cancel()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled, or told to end."""
+        with self._running:
+            await self._serve()
+        self._channel.close()
+
+    async def _serve(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._channel.run)
             while True:

@@ -207,6 +207,10 @@ class Daemon:
         tenants = read_tenants(config.tenants_file)
         if self.admin is not None and config.admin_token_file:
             self.admin.operators.change(read_token(config.admin_token_file))
+        if self.admin is not None and not config.admin_path(self.directory):  # engines of tenants could read its token
+            self._nursery.start_soon(self.admin.end)
+            self.admin = None
+            self.degradations.keep(*self._own_files())
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
@@ -379,7 +383,8 @@ class Daemon:
 
     async def _look_for_silent(self) -> None:
         while True:
-            await trio.sleep(self._service.sessions.limits.lease / _LOOKS_A_LEASE)
+            # Often, however long the lease: sessions that are older than a reload have another one.
+            await trio.sleep(min(LOOK, self._service.sessions.limits.lease / _LOOKS_A_LEASE))
             self._service.end_silent()
 
     async def _keep_files(self, own: _OwnDirectory, channel: ChannelServer, handover: Handover) -> None:

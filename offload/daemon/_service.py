@@ -302,9 +302,9 @@ class Service:
             raise Refusal("full", f"there are {len(self.sessions)} sessions, as many as max_sessions allows{left}")
         self._admit(peer)
         _log.info("%s begins%s", session, f" for tenant {tenant}" if tenant else "")
-        limits, block_bytes = self.sessions.limits, self._engine.block_bytes
+        block_bytes = self._engine.block_bytes
         return Welcome(
-            request.seq, self.epoch, version, session.number, session.token, tenant, limits.lease, block_bytes,
+            request.seq, self.epoch, version, session.number, session.token, tenant, session.lease, block_bytes,
             self.handover_path, resumed, self.sessions.unproven(request.previous) if request.previous else [],
         )  # fmt: skip
 
@@ -328,10 +328,10 @@ class Service:
             self._nursery.start_soon(self._give_back, session)
 
     def end_silent(self) -> None:
-        """End the sessions whose engines have been silent for longer than the lease."""
+        """End the sessions whose engines have been silent for longer than their leases."""
         for session in self.sessions.expired(trio.current_time()):
             self._hang_up(session.peer)
-            self.end(session, f"its engine was silent for {self.sessions.limits.lease:g} s")
+            self.end(session, f"its engine was silent for {session.lease:g} s")
 
     async def wait_given_back(self) -> None:
         """Wait until nothing is left of the sessions that have ended."""

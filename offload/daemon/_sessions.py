@@ -52,7 +52,7 @@ class Limits:
     bytes_together: int = 1 << 30
     """The same for all sessions."""
     lease: float = 30.0
-    """Seconds that an engine may be silent."""
+    """Seconds that an engine may be silent whose session begins now."""
 
 
 class Stage(enum.Enum):
@@ -91,6 +91,8 @@ class Session:
     """Its requests that have ended, and whose copies may still be going on."""
     bytes: int = 0
     """What its requests, holds and announcements count for together."""
+    lease: float = 30.0
+    """Seconds that its engine may be silent, as it was told: a reload changes those of later sessions."""
     waiting: int = 0
     """Blocks of its stores that wait for their signal."""
     costs: dict[int, int] = attrs.field(factory=dict, repr=False)
@@ -175,7 +177,7 @@ class Sessions:
             self.turned_away += 1
             return None
         self._last += 1
-        session = Session(self._last, peer, printable(name), tenant, now, version=version)
+        session = Session(self._last, peer, printable(name), tenant, now, version=version, lease=self.limits.lease)
         self._by_peer[peer] = self._all[session.number] = session
         return session
 
@@ -214,9 +216,8 @@ class Sessions:
         self.bytes -= cost
 
     def expired(self, now: float) -> list[Session]:
-        """Sessions whose engine has been silent for longer than the lease."""
-        since = now - self.limits.lease
-        return [session for session in self._by_peer.values() if session.heard < since]
+        """Sessions whose engine has been silent for longer than its lease."""
+        return [session for session in self._by_peer.values() if session.heard < now - session.lease]
 
     def end(self, session: Session, why: str) -> bool:
         """End a session; whether it went on until now. What it holds is to be given back."""

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shutil
 import stat
 import threading
 from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
@@ -441,6 +443,34 @@ async def enter(nursery, url):
             await trio.sleep_forever()
 
     return await nursery.start(keep)
+
+
+async def test_tenants_that_come_end_a_listener_whose_token_they_could_read(path, tmp_path):
+    async with daemon(path) as server, Operator(server) as operator, Operator(server) as other:
+
+        async def reload():
+            server.reload(attrs.evolve(server.config, tenants_file=tenants(tmp_path)))
+            return []
+
+        server.admin.reload = reload
+        assert isinstance(await operator.ask(Reload), Reloaded)
+        await until(lambda: not is_there(f"{path}/admin.token"))
+        assert (await other.ask(messages.Describe)).kind == "credential"
+        assert await operator.is_over() and await other.is_over()
+        assert server.admin_url == "" and not is_there(f"{path}/admin.sock")
+
+
+async def test_a_token_that_was_removed_is_written_again(path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._server.LOOK", 0.01)
+    async with daemon(path) as server:
+        before = token_in(path)
+        shutil.rmtree(path)
+        await until(lambda: is_there(f"{path}/admin.token"))
+        assert token_in(path) == before
+        assert stat.S_IMODE(os.stat(f"{path}/admin.token").st_mode) == 0o600
+        async with Operator(server) as operator:
+            assert isinstance(await operator.ask(messages.Describe), Described)
+    assert not is_there(f"{path}/admin.token")
 
 
 async def test_settings_are_read_again_by_whom_has_the_file(path):

@@ -101,6 +101,15 @@ def test_a_connection_has_one_session():
         every.begin(b"peer", "", "", 0.0)
 
 
+def test_a_session_keeps_the_lease_that_it_was_told():
+    every = sessions(lease=10.0)
+    old = every.begin(b"1", "", "", 0.0)
+    every.limits = Limits(lease=2.0)
+    new = every.begin(b"2", "", "", 0.0)
+    assert every.expired(5.0) == [new]
+    assert every.expired(11.0) == [old, new]
+
+
 def test_an_engine_that_is_silent_for_longer_than_its_lease_is_named():
     every = sessions(lease=10.0)
     silent, heard = every.begin(b"1", "", "", 0.0), every.begin(b"2", "", "", 0.0)
