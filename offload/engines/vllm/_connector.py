@@ -152,6 +152,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _check_parallel(vllm_config.parallel_config)
         groups = kv_cache_config.kv_cache_groups
         self._groups: list[BlockGroup] = [_block_group(group) for group in groups]
         sizes = [group.block_size for group in self._groups]
@@ -245,6 +246,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             commit=commit,
         )
         ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+        if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+            ranks += f"x{parallel.prefill_context_parallel_size}"
         # Of these files, but computed otherwise: a scaling of its positions, say.
         configs = {id(one): one.to_dict() for one in (model.hf_config, model.hf_text_config)}
         computed = f"{model.quantization or ''}{config_text(*configs.values(), tokens=model.max_model_len)}"
@@ -473,6 +476,20 @@ class MaruKVConnector(OffloadConnector):
     """Offloads into the page store, with the published parameters; see docs/how-to/vllm.md."""
 
     settings_type: ClassVar[type[Settings] | type[MaruSettings]] = MaruSettings
+
+
+def _check_parallel(parallel: Any) -> None:
+    """Refuse blocks that have the tokens of one rank only: a chunk would have other tokens than its key says.
+
+    Raises:
+        ValueError: decode context parallelism is on.
+    """
+    ranks = getattr(parallel, "decode_context_parallel_size", 1)
+    if ranks > 1:
+        raise ValueError(
+            f"decode_context_parallel_size = {ranks}: must be 1 with this connector; use vLLM's OffloadingConnector with "
+            "OffloadSpec"
+        )
 
 
 def _block_group(group: Any) -> BlockGroup:

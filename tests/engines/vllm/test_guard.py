@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -160,6 +160,15 @@ def test_vllm_goes_on_with_right_bytes(error: type[BaseException]):
         assert engine.statistics().unreleased_hits == 0
         engine.drain(SOON)
         assert not source._chunks
+
+
+def test_decode_context_parallelism_is_refused_by_its_option():
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2), kv_transfer_config=SimpleNamespace()
+    )
+    groups = SimpleNamespace(kv_cache_groups=[])
+    with pytest.raises(ValueError, match="decode_context_parallel_size = 2: must be 1"):
+        OffloadConnector(config, KVConnectorRole.WORKER, groups)
 
 
 def test_workers_with_other_weights_are_refused():
