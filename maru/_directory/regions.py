@@ -40,6 +40,12 @@ class Account:
     charged_bytes: int = 0
     sessions: dict[int, Session] = attrs.field(factory=dict)
 
+    @property
+    def entries(self) -> int:
+        """Keys in the regions of these sessions; it costs as much as there are regions."""
+        regions = [region for session in self.sessions.values() for region in session.regions.values()]
+        return sum([len(region.keys_at) for region in regions])
+
     def excess(self, more_bytes: int) -> int:
         """By how much the quota would be exceeded with so many more bytes. Not negative."""
         return max(0, self.charged_bytes + more_bytes - self.quota_bytes) if self.quota_bytes else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from operator import add
+from typing import Final
 
 from .changes import Changes
 from .eviction_guard import EvictionGuard
@@ -14,6 +15,9 @@ from .regions import Account, Region
 from .sessions import Session
 from .statistics import Counters
 from .validation import NEW, RemainingQuota, Validation, validate
+
+_ENTRIES_SHARE: Final = 2
+"""Part of all entries that an account with a quota has at most: keys of a byte each stay far below its bytes."""
 
 
 class Registrar:
@@ -121,8 +125,17 @@ class Registrar:
         return not (
             owner.instance.excess(more_bytes)
             or owner.tenant_account.excess(more_bytes)
+            or self._entries_excess(owner, more_entries)
             or len(self._state.located) + more_entries > self._limits.max_entries
         )
+
+    def _entries_excess(self, owner: Session, more_entries: int) -> int:
+        """By how many keys an account of this owner that has a quota would exceed its share of all. Not negative."""
+        most = self._limits.max_entries // _ENTRIES_SHARE
+        if len(self._state.located) + more_entries <= most:  # nearly always: nothing is counted
+            return 0
+        accounts = [account for account in (owner.instance, owner.tenant_account) if account.quota_bytes]
+        return max([0, *[account.entries + more_entries - most for account in accounts]])
 
     def _validate(
         self,
@@ -163,16 +176,30 @@ class Registrar:
                 first = [owner for owner in validation.more_bytes if owner in sharing]
                 self._evictor.evict_bytes(dict.fromkeys([*first, *sharing]), excess, stays, now)
         for owner in validation.more_bytes:
+            excess = self._entries_excess(owner, validation.more_entries)
+            for one in dict.fromkeys([owner, *self._sharing(owner)]):
+                if excess > 0:
+                    excess -= self._evictor.evict(one, excess, now, stays)
             excess = len(self._state.located) + validation.more_entries - self._limits.max_entries
             if excess > 0:
                 self._evictor.evict(owner, excess, now, stays)
         if self._all_fits(validation):
             return validation
-        left = RemainingQuota(max(0, self._limits.max_entries - len(self._state.located)))
+        entries = self._limits.max_entries - len(self._state.located)
+        for owner in validation.more_bytes:
+            entries = min(entries, validation.more_entries - self._entries_excess(owner, validation.more_entries))
+        left = RemainingQuota(max(0, entries))
         return self._validate(regions, columns, now, pinned, left)
+
+    def _sharing(self, owner: Session) -> list[Session]:
+        """Return the sessions that share a quota with this one."""
+        accounts = [account for account in (owner.instance, owner.tenant_account) if account.quota_bytes]
+        return [session for account in accounts for session in account.sessions.values()]
 
     def _all_fits(self, validation: Validation) -> bool:
         if len(self._state.located) + validation.more_entries > self._limits.max_entries:
+            return False
+        if any([self._entries_excess(owner, validation.more_entries) for owner in validation.more_bytes]):
             return False
         return not any([account.excess(more) for account, more in _charges(validation).items()])
 

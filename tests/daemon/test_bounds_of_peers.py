@@ -477,6 +477,19 @@ async def fill_listings(server, stack):
     assert all(page.cursor for page in pages) and isinstance(oldest, ErrorReply)
 
 
+async def fill_entries(server, stack):
+    def store():
+        asks = ask_from_thread(server, stack)
+        token, region = asks.session("k", 32)
+        some = list(range(32, 48))
+        return asks.ask(
+            Code.STORE, StoreRequest(token, 0, 99, region, [f"k{at}" for at in some], some, 1, None)
+        ).statuses
+
+    assert not any(await trio.to_thread.run_sync(store))
+    assert len(server._storage.directory) == 32
+
+
 async def fill_indexes(server, stack):
     least = await stack.enter_async_context(a_client(server, tenant="a"))
     await read_index(server, least)
@@ -502,6 +515,7 @@ OF_PAGE_STORES = {
     "pins of a page store, some 100 bytes each": (fill_pins, {}),
     "remembered answers of a page store": (fill_answers_of_page_store, {}),
     "listings of keys of a page store, 8 bytes a key": (fill_listings, {}),
+    "keys of a page store": (fill_entries, {"max_entries": 64, "quota_instance_bytes": "1 MiB"}),
     "bytes of the shared indexes of a page store": (fill_indexes, {}),
 }
 

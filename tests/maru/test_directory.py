@@ -1586,3 +1586,19 @@ def test_remembered_answers_have_a_bound_of_bytes():
     answers = directory._state.sessions[session].answers
     assert sum(map(len, answers.values())) <= 2_000
     assert directory.delete(session, keys, 0.0, request_id=8) == [DropAnswer.MISSING.value] * 600
+
+
+def test_an_account_with_a_quota_has_half_of_the_entries():
+    directory = Directory(Limits(max_entries=8, tenant_quotas={"bad": 1 << 20}))
+    bad, other = (directory.open_session(name, name.decode(), name.decode(), 10.0, 0.0) for name in (b"bad", b"other"))
+    for by, region in ((bad, 1), (other, 2)):
+        directory.add_region(by, region, 1 << 20)
+    for at in range(8):
+        answer = directory.register(bad, Columns(1, [f"b{at}"], [at], 1, None, 0, None), 0.0)
+        assert answer.statuses == [StoreStatus.NEW]
+    assert directory.exists([f"b{at}" for at in range(8)]) == [False] * 4 + [True] * 4
+    answer = directory.register(other, Columns(2, [f"o{at}" for at in range(4)], list(range(4)), 1, None, 0, None), 0.0)
+    assert answer.statuses == [StoreStatus.NEW] * 4
+    directory.pin(bad, [f"b{at}" for at in range(4, 8)])
+    answer = directory.register(bad, Columns(1, ["b8"], [8], 1, None, 0, None), 0.0)
+    assert answer.statuses == [StoreStatus.QUOTA]
