@@ -91,6 +91,9 @@ def precondition_of(destination: Destination, given: PreconditionLike | None) ->
 async def wait_for(precondition: Precondition) -> None:
     """Wait until a destination may be written.
 
+    Here, and not by an event in the stream that copies: the seconds for which a device still computes would count as the
+    tier's, for its breaker, its time-out and its measured rate.
+
     Raises:
         PreconditionFailed: the precondition has failed.
     """
