@@ -287,7 +287,13 @@ class Service:
         previous = self.sessions.by_token(request.previous) if request.previous else None
         if previous is None:
             return self._welcome(peer, request, version, tenant, resumed=resumed)
-        previous.when_over.append(partial(self._welcome_late, peer, request))
+        waiting, previous.successor = previous.successor, (peer, request)
+        if waiting is None:
+            previous.when_over.append(partial(self._welcome_late, previous))
+        else:
+            self._send(waiting[0], self._refused(waiting[1], Refusal("session", "a later hello waits in its place")))
+            if waiting[0] != peer:
+                self._hang_up(waiting[0])
         self._admit(peer)
         self.end(previous, "its engine has begun another one")
         self._hang_up(previous.peer)  # it was admitted for that session: else one engine could collect connections
@@ -308,8 +314,9 @@ class Service:
             self.handover_path, resumed, self.sessions.unproven(request.previous) if request.previous else [],
         )  # fmt: skip
 
-    def _welcome_late(self, peer: bytes, request: Hello) -> None:
+    def _welcome_late(self, previous: Session) -> None:
         """Welcome an engine whose previous session is over by now, if it may come still."""
+        peer, request = previous.successor
         try:
             # Decided again: while it waited, its credential may have been taken away, or the daemon begun to drain.
             answer = self._hello(peer, self.sessions.of(peer), request, resumed=True)

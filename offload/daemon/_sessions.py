@@ -101,6 +101,8 @@ class Session:
     """Of each hold, by number."""
     ended: str = ""
     """Why it has ended; empty while it goes on."""
+    successor: Any = None
+    """The hello that waits for its end, with its connection: one, since each keeps a connection."""
     when_over: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
     """Called once nothing of it is left."""
 

@@ -150,6 +150,29 @@ async def fill_sessions(server, stack):
         assert "as many as max_sessions allows" in (await refused.hello()).text
 
 
+@fills("connections that wait for the end of a session", max_sessions=4, block_bytes=SIZE)
+async def fill_successors(server, stack):
+    over = trio.Event()
+    stack.callback(over.set)
+    server._service.reads.let_go = lambda hit: over.wait()
+    first = stack.enter_context(Raw(server))
+    token = (await first.hello()).token
+    first.send(messages.Lookup(2, [b"key"], 1.0))
+    await first.answer()
+    waiting = [stack.enter_context(Raw(server)) for _ in range(20)]
+    for raw in waiting:
+        for seq in (1, 2):
+            raw.send(messages.Hello(seq, 1, 1, "raw", previous=token))
+    for raw in waiting:
+        refused = await raw.answer()
+        assert refused.seq == 1 and "a later hello" in refused.text
+    for raw in waiting[:-1]:
+        assert (await raw.answer()).seq == 2 and await raw.is_over()
+    assert server.statistics()["connections"] == 1
+    over.set()
+    assert isinstance(await waiting[-1].answer(), messages.Welcome)
+
+
 async def refusals(server, stack, make, count, text):
     """Send so many requests; some are refused with this text."""
     raw = stack.enter_context(Raw(server))
