@@ -215,9 +215,9 @@ async def test_large_loads_use_one_area_one_after_the_other_and_the_largest_is_k
     made = []
 
     class Counted(SharedMemory):
-        def __init__(self, nbytes):
+        def __init__(self, nbytes, **options):
             made.append(nbytes // SIZE)
-            super().__init__(nbytes)
+            super().__init__(nbytes, **options)
 
     monkeypatch.setattr("offload.client._places.STAGING_BYTES", 3 * SIZE)
     monkeypatch.setattr("offload.client._places.SPARE_BYTES", 6 * SIZE)
