@@ -25,7 +25,7 @@ from offload.testing.scenarios._program import (
 from ._options import json_option, one_file, usage_errors
 from ._output import grid, plural, show
 
-_NOT_KNOBS = {"source", "to", "policies", "chain"}
+_NOT_KNOBS = {"source", "to", "policies", "chain", "optional_chain"}
 
 
 @click.command("show")
@@ -88,6 +88,8 @@ def _tier(spec: TierSpec) -> str:
 
 def _pipeline(name: str, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     chain = f", and on through {', '.join(spec.chain)}" if spec.chain else ""
+    if spec.optional_chain:
+        chain += f", and on through {', '.join(spec.optional_chain)} if there is room"
     yield name, f"{spec.source} -> {spec.to}{chain}"
     knobs = {
         field: getattr(spec, field)

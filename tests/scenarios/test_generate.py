@@ -8,7 +8,7 @@ from functools import cache
 from offload.instruments import HOOKS
 from offload.testing.scenarios import check, expand, generate, play
 from offload.testing.scenarios._generate import SPAN
-from offload.testing.scenarios._names import keys_of, stores_of
+from offload.testing.scenarios._names import keys_of, routes_of, stores_of
 from offload.testing.scenarios._program import FAULT_KINDS
 
 SEEDS = range(400)
@@ -120,10 +120,12 @@ def test_readers_hold_what_they_have_found_while_others_store_delete_and_damage_
 
 def test_chains_have_one_route_or_two_side_by_side_or_one_behind_the_other():
     chains = Counter(
-        [(len(program.pipeline["main"].chain), any(one.source == "disk" for one in program.pipeline.values()))
+        [(len(routes_of(program.pipeline["main"])), any(one.source == "disk" for one in program.pipeline.values()))
          for program in programs()]
     )  # fmt: skip
     assert chains[1, False] > 20 and chains[2, False] > 20 and chains[1, True] > 8
+    optional = [len(program.pipeline["main"].optional_chain) for program in programs()]
+    assert optional.count(1) > 20 and optional.count(2) > 2
     assert chains[0, False] > 250, "most have none, since a chain costs time"
 
 

@@ -26,7 +26,7 @@ import attrs
 import trio
 
 from backends import CapacityError, MissingKeys
-from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, StrongBlocks, Unproven
+from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
 from backends.direct import DirectTier
 from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
@@ -40,7 +40,7 @@ from offload._pipeline.lifecycle import Status
 from offload.instruments import Every
 
 from ._fields import config_of
-from ._invariants import source_of
+from ._invariants import judge_share
 from ._pipeline_system import PipelineSystem
 from ._program import TICK, EngineSpec
 from ._systems import Refused, System, Ticket
@@ -209,13 +209,7 @@ class _HookInstrument(Every):
         spec = self._parts.world.scenario.engine
         assert spec is not None
         for pipeline in () if spec.required or self.engine is None else self.engine.pipelines[1:]:
-            tier = source_of(pipeline)
-            live = [one.blocks for one in pipeline._settlement.live]
-            held = sum(len(blocks.refs) for blocks in live if isinstance(blocks, StrongBlocks) and blocks.refs)
-            held += pipeline.quarantined_blocks
-            most = max(1, int(tier.pool.capacity * pipeline.config.route_share))
-            if held > most:
-                self._parts.world.wrong("I1", f"{pipeline!r} holds {held} blocks of {tier!r}, and its share is {most}")
+            judge_share(self._parts.world, pipeline)
 
     def _all_went_on(self, container: OffloadContainer) -> None:
         """Check rule 1: what a complete store put into the first tier went on along each of its routes."""

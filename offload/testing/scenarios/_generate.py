@@ -100,13 +100,28 @@ class Draft:
         for i in range(rng.pick([1, 1, 1, 2], "prefixes")):
             self._prefix(i, min(capacity, budget))
         tiers = self._tiers(below, capacity)
-        pipelines = {"main": msgspec.structs.replace(main, chain=_from("host", below), policies=self._policies())}
+        chain = _from("host", below)
+        optional = [name for name in chain if self.engine is None and rng.chance(0.4, name, "optional")]
+        pipelines = {
+            "main": msgspec.structs.replace(
+                main,
+                chain=[name for name in chain if name not in optional],
+                optional_chain=optional,
+                policies=self._policies(),
+            )
+        }
         if twin:
             pipelines["twin"] = self._twin()
         for name, (source, to) in below.items():
             patience = rng.pick([4, 100], name, "timeout")
             pipelines[name] = PipelineSpec(
-                source=source, to=to, chain=_from(to, below), destination_ms=patience, flush_ms=rng.pick([1, 10], name)
+                source=source,
+                to=to,
+                chain=_from(to, below),
+                destination_ms=patience,
+                flush_ms=rng.pick([1, 10], name),
+                route_share=rng.pick([0.25, 0.5, 1.0], name, "share") if name in optional else None,
+                route_ms=rng.pick([0, 4, 40], name, "patience") if name in optional else None,
             )
         self._disturb(tiers)
         host = tiers["host"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import attrs
 
 from backends import BackendError, DamagedBlock
-from backends.abc import CapacityError, Key
+from backends.abc import CapacityError, Key, StrongBlocks
 from backends.testing import FakeTier
 from offload import (
     DestinationFull,
@@ -233,6 +233,21 @@ def at_rest(pipeline: Pipeline, *tiers: FakeTier, quarantined: bool = True) -> d
     return {what: amount for what, amount in left.items() if amount}
 
 
+def judge_share(world: VirtualWorld, pipeline: Pipeline) -> None:
+    """Check that a route which is not required holds no more of the tier above than its share."""
+    tier = source_of(pipeline)
+    # A batch is in quarantine as one, while its containers settle one by one.
+    quarantined = {key for entry in pipeline.quarantine for key in entry.keys}
+    live = [one.blocks for one in pipeline._settlement.live]
+    strong = [blocks for blocks in live if isinstance(blocks, StrongBlocks) and blocks.refs]
+    held = pipeline.quarantined_blocks + len(
+        [key for blocks in strong for key in blocks.keys if key not in quarantined]
+    )
+    most = max(1, int(tier.pool.capacity * pipeline.config.route_share))
+    if held > most:
+        world.wrong("I1", f"{pipeline!r} holds {held} blocks of {tier!r}, and its share is {most}")
+
+
 def tasks_of_the_package() -> list[str]:
     """The names of all tasks that run a function of ``offload``, but for what is there to test it (I8)."""
     return [
@@ -293,7 +308,7 @@ class Causes:
         if result.status is Status.CANCELLED and not request.cancelled:
             yield "I9", f"{request.label} was cancelled, and nobody asked for that"
         spec = self._world.pipelines[request.pipeline]
-        tiers = self._oracle.below(request.pipeline)
+        tiers = self._oracle.required_below(request.pipeline)
         for key, error in [(None, result.error), *result.failed.items()]:
             if error is not None and not self._may_fail(request, spec, tiers, key, error):
                 cause = f" because of {error.__cause__!r}" if error.__cause__ is not None else ""
@@ -307,6 +322,9 @@ class Causes:
         missing = [route for route in spec.chain if route not in result.routes] if result.completed else []
         if missing:
             yield "I5", f"{request.label} has ended, and nothing is known of its way through {', '.join(missing)}"
+        owed = [route for route in spec.optional_chain if route in result.routes]
+        if owed:
+            yield "I5", f"{request.label} has waited for {', '.join(owed)}, which is not required"
         gone = self._world.evicted.get(spec.source, {})
         filled = any(spec.source == other.to for other in self._world.pipelines.values())
         for key in result.evicted:

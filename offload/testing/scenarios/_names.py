@@ -123,6 +123,11 @@ def pipelines_of(scenario: Scenario) -> Mapping[str, PipelineSpec]:
     return scenario.pipeline or {"main": PipelineSpec(to="host")}
 
 
+def routes_of(spec: PipelineSpec) -> list[str]:
+    """Return the pipelines that take on what this one has stored, required or not."""
+    return [*spec.chain, *spec.optional_chain]
+
+
 def _of_engine(engine: EngineSpec, said: Mapping[str, PipelineSpec]) -> Mapping[str, PipelineSpec]:
     """From ``device`` to the first tier, and from each to the next, all with the same knobs."""
     tiers = engine.tiers
@@ -268,6 +273,8 @@ def _tidy_pipelines(scenario: Scenario, labels: set[str]) -> dict[str, PipelineS
             who = [label for label in expand(policy.who) if label in labels]
             if who or not policy.who:
                 policies.append(structs.replace(policy, who=compress(who)) if policy.who else policy)
-        chain = [other for other in spec.chain if other in scenario.pipeline]
-        found[name] = structs.replace(spec, policies=policies, chain=chain)
+        chain, optional = (
+            [other for other in routes if other in scenario.pipeline] for routes in (spec.chain, spec.optional_chain)
+        )
+        found[name] = structs.replace(spec, policies=policies, chain=chain, optional_chain=optional)
     return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ._names import expand, shown
+from ._names import expand, routes_of, shown
 from ._systems import Outcome
 from ._trace import NoOutcome, outcome_of
 
@@ -60,6 +60,10 @@ class Oracle:
         self._on_the_way: dict[str, dict[Key, int]] = {tier: {} for tier in self._tiers}
         self._below: dict[str, tuple[str, ...]] = {}
         self._evicting: dict[str, bool] = {}
+        self._late = {
+            tier for spec in world.pipelines.values() for route in spec.optional_chain for tier in self.below(route)
+        }
+        """Tiers into which something may come after the store has ended."""
 
     def begin(self) -> None:
         """The system is open: what its tiers hold from the start is there."""
@@ -77,13 +81,18 @@ class Oracle:
         return world.ledger is None and len(known) > world.tiers[tier].capacity
 
     def below(self, pipeline: str) -> tuple[str, ...]:
-        """The tiers that what is stored through a pipeline ends up in: its own, and those of its chain."""
+        """The tiers that what is stored through a pipeline may end up in: its own, and those of its routes."""
         found = self._below.get(pipeline)
         if found is None:
             spec = self._world.pipelines[pipeline]
-            routes = [tier for route in spec.chain for tier in self.below(route)]
+            routes = [tier for route in routes_of(spec) for tier in self.below(route)]
             found = self._below[pipeline] = tuple(dict.fromkeys([spec.to, *routes]))
         return found
+
+    def required_below(self, pipeline: str) -> tuple[str, ...]:
+        """The tiers that a store through a pipeline waits for: its own, and those of its chain."""
+        spec = self._world.pipelines[pipeline]
+        return (spec.to, *[tier for route in spec.chain for tier in self.required_below(route)])
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -148,6 +157,8 @@ class Oracle:
         engine = world.scenario.engine
         if engine is not None and not engine.required:
             self.may_arrive(engine.tiers[1:], outcome.completed)
+        for route in spec.optional_chain:
+            self.may_arrive(self.below(route), outcome.completed)
         for name, route in (getattr(result, "routes", None) or {}).items():
             self._end(name, outcome_of(route), route, asked)
 
@@ -179,6 +190,7 @@ class Oracle:
         source = any(spec.source == tier for spec in self._world.pipelines.values())
         # A route that is not required may bring it to the last one later.
         source = source or (engine is not None and tier in engine.tiers[: -1 if engine.required else None])
+        source = source or tier in self._late
         for key in keys:
             held = source or self._on_the_way[tier].get(key) or any(key in load.keys for load in self._loads)
             held = held or before.get(key) or self._last_asked.get((tier, key), 0) > began

@@ -27,9 +27,9 @@ from offload.abc import AsyncPolicy, Policy
 from offload.instruments import Every
 
 from ._fields import config_of
-from ._invariants import at_rest
+from ._invariants import at_rest, judge_share
 from ._ledger import Ledger
-from ._names import expand, first_destination
+from ._names import expand, first_destination, routes_of
 from ._policies import make_policies
 from ._systems import Refused, System, Ticket
 from ._virtual_tier import VirtualTier
@@ -51,6 +51,8 @@ class _HookInstrument(Every):
         ours, world, pipeline = self._system, self._system.world, self._pipeline
         try:
             ours.ledger.saw(pipeline, hook, subject)
+            if pipeline.name in ours._optional:
+                judge_share(world, pipeline)
             if isinstance(subject, OffloadContainer):
                 labels: Sequence[str] = (ours.label_of(pipeline, subject),)
                 if hook == "admission":
@@ -75,6 +77,7 @@ class PipelineSystem:
         self.tiers = {name: self._tier(model) for name, model in world.tier_models.items()}
         self.pipelines: dict[str, Pipeline] = {}
         self._filled = {spec.to for spec in world.pipelines.values()}
+        self._optional = {route for spec in world.pipelines.values() for route in spec.optional_chain}
         self._labels: dict[OffloadContainer, str] = {}
         self._stored: dict[Blocks, str] = {}
         """The label of the container that has these blocks."""
@@ -108,6 +111,8 @@ class PipelineSystem:
 
     def _from_above(self, pipeline: Pipeline, container: OffloadContainer) -> str:
         """The container whose blocks these are: the first one of a pipeline above that stored just these."""
+        if pipeline.name in self._optional:  # it ends when the store has ended already, in parts
+            return ""
         keys = tuple(container.blocks.keys)
         for other, label in list(self._labels.items()):
             if tuple(other.completed) == keys and not other.status.terminal:
@@ -248,7 +253,7 @@ class PipelineSystem:
 
     def close_now(self) -> None:
         """Close to new containers the pipelines that are no route of a chain; then drain everything, first to last."""
-        led_to = {route for spec in self.world.pipelines.values() for route in spec.chain}
+        led_to = {route for spec in self.world.pipelines.values() for route in routes_of(spec)}
         for name, pipeline in self.pipelines.items():
             if name not in led_to:
                 pipeline._stop_intake()
@@ -325,6 +330,7 @@ async def _open(ours: PipelineSystem, stack: AsyncExitStack, name: str) -> Pipel
     world = ours.world
     spec = world.pipelines[name]
     chain = [await _open(ours, stack, route) for route in spec.chain]
+    optional_chain = [await _open(ours, stack, route) for route in spec.optional_chain]
     pipeline = await stack.enter_async_context(
         open_pipeline(
             ours.tiers[spec.source],
@@ -332,6 +338,7 @@ async def _open(ours: PipelineSystem, stack: AsyncExitStack, name: str) -> Pipel
             policies=ours.policies_of(name),
             config=config_of(spec),
             chain=chain,
+            optional_chain=optional_chain,
             name=name,
         )
     )

@@ -116,6 +116,8 @@ class PipelineSpec(Part, frozen=True, kw_only=True):
     policies: list[PolicySpec] = []
     chain: list[str] = []
     """The pipelines that take on what this one has stored; they start from its destination."""
+    optional_chain: list[str] = []
+    """The same, for pipelines that nothing waits for: what they have no room for in time, they drop."""
     max_batch_size: Count | None = None
     min_batch_size: Count | None = None
     flush_ms: Ms | None = None

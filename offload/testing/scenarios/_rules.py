@@ -16,7 +16,7 @@ import attrs
 from offload._pipeline.statistics import PipelineStatistics
 
 from ._fields import Place, default_values, is_set, nearest, wrong_knob
-from ._names import expand, first_destination, keys_of, last_of, stored_from, tiers_of
+from ._names import expand, first_destination, keys_of, last_of, routes_of, stored_from, tiers_of
 from ._program import (
     FAULT_KINDS,
     KINDS,
@@ -138,6 +138,7 @@ ROWS: Final = (
         "{p.source!r} is a page store, from which no pipeline starts that is not an engine's: name it among engine.tiers"),
     Row(PipelineSpec, "policies", lambda c, p: c.engine and p.policies, _ITS_OWN),
     Row(PipelineSpec, "chain", lambda c, p: c.engine and p.chain, _ITS_OWN),
+    Row(PipelineSpec, "optional_chain", lambda c, p: c.engine and p.optional_chain, _ITS_OWN),
     Row(PolicySpec, "who", lambda c, p: p.do == "cancel" and not p.who.strip(),
         'is missing: say whose cancel is asked for, as in who = "a0"'),
     Row(PolicySpec, "at_once", lambda c, p: p.at_once and not p.ms and p.do not in ("sleep", "hang"),
@@ -236,11 +237,13 @@ def _check_knobs(c: Checker, place: Place) -> None:
 
 def _check_chain(c: Checker, place: Place) -> None:
     spec: Any = place.part
-    for i, route in enumerate(spec.chain):
-        path = (*place.path, "chain", i)
+    named = [("chain", i, route) for i, route in enumerate(spec.chain)]
+    named += [("optional_chain", i, route) for i, route in enumerate(spec.optional_chain)]
+    for at, (field, i, route) in enumerate(named):
+        path = (*place.path, field, i)
         if route == place.path[-1]:
             c.wrong(path, f"{route!r} leads to itself: name another pipeline")
-        elif route in spec.chain[:i]:
+        elif any(route == other for _, _, other in named[:at]):
             c.wrong(path, f"{route!r} is named twice: once is enough")
         elif c.one(path, route, c.pipelines, "pipeline") and c.pipelines[route].source != spec.to:
             starts = c.pipelines[route].source
@@ -249,7 +252,7 @@ def _check_chain(c: Checker, place: Place) -> None:
 
 def _check_loops(c: Checker, place: Place) -> None:
     """A chain that comes back to where it was would never end."""
-    routes = [(name, route) for name, spec in c.pipelines.items() for route in spec.chain if route != name]
+    routes = [(name, route) for name, spec in c.pipelines.items() for route in routes_of(spec) if route != name]
     chains: TopologicalSorter[str] = TopologicalSorter()
     for name, route in routes:
         chains.add(route, name)

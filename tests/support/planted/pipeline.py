@@ -24,6 +24,7 @@ from offload._pipeline.chain import Chain
 from offload._pipeline.channel import CancellableChannel
 from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
+from offload._pipeline.offer import RouteShare
 from offload._pipeline.settlement import Settlement
 from offload._pipeline.slot import Slot
 
@@ -682,6 +683,26 @@ def a_route_that_fails_is_not_told_of(patch):
         settle(self, container, {name: result for name, result in results.items() if result.status is Status.COMPLETE})
 
     patch.setattr(Chain, "_settle", cheerful)
+
+
+@_plant("I5")
+def optional_routes_are_waited_for(patch):
+    hold = Chain.hold
+
+    def hold_for_all(self, containers):
+        self.routes, self.optional = [*self.routes, *self.optional], ()
+        hold(self, containers)
+
+    patch.setattr(Chain, "hold", hold_for_all)
+
+
+@_plant("I1", first=151)
+def optional_routes_hold_more_than_their_share(patch):
+    def take_all(self, most):
+        self.used += most
+        return most
+
+    patch.setattr(RouteShare, "take_some", take_all)
 
 
 # --- what is no fault ---------------------------------------------------------------------------------------------
