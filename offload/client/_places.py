@@ -116,6 +116,8 @@ class _Registration:
     error: Exception | None = None
     is_wanted: bool = True
     """Whether the cache is used when it is registered."""
+    numbers: list[int] = attrs.field(factory=list)
+    """Memories that were handed over, and not named to the daemon yet: another attempt hands over only the others."""
 
 
 @attrs.define(eq=False)
@@ -169,7 +171,8 @@ class Places:
             return None
         registration = entry.registration
         if registration is None or registration.session is not session or registration.error is not None:
-            registration = entry.registration = _Registration(session)
+            handed_over = registration.numbers if registration and registration.session is session else []
+            registration = entry.registration = _Registration(session, numbers=handed_over)
             self._connection.start(self._run, entry, registration)
         if not registration.over.is_set():  # two first stores at once register it once
             await registration.over.wait()
@@ -201,7 +204,7 @@ class Places:
 
     async def _run(self, entry: _Entry, registration: _Registration) -> None:
         try:
-            registration.cache = await self._begin(entry, registration.session)
+            registration.cache = await self._begin(entry, registration)
             self._unregister(registration)
         except Exception as exc:
             registration.error = exc
@@ -211,7 +214,7 @@ class Places:
         finally:
             registration.over.set()
 
-    async def _begin(self, entry: _Entry, session: Session) -> int:
+    async def _begin(self, entry: _Entry, registration: _Registration) -> int:
         """Register a cache. Returns its number; 0: rule 6."""
         if callable(entry.description):
             entry.description = await run_in_thread(entry.description)
@@ -219,23 +222,24 @@ class Places:
         if description is None:
             return 0
         try:
-            return await self._register(description, session)
+            return await self._register(description, registration)
         except DaemonTierFailed as exc:
             if not description.cuda:
                 raise
             _log.warning(_STAGED, exc)
             return 0
 
-    async def _register(self, description: CacheDescription, session: Session) -> int:
+    async def _register(self, description: CacheDescription, registration: _Registration) -> int:
+        session, numbers = registration.session, registration.numbers
         tensors, cuda = list(description.tensors), list(description.cuda)
         if not cuda:
             try:
-                numbers = [
-                    await self._connection.hand_over(memory.descriptor, session) for memory in description.memories
-                ]
+                for memory in description.memories[len(numbers) :]:
+                    numbers.append(await self._connection.hand_over(memory.descriptor, session))
             except OSError as exc:
                 raise DaemonUnavailable(self._connection.url, f"it did not take the memory: {exc}") from exc
             tensors = [msgspec.structs.replace(tensor, memory=numbers[tensor.memory]) for tensor in tensors]
+            registration.numbers = []  # the daemon takes them, and gives them back if it refuses
         registered = await self._connection.ask(
             lambda seq: RegisterKVCache(seq, tensors, cuda), Registered, session=session
         )

@@ -6,7 +6,8 @@ request and the *epoch*: one start of a daemon. Whatever an engine holds there, 
 Rule 1. ``hello`` comes first. It says which versions its sender speaks; the daemon takes the newest that both speak, or refuses
         with the numbers of both. Within a version, fields are only added at the end, with a default. A message that is newer
         than the version of its session is not sent, and is refused.
-Rule 2. Every request has one answer: its own, or :class:`Refused`. A request that was refused has changed nothing.
+Rule 2. Every request has one answer: its own, or :class:`Refused`. A request that was refused has changed nothing,
+        but that a cache that is refused gives back the memory that its tensors name.
 Rule 3. No bytes of a block are in a frame. Blocks are numbers of a registered cache, which both sides have mapped.
 Rule 4. Everything is bounded, by the types below: what decodes is within the bounds.
 """
@@ -169,7 +170,10 @@ class CudaMemory(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RegisterKVCache(_Message, tag=3, frozen=True):
-    """Register the tensors of a cache, over memory that was handed over, or over memory of a device."""
+    """Register the tensors of a cache, over memory that was handed over, or over memory of a device.
+
+    The registration has that memory from then on, for itself alone: refused, it gives the memory back.
+    """
 
     tensors: Annotated[list[TensorLayout], msgspec.Meta(min_length=1, max_length=MAX_TENSORS)]
     cuda: Annotated[list[CudaMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []

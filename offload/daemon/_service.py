@@ -232,6 +232,9 @@ class Service:
         except Exception as exc:  # of a tier or a policy: it is the answer to this request, and no end of the others
             _log.exception("%s: %s failed", session or "an engine", NAME_OF[type(request)])
             answer = self._refused(request, Refusal("unavailable", f"{type(exc).__name__}: {exc}"))
+        if session is not None and isinstance(request, RegisterKVCache) and not request.cuda:
+            for tensor in request.tensors:  # its registration has them; one that is refused leaves none behind
+                session.memories.pop(tensor.memory, None)
         if answer is not None:
             if session is not None and request.seq in session.costs:
                 self.sessions.refund(session, session.costs.pop(request.seq))
@@ -409,17 +412,18 @@ class Service:
         """Register a cache."""
         if len(session.caches) >= self.sessions.limits.caches:
             raise Refusal("full", f"a session has at most {self.sessions.limits.caches} caches")
-        self._start(session, request, self._register)
+        numbers = sorted({tensor.memory for tensor in request.tensors}) if not request.cuda else []
+        if not set(numbers) <= session.memories.keys():
+            raise Refusal("unknown", "a tensor is in memory that was not handed over")
+        handed_over = {number: session.memories[number] for number in numbers}
+        self._start(session, request, partial(self._register, handed_over))
 
-    async def _register(self, session: Session, request: RegisterKVCache) -> Answer:
+    async def _register(self, handed_over: Mapping[int, Any], session: Session, request: RegisterKVCache) -> Answer:
         if request.cuda:
             memories: list[Any] = await run_in_thread(self.devices.open, request.cuda, limiter=self._registering)
             tensors = request.tensors
         else:
-            numbers = sorted({tensor.memory for tensor in request.tensors})
-            if not set(numbers) <= session.memories.keys():
-                raise Refusal("unknown", "a tensor is in memory that was not handed over")
-            memories = [session.memories[number] for number in numbers]
+            memories, numbers = list(handed_over.values()), list(handed_over)
             tensors = [
                 msgspec.structs.replace(tensor, memory=numbers.index(tensor.memory)) for tensor in request.tensors
             ]
@@ -430,8 +434,6 @@ class Service:
             # or numpy on a device.
             layout = await run_in_thread(check_layout, tensors, sizes, limiter=self._registering)
             await self._engine.wait_open(layout.block_bytes)
-            for tensor in request.tensors if not request.cuda else ():
-                session.memories.pop(tensor.memory, None)  # the cache has it from here on
             storage = await run_in_thread(memories[0].storage, layout, memories, limiter=self._registering)
             keep(storage)
         if request.cuda:

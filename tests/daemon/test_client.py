@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -18,7 +19,15 @@ from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
-from offload.client import DaemonBusy, DaemonRefused, DaemonTier, DaemonUnavailable, open_client, open_connection
+from offload.client import (
+    DaemonBusy,
+    DaemonRefused,
+    DaemonTier,
+    DaemonUnavailable,
+    SharedMemory,
+    open_client,
+    open_connection,
+)
 from offload.daemon._messages import (
     Counters,
     Done,
@@ -30,6 +39,7 @@ from offload.daemon._messages import (
     Release,
     Signal,
     Stats,
+    TensorLayout,
     packed,
 )
 from offload.daemon._tenants import Tenants
@@ -452,6 +462,38 @@ async def test_a_large_load_can_be_cancelled_at_every_step_and_leaves_nothing_re
             if over:
                 break
         assert over and step > 5
+
+
+class TwoMemories:
+    """A cache of two tensors, each in a memory of its own."""
+
+    def __init__(self):
+        self.memories = [SharedMemory(8 * SIZE) for _ in range(2)]
+
+    def description(self):
+        half = SIZE // 2
+        tensors = [TensorLayout(at, 0, 1, [8, half], [half, 1], 0) for at in range(2)]
+        return SimpleNamespace(tensors=tensors, memories=self.memories, cuda=())
+
+
+async def test_memory_handed_over_in_part_is_used_by_the_next_attempt(path, monkeypatch):
+    pytest.importorskip("torch")
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
+        place, connection, session = TwoMemories(), client.connection, client._session()
+        hand_over, taken = connection.hand_over, []
+
+        async def fail_once(descriptor, its_session):
+            if len(taken) == 1:
+                taken.append(0)
+                raise OSError("no memory")
+            taken.append(await hand_over(descriptor, its_session))
+            return taken[-1]
+
+        monkeypatch.setattr(connection, "hand_over", fail_once)
+        with pytest.raises(DaemonUnavailable, match="no memory"):
+            await client._its_places().cache_of(place, session)
+        assert await client._its_places().cache_of(place, session)
+        assert len(taken) == 3 and server.statistics()["memories"] == 0
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True])

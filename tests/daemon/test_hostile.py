@@ -14,7 +14,15 @@ import pytest
 import trio
 
 from maru.transport import ChannelConnection
-from offload.client import CannotHandOver, DaemonBusy, DaemonRefused, SharedMemory, open_client, open_connection
+from offload.client import (
+    CannotHandOver,
+    DaemonBusy,
+    DaemonRefused,
+    DaemonUnavailable,
+    SharedMemory,
+    open_client,
+    open_connection,
+)
 from offload.daemon import _messages as messages
 from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode
 from tests.daemon.test_daemon import KEYS, cache_of, held, registered, store, until
@@ -100,11 +108,10 @@ async def test_a_number_that_is_under_way_is_not_given_to_a_second_request(path)
     async with daemon(path) as server:
         with Raw(server) as raw:
             await raw.hello()
-            memory = SharedMemory(8 * SIZE)
-            raw.send(messages.RegisterKVCache(2, [messages.TensorLayout(1, 0, 1, [8, SIZE], [SIZE, 1], 0)]))
+            raw.send(messages.Exists(2, [b"key"]))
             raw.send(messages.Cancel(2, []))
             assert await raw.is_over()
-        assert memory.nbytes and server.statistics()["bad_frames"] == 1
+        assert server.statistics()["bad_frames"] == 1
         await serves(server)
 
 
@@ -301,6 +308,27 @@ async def test_a_cache_over_memory_of_another_session_is_refused(path):
         layout = [messages.TensorLayout(memory, 0, 1, [1, SIZE], [SIZE, 1], 0)]
         with pytest.raises(DaemonRefused, match="not handed over"):
             await other.ask(lambda s: messages.RegisterKVCache(s, layout), messages.Registered)
+
+
+@pytest.mark.parametrize("why", ["size", "unknown", "full", "requests", "draining"])
+async def test_a_refused_registration_leaves_no_memory(path, why):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        session, memory = await connection.wait_session(), SharedMemory(2 * SIZE)
+        number = await connection.hand_over(memory.descriptor, session)
+        assert server.statistics()["memories"] == 1
+        size = 2 * SIZE if why == "size" else SIZE
+        layout = [messages.TensorLayout(number, 0, 1, [1, size], [size, 1], 0)]
+        if why == "unknown":
+            layout.append(messages.TensorLayout(number + 1, 0, 1, [1, size], [size, 1], 0))
+        elif why == "draining":
+            server._service.draining = True
+        elif why != "size":
+            lowered = {"caches": 0} if why == "full" else {"requests": 0}
+            server.sessions.limits = attrs.evolve(server.sessions.limits, **lowered)
+        with pytest.raises((DaemonRefused, DaemonBusy, DaemonUnavailable)):
+            await connection.ask(lambda s: messages.RegisterKVCache(s, layout), messages.Registered)
+        assert server.statistics()["memories"] == 0
+        await until(lambda: not server._service.shares.address_space.held)
 
 
 # --- bounds that belong to a holder -------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import tempfile
 import pytest
 
 from backends import DamagedBlock
-from backends._copying import StoreCopy
+from backends.abc import STORED, RoomRequest
+from backends.memory import MemoryTier
 from backends.pages import new_pages
 from offload.client import SharedMemory
 from offload.daemon._layout import MAX_PIECES, BadLayout, check_layout, count_pieces
@@ -275,11 +276,12 @@ def test_blocks_of_several_engines_are_copied_in_one_batch():
     assert [page[0] for page in pages] == [2, 1, 2]
 
 
-def test_blocks_of_a_missing_cache_fail_alone():
+async def test_blocks_of_a_missing_cache_fail_alone():
     caches, cache = caches_over(adopted(memfd(4 * SIZE)), 4)
     number = caches.add(caches._storages[cache], 4)
     refs = [caches.blocks(one, [1], [b"key"], None).refs[0] for one in (cache, number)]
     caches.remove(cache)
-    copy, pages = StoreCopy(caches, [b"a", b"b"], refs, summed=False), new_pages(2, SIZE)
-    copy.copy_to(pages)
-    assert list(copy.failed) == [0] and isinstance(copy.failed[0], DamagedBlock)
+    tier = MemoryTier(4 * SIZE, SIZE)
+    reservation = await tier.reserve(RoomRequest([b"a", b"b"], SIZE, "evict"))
+    missing, there = await reservation.transfer(caches, refs)
+    assert isinstance(missing.error, DamagedBlock) and there == STORED
