@@ -177,7 +177,11 @@ class ServerConfig:
         "again, the server stood still, and that time counts for no lease.",
     )
     quota_instance_bytes: int = _knob.size(
-        0, 0, 1 << 50, "Most bytes under keys of one instance; beyond, its own least recently used go. 0: no quota."
+        0,
+        0,
+        1 << 50,
+        "Most bytes of values under keys of one instance; beyond, its own least recently used go. Pages and regions "
+        "do not count. 0: no quota.",
     )
     quota_tenant_bytes: int = _knob.size(0, 0, 1 << 50, "The same for all instances of a tenant together. 0: no quota.")
     instance_quotas: tuple[str, ...] = _knob.texts(

@@ -235,6 +235,8 @@ class Session:
         """It owns regions of so many bytes more (or less), and its keys take so many more: on all accounts."""
         self.allocated_bytes += allocated_bytes
         self.used_bytes += used_bytes
+        # Quotas are charged with values, as published, and not with pages, whose size no message says; nor with regions: the
+        # first one of a client may be larger than the quota of its tenant, which could not store at all if it was refused.
         self.instance.charged_bytes += used_bytes
         self.tenant_account.charged_bytes += used_bytes
 
