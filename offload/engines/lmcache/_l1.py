@@ -80,7 +80,11 @@ def _abort_write(
 ) -> None:
     """Give back the pages of a write that LMCache is told to have failed."""
     with manager._lock:
-        manager._abort([one for key in keys if (one := manager._new.pop((key, tag), None)) is not None])
+        new, manager._new = manager._new, {}
+        for place, one in new.items():
+            if manager._staged.get(place) is one:
+                del manager._staged[place]
+        manager._abort(list(new.values()))
 
 
 def _end_reads(manager: MaruL1Manager, keys: list[ObjectKey], read_locks: int = 1, *args: object) -> None:
@@ -210,6 +214,7 @@ class MaruL1Manager:
                 answers.update({key: (L1Error.SUCCESS, one.item) for (key, _), one in self._new.items()})
             self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
             self._staged.update(self._new)
+            self._new = {}  # LMCache is told of them, and writes to them from now on
             return answers
 
     def finish_write(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
@@ -228,7 +233,9 @@ class MaruL1Manager:
             there = _successful(written)
             read = self._hold(there, read_locks)
             self._tell("on_l1_keys_finish_write_and_reserve_read", [key for key in there if read[key][1] is not None])
-            return {key: read.get(key, (error, None)) for key, error in written.items()}
+            answers = {key: read.get(key, (error, None)) for key, error in written.items()}
+            self._taken = []  # LMCache is told of them, and gives them back
+            return answers
 
     def finish_write_and_delete(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
         """Give pages back without publishing them."""
@@ -244,6 +251,7 @@ class MaruL1Manager:
         with self._lock:
             answers = self._hold(keys, read_locks)
             self._tell("on_l1_keys_reserved_read", [key for key in keys if answers[key][1] is not None])
+            self._taken = []  # LMCache is told of them, and gives them back
             return answers
 
     def unsafe_read(self, keys: list[ObjectKey]) -> dict[ObjectKey, Answer]:

@@ -99,3 +99,22 @@ def test_first_level_answers_by_codes(error):
             raise AssertionError("there is no end of functions")
         assert n > 5
         assert level.report_status()["read_locked_count"] == level.report_status()["write_locked_count"] == 0
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_give_back_nothing_of_earlier_calls(error):
+    with temporary_pool() as pool, Server(pool) as server, first_level(server) as level:
+        keys = keys_of(2)
+        assert level.register_kv_layout(LAYOUT)
+        level.reserve_write(keys, [False] * 2, LAYOUT)
+        with raise_in_call(0, error) as raising:
+            level.reserve_write(keys, [False] * 2, LAYOUT)
+        assert raising.where == "_l1.py:reserve_write"
+        assert set(level.finish_write(keys).values()) == {L1Error.SUCCESS}, "its pages were given back"
+        level.reserve_read(keys)
+        for call in (level.reserve_read, level.finish_write_and_reserve_read):
+            with raise_in_call(0, error):
+                call(keys)
+            assert [one[0] for one in level.unsafe_read(keys).values()] == [L1Error.SUCCESS] * 2, (
+                "its locks were given back"
+            )
