@@ -1,7 +1,8 @@
 """Put huge pages under memory: anonymous memory, memfds and files of a tmpfs, without root and without a setting of the kernel.
 
 The first page of each 2 MiB is put in place, and the kernel is told to make a huge page of it (MADV_COLLAPSE, Linux 6.1), which
-it zeroes as a whole. That takes half as long as 512 small pages; collapsing pages that are in place takes five times as long.
+it zeroes as a whole. While it has them free, that takes half as long as 512 small pages; collapsing pages that are in place
+takes five times as long.
 
 Rule 1. Before memory is pinned: pinned pages cannot be moved.
 Rule 2. A huge page that cannot be had is left small and counted. If the kernel or the file system makes none, that is the
