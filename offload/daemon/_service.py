@@ -26,12 +26,13 @@ import msgspec
 import trio
 
 from backends.abc import Deletion
+from backends.slots import Storage
 from maru._threads import run_in_thread
 
 from .._engine import Engine
 from ._cuda import Devices
 from ._engine import DaemonEngine
-from ._layout import check_layout, count_pieces
+from ._layout import CacheLayout, check_layout, count_pieces
 from ._memory import Shares, adopt, granted
 from ._messages import (
     NAME_OF,
@@ -410,15 +411,32 @@ class Service:
 
     def register_kv_cache(self, session: Session, request: RegisterKVCache) -> None:
         """Register a cache."""
-        if len(session.caches) >= self.sessions.limits.caches:
+        if len(session.caches) + session.pending_caches >= self.sessions.limits.caches:
             raise Refusal("full", f"a session has at most {self.sessions.limits.caches} caches")
         numbers = sorted({tensor.memory for tensor in request.tensors}) if not request.cuda else []
         if not set(numbers) <= session.memories.keys():
             raise Refusal("unknown", "a tensor is in memory that was not handed over")
         handed_over = {number: session.memories[number] for number in numbers}
+        session.pending_caches += 1
         self._start(session, request, partial(self._register, handed_over))
 
     async def _register(self, handed_over: Mapping[int, Any], session: Session, request: RegisterKVCache) -> Answer:
+        try:
+            storage, layout = await self._open_cache(handed_over, session, request)
+        finally:
+            session.pending_caches -= 1
+        # No checkpoint from here on: a loss finds this cache in its session, and it is counted throughout.
+        if request.cuda:
+            self.devices.check(request.cuda[0].device)
+        cache = self._engine.caches.add(storage, layout.blocks)
+        session.caches.add(cache)
+        _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
+        return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
+
+    async def _open_cache(
+        self, handed_over: Mapping[int, Any], session: Session, request: RegisterKVCache
+    ) -> tuple[Storage, CacheLayout]:
+        """Check a layout, open the tiers for its blocks, and map them."""
         if request.cuda:
             memories: list[Any] = await run_in_thread(self.devices.open, request.cuda, limiter=self._registering)
             tensors = request.tensors
@@ -436,14 +454,7 @@ class Service:
             await self._engine.wait_open(layout.block_bytes)
             storage = await run_in_thread(memories[0].storage, layout, memories, limiter=self._registering)
             keep(storage)
-        if request.cuda:
-            self.devices.check(
-                request.cuda[0].device
-            )  # no checkpoint from here on: a loss finds this cache in its session
-        cache = self._engine.caches.add(storage, layout.blocks)
-        session.caches.add(cache)
-        _log.info("%s registers cache %d: %d blocks of %d bytes", session, cache, layout.blocks, layout.block_bytes)
-        return Registered(request.seq, self.epoch, cache, layout.blocks, layout.block_bytes)
+        return storage, layout
 
     def _lose_soon(self, device: str) -> None:
         """End the sessions with caches on a lost device. Any thread."""
@@ -461,6 +472,7 @@ class Service:
         """Forget a cache."""
         session.check_cache(request.cache)
         session.caches.discard(request.cache)  # no further request uses it
+        session.pending_caches += 1
         self._start(session, request, self._unregister)
 
     async def _unregister(self, session: Session, request: UnregisterKVCache) -> Answer:
@@ -471,6 +483,8 @@ class Service:
             # Copies may go on, in batches with blocks of other engines: it is forgotten with the session, or when asked again.
             session.caches.add(request.cache)
             raise
+        finally:
+            session.pending_caches -= 1
         self._engine.caches.remove(request.cache)
         return Done(request.seq, self.epoch, 1)
 

@@ -87,6 +87,8 @@ class Session:
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Handed over, by number."""
     caches: set[int] = attrs.field(factory=set, repr=False)
+    pending_caches: int = 0
+    """Caches that are being registered, or that copies keep from being unregistered."""
     unproven: set[int] = attrs.field(factory=set, repr=False)
     """Its requests that have ended, and whose copies may still be going on."""
     bytes: int = 0

@@ -25,7 +25,7 @@ from offload.client import (
 )
 from offload.daemon import _messages as messages
 from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode
-from tests.daemon.test_daemon import KEYS, cache_of, held, registered, store, until
+from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.daemon.test_messages import SAMPLES
 from tests.support.daemons import PATIENCE, SIZE, daemon
 
@@ -391,6 +391,41 @@ async def test_one_session_leaves_descriptors_to_others(path, monkeypatch):
                 assert await good.hand_over(file.fileno(), await good.wait_session())
         await serves(server)
         await until(lambda: not server._service.shares.descriptors.held)
+
+
+async def test_caches_that_are_being_registered_count(path):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        server.sessions.limits = attrs.evolve(server.sessions.limits, caches=4)
+        session, memory, refused = await connection.wait_session(), SharedMemory(SIZE), []
+        numbers = [await connection.hand_over(memory.descriptor, session) for _ in range(9)]
+
+        async def register(number):
+            layout = [messages.TensorLayout(number, 0, 1, [1, SIZE], [SIZE, 1], 0)]
+            try:
+                await connection.ask(lambda seq: messages.RegisterKVCache(seq, layout), messages.Registered)
+            except DaemonBusy as exc:
+                refused.append(exc)
+
+        async with trio.open_nursery() as nursery:
+            for number in numbers:
+                nursery.start_soon(register, number)
+        assert server.statistics()["caches"] == 4 and len(refused) == 5
+        [ours] = server.sessions
+        assert not ours.pending_caches
+
+
+async def test_a_cache_counts_until_it_is_unregistered(path):
+    async with daemon(path) as server, open_connection(server.url) as connection, trio.open_nursery() as nursery:
+        server.sessions.limits = attrs.evolve(server.sessions.limits, caches=1)
+        await connection.wait_session()
+        cache = await registered(connection, cache_of())
+        [ours] = server.sessions
+        await begin_store(nursery, connection, cache, KEYS)
+        connection.tell(lambda seq: messages.UnregisterKVCache(seq, cache))  # waits for the store
+        with pytest.raises(DaemonBusy, match="at most 1 caches"):
+            await registered(connection, cache_of())
+        assert not ours.caches
+        nursery.cancel_scope.cancel()
 
 
 async def test_pieces_of_one_frame_are_counted_before_the_work(path):
