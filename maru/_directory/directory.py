@@ -212,8 +212,12 @@ class Directory:
 
     def dump(self) -> DirectoryImage:
         """The state as a value: all but pins, running leases, connections and the order of use."""
+        return finish(self.dumping(), 0.0)()
+
+    def dumping(self) -> Slices[Callable[[], DirectoryImage]]:
+        """Do :meth:`dump` in slices, as it is at the first one; return what makes the image, in any thread. One at a time."""
         self.settle()
-        return image_module.dump(self._state)
+        return (yield from image_module.dumping(self._state))
 
     @classmethod
     def load(

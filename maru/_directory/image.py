@@ -6,17 +6,22 @@ In columns, since those decode fastest: a hundred thousand keys are there again 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, groupby, repeat, starmap
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from ..eviction import EvictionPolicy
 from .limits import Limits
 from .locations import Location
-from .regions import RegionState
+from .regions import Region, RegionState
 from .sessions import Fences, Outbox, Session
+from .slices import LOOKS_AT_ONCE, Slices
 from .state import State, depths_of
+
+_ENCODED_AT_ONCE: Final = 16_384
+"""Entries of a column: half a millisecond."""
 
 Runs: TypeAlias = list[tuple[int, int]]
 """A column that mostly repeats itself: (value, how often). Its numbers are shared by all entries, once loaded."""
@@ -79,55 +84,116 @@ class DirectoryImage(msgspec.Struct, array_like=True, gc=False):
     """``None`` where none is known."""
 
 
-def dump(state: State) -> DirectoryImage:
-    """This state as a value."""
-    sessions = [
-        SessionImage(
-            session.number,
-            session.token,
-            session.instance_id,
-            session.tenant,
-            session.published,
-            session.lease,
-            session.outbox.acknowledged,
-            list(session.outbox.pages),
-            sorted(session.fences.attempts),
-            session.fences.floor,
-        )
-        for _, session in sorted(state.sessions.items())
-    ]
+def dumping(state: State) -> Slices[Callable[[], DirectoryImage]]:
+    """Take down this state as it is now, in slices; return a function that makes its image, in any thread.
+
+    Anything may happen between two slices: a location is never changed, what comes later has a later generation, and what
+    goes meanwhile is noted by the state. One at a time.
+    """
+    sessions = [_image_of_session(session) for _, session in sorted(state.sessions.items())]
     owned = [region for _, region in sorted(state.regions.items()) if region.session is not None]
-    in_order = [*owned, *state.abandoned.values()]
-    regions = [
-        RegionImage(
-            region.region_id,
-            region.length,
-            region.instance_id,
-            region.published,
-            0 if region.session is None else region.session.number,
-            region.state is RegionState.RETURNED,
-            region.used_bytes,
-            len(region.keys_at),
-        )
-        for region in in_order
-    ]
-    # A key is added to its region at the end, and under a new generation: so they are in order.
-    keys = list(chain.from_iterable([region.keys_at.values() for region in in_order]))
-    locations = [state.located[key] for key in keys]
+    regions = [_image_of_region(region) for region in [*owned, *state.abandoned.values()]]
+    generation, last_session, read_unpinned = state.generation, state.last_session, state.read_unpinned
+    located, names = state.located, list(state.located)
+    assert state.gone is None
+    gone = state.gone = []
+    keys: list[str] = []
+    locations: list[Location] = []  # of each key; not in pairs, which would be as many pieces of memory
+    try:
+        for start in range(0, len(names), LOOKS_AT_ONCE):
+            if start:
+                yield
+            some = names[start : start + LOOKS_AT_ONCE]
+            for name, at in zip(some, map(located.get, some), strict=True):
+                if at is not None and at.generation <= generation:
+                    keys.append(name)
+                    locations.append(at)
+    finally:
+        state.gone = None
+    for name, at in gone:
+        if at.generation <= generation:
+            keys.append(name)
+            locations.append(at)
+    return partial(_make_image, generation, last_session, sessions, regions, keys, locations, read_unpinned)
+
+
+def _make_image(
+    generation: int,
+    last_session: int,
+    sessions: list[SessionImage],
+    regions: list[RegionImage],
+    keys: list[str],
+    locations: list[Location],
+    read_unpinned: bool,
+) -> DirectoryImage:
+    # By generation: so they are in the order in which they came into their region.
+    within: dict[int, list[int]] = {region.region_id: [] for region in regions}
+    last = 0
+    for at in sorted(range(len(keys)), key=[location.generation for location in locations].__getitem__):
+        location = locations[at]
+        if location.generation != last:  # or else it went after it was taken down, and is here twice
+            within[location.region_id].append(at)
+        last = location.generation
+    in_order = list(chain.from_iterable(within.values()))
+    locations = [locations[at] for at in in_order]
     return DirectoryImage(
-        state.generation,
-        state.last_session,
+        generation,
+        last_session,
         sessions,
         regions,
-        keys,
+        [keys[at] for at in in_order],
         [location.offset for location in locations],
         _runs([location.length for location in locations]),
         [location.generation for location in locations],
         [location.checksum for location in locations],
         _runs([location.attempt for location in locations]),
-        state.read_unpinned,
+        read_unpinned,
         depths_of(locations),
     )
+
+
+def _image_of_session(session: Session) -> SessionImage:
+    return SessionImage(
+        session.number,
+        session.token,
+        session.instance_id,
+        session.tenant,
+        session.published,
+        session.lease,
+        session.outbox.acknowledged,
+        list(session.outbox.pages),
+        sorted(session.fences.attempts),
+        session.fences.floor,
+    )
+
+
+def _image_of_region(region: Region) -> RegionImage:
+    return RegionImage(
+        region.region_id,
+        region.length,
+        region.instance_id,
+        region.published,
+        0 if region.session is None else region.session.number,
+        region.state is RegionState.RETURNED,
+        region.used_bytes,
+        len(region.keys_at),
+    )
+
+
+def encode_image(image: DirectoryImage) -> bytes:
+    """Encode as :func:`msgspec.msgpack.encode` does, some at once: a thread that encodes lets others run in between."""
+    fields = [getattr(image, name) for name in image.__struct_fields__]
+    assert len(fields) < 16
+    parts = [bytes([0x90 | len(fields)])]
+    for field in fields:
+        if isinstance(field, list) and len(field) > _ENCODED_AT_ONCE:
+            parts.append(b"\xdd" + len(field).to_bytes(4, "big"))
+            for start in range(0, len(field), _ENCODED_AT_ONCE):
+                some = field[start : start + _ENCODED_AT_ONCE]
+                parts.append(msgspec.msgpack.encode(some)[1 if len(some) < 16 else 3 :])  # without the head of an array
+        else:
+            parts.append(msgspec.msgpack.encode(field))
+    return b"".join(parts)
 
 
 def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionPolicy[str]]) -> State:

@@ -54,6 +54,8 @@ class State:
         """Is told where they lie."""
         self.chores: deque[Slices[None]] = deque()
         """What is left to be done of what has happened, in slices; each yields before it does anything."""
+        self.gone: list[tuple[str, Location]] | None = None
+        """Keys that went since somebody began to take this state down, and where they lay; ``None``: nobody does."""
         self.dropped: list[int] = []
         """Regions that were removed, until the pool takes them from here."""
 
@@ -364,6 +366,8 @@ class State:
 
     def _unlocated(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
         """Record that these keys are gone from there. Called before their pages can be free."""
+        if self.gone is not None:
+            self.gone += zip(keys, locations, strict=True)
         if self.location_watcher is not None:
             self.location_watcher.removed(keys, [location.generation for location in locations])
 

@@ -7,15 +7,17 @@ Rule 3. If the files cannot be read any more, the server writes a snapshot from 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
-from typing import Final
+from typing import Final, TypeVar
 
-import msgspec
 import trio
 
 from .._directory import Directory
+from .._directory.image import encode_image
+from .._directory.slices import Slices
 from .._errors import JournalFailed
 from .._threads import run_process
 from .compaction import Outcome
@@ -28,6 +30,8 @@ _LEAST_REST: Final = 0.25
 _LEAST_RETRY: Final = 1.0
 _RETRY: Final = 10.0
 """Rest after one that did not work, in seconds: a full disk does not empty itself."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -64,16 +68,45 @@ async def _compact(journal: Journal, directory: Directory) -> Outcome:
     try:
         outcome = await run_compaction(journal.path)
         if outcome is Outcome.DAMAGED:
-            if journal.behind or directory.records:
-                return Outcome.FAILED  # the directory is ahead of the journal: what is written later would count twice
             _log.error("%r: a closed segment cannot be read; a snapshot from memory replaces it", journal)
-            await journal.snapshot(msgspec.msgpack.encode(directory.dump()))
-            return Outcome.DONE
+            return Outcome.DONE if await write_from_memory(journal, directory) else Outcome.FAILED
         journal.survey()
     except (JournalFailed, OSError) as exc:
         _log.warning("%r cannot be compacted now: %s", journal, exc)
         return Outcome.FAILED
     return outcome
+
+
+async def write_from_memory(journal: Journal, directory: Directory) -> bool:
+    """Write a snapshot of a directory, which goes on in between; whether the directory was written down to its last change.
+
+    Raises:
+        JournalFailed: it could not be written.
+        OSError: no thread could be started.
+    """
+    async with journal.writing_snapshot:
+        if journal.behind or directory.records:
+            return False  # the directory is ahead of the journal: what is written later would count twice
+        try:
+            number = journal.cut()  # in one step with the first slice: what is appended later comes on top of the image
+            with contextlib.closing(directory.dumping()) as slices:
+                make = await _end_of(slices)
+            await journal.snapshot(lambda: encode_image(make()), number)
+        except MemoryError:
+            raise JournalFailed("no memory is left for a snapshot of the directory") from None
+        return True
+
+
+async def _end_of(slices: Slices[T]) -> T:
+    """Do all slices, with everybody else in between; what came of them."""
+    try:
+        next(slices)
+        while True:
+            await trio.lowlevel.checkpoint()
+            slices.send(0.0)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 async def run_compaction(path: str) -> Outcome:

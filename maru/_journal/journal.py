@@ -151,6 +151,8 @@ class Journal:
         self._pressed = False  # nothing is written until closed segments are folded
         self._refused = 0  # appends refused for that, in a row
         self._surveyed = trio.lowlevel.ParkingLot()
+        self.writing_snapshot = trio.Lock()
+        """Held by a task that writes one from memory."""
         self.survey()
 
     def __repr__(self) -> str:
@@ -341,19 +343,11 @@ class Journal:
 
     # --- snapshots ------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, body: bytes) -> None:
-        """Write a snapshot from memory, which replaces all that is on the disk so far.
-
-        The server does this when it closes, for a quick start, and when a closed segment turns out unreadable: it still has the
-        content in memory. All other snapshots are made by a compaction. Cancelled, the snapshot is written all the same, or not
-        at all.
-
-        Args:
-            body: the image of the directory as it is when this is called, after all that was appended and nothing more:
-                what is appended later is replayed on top of it.
+    def cut(self) -> int:
+        """Have what is appended from now on in a segment of its own; its number, which a snapshot of now has.
 
         Raises:
-            JournalFailed: it could not be written. What is on the disk is as it was.
+            JournalFailed: no segment can be begun.
         """
         self._check()
         assert not self._behind
@@ -361,14 +355,36 @@ class Journal:
             if self._file is not None and (self._end > HEADER_BYTES or self._ragged):
                 self._begin(self._number + 1, self._end)
                 self._ragged = False
-            header = Header(self._pool_id, self._boot_id, self._number, 0, 0)
+        except OSError as exc:
+            raise self._failed(exc) from exc
+        return self._number
+
+    async def snapshot(self, body: bytes | Callable[[], bytes], number: int | None = None) -> None:
+        """Write a snapshot from memory, which replaces all that is on the disk so far.
+
+        The server does this when it closes, for a quick start, and when a closed segment turns out unreadable: it still has the
+        content in memory. All other snapshots are made by a compaction. Cancelled, the snapshot is written all the same, or not
+        at all.
+
+        Args:
+            body: the image of the directory as it was at that cut, after all that was appended before and nothing more:
+                what is appended later is replayed on top of it. A function is called in a thread.
+            number: what :meth:`cut` returned. ``None``: cut now.
+
+        Raises:
+            JournalFailed: it could not be written. What is on the disk is as it was.
+        """
+        number = self.cut() if number is None else number
+        self._check()
+        header = Header(self._pool_id, self._boot_id, number, 0, 0)
+        try:
             await run_in_thread(self._snapshot_in_thread, header, body)
         except OSError as exc:
             raise self._failed(exc) from exc
         self.survey()
 
-    def _snapshot_in_thread(self, header: Header, body: bytes) -> None:
-        write_snapshot(self.path, header, body, server=True)
+    def _snapshot_in_thread(self, header: Header, body: bytes | Callable[[], bytes]) -> None:
+        write_snapshot(self.path, header, body if isinstance(body, bytes) else body(), server=True)
         remove(self.path, superseded(list_files(self.path), header.number))
 
     def is_lost(self) -> bool:

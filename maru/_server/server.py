@@ -29,14 +29,13 @@ from time import perf_counter
 from typing import Final, TypeVar
 
 import attrs
-import msgspec
 import trio
 
 from .._budget import Door
 from .._config import CHANNEL_NAME, ServerConfig
 from .._directory import PoolMap
 from .._errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
-from .._journal.compactor import keep_compacted
+from .._journal.compactor import keep_compacted, write_from_memory
 from .._journal.journal import JournalStatistics
 from .._memory import huge_pages
 from .._own_directory import LOOK
@@ -542,10 +541,7 @@ class MaruServer:
         while not self._committer.writable:
             await self._committer.wait_writable()
         self._step()
-        if journal.behind or directory.records:
-            return False  # at the next look
-        await journal.snapshot(msgspec.msgpack.encode(directory.dump()))
-        return True
+        return await write_from_memory(journal, directory)  # or else at the next look
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

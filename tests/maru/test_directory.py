@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru._directory import Columns, Directory, DropAnswer, GivenBack, Limits, StoreStatus
-from maru._directory.image import DirectoryImage
+from maru._directory.image import DirectoryImage, encode_image
 from maru._directory.pins import Pins, ReadGrace
 from maru._directory.records import (
     Acknowledged,
@@ -1602,3 +1602,57 @@ def test_an_account_with_a_quota_has_half_of_the_entries():
     directory.pin(bad, [f"b{at}" for at in range(4, 8)])
     answer = directory.register(bad, Columns(1, ["b8"], [8], 1, None, 0, None), 0.0)
     assert answer.statuses == [StoreStatus.QUOTA]
+
+
+# --- an image in slices -------------------------------------------------------------------------------------------
+
+
+def test_an_image_in_slices_is_of_the_time_at_which_it_began(monkeypatch):
+    monkeypatch.setattr("maru._directory.image.LOOKS_AT_ONCE", 4)
+    directory = Directory()
+    one, two = (directory.open_session(name, name.decode(), "", 10.0, 0.0) for name in (b"one", b"two"))
+    for by, region in ((one, 1), (two, 2)):
+        directory.add_region(by, region, 1 << 20)
+        directory.register(by, Columns(region, [f"{region}.{at}" for at in range(10)], list(range(10)), 1), 0.0)
+    directory.delete(one, ["1.3"], 0.0)
+    before = directory.dump()
+    happens = [
+        lambda: directory.delete(one, ["1.0", "2.9"], 0.0),
+        lambda: directory.register(one, Columns(1, ["1.0", "new"], [30, 31], 1), 0.0, later=True),
+        lambda: directory.register(two, Columns(2, ["over"], [5], 1), 0.0),  # where 2.5 lies
+        lambda: (directory.end_session(two, 0.0), directory.drop_region(2)),
+    ]
+    slices = directory.dumping()
+    next(slices)
+    for change in happens:
+        change()
+        try:
+            slices.send(0.0)
+        except StopIteration as end:
+            make = end.value
+    assert make() == before
+    assert directory.dump() != before
+    assert make() == before
+
+
+def test_an_image_that_is_given_up_leaves_nothing(monkeypatch):
+    monkeypatch.setattr("maru._directory.image.LOOKS_AT_ONCE", 1)
+    directory = Directory()
+    by = directory.open_session(b"one", "", "", 10.0, 0.0)
+    directory.add_region(by, 1, 1 << 20)
+    directory.register(by, Columns(1, ["a", "b"], [0, 1], 1), 0.0)
+    slices = directory.dumping()
+    next(slices)
+    slices.close()
+    assert directory.dump() == directory.dump()
+
+
+@pytest.mark.parametrize("count", [0, 15, 16, 17, 33])
+def test_an_image_is_encoded_in_parts_as_at_once(count, monkeypatch):
+    monkeypatch.setattr("maru._directory.image._ENCODED_AT_ONCE", 16)
+    directory = Directory()
+    by = directory.open_session(b"one", "", "", 10.0, 0.0)
+    directory.add_region(by, 1, 1 << 20)
+    directory.register(by, Columns(1, [f"k{at}" for at in range(count)], list(range(count)), 1), 0.0)
+    image = directory.dump()
+    assert msgspec.msgpack.decode(encode_image(image), type=DirectoryImage) == image

@@ -25,7 +25,7 @@ from maru import BadMessage, ForeignJournal, JournalFailed
 from maru._directory.records import Fenced, SessionEnded, encode
 from maru._journal import segments as segments_module
 from maru._journal.compaction import Outcome, compact
-from maru._journal.compactor import keep_compacted, run_compaction
+from maru._journal.compactor import keep_compacted, run_compaction, write_from_memory
 from maru._journal.journal import Journal
 from maru._journal.recovery import Trust, recover, trust_in, unverified
 from maru._journal.registrations import recorded_columns
@@ -1042,6 +1042,24 @@ async def test_what_a_compaction_finds_damaged_the_server_writes_from_memory(tmp
     assert "snapshot from memory" in caplog.text and "journal.3 is damaged" in caplog.text
     recovered = recover(tmp_path, pool_id=POOL, boot_id=BOOT)
     assert (recovered.directory.dump(), recovered.lost) == (before, ())
+
+
+async def test_a_snapshot_in_slices_and_what_comes_meanwhile_are_the_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("maru._directory.image.LOOKS_AT_ONCE", 2)
+    server = small_history(tmp_path, segment_bytes=200)
+    for path in tmp_path.glob("journal.*"):
+        path.unlink()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write_from_memory, server.journal, server.directory)
+        for i in range(12):
+            await trio.lowlevel.checkpoint()
+            server.store(server.here, (f"more-{i}", server.its_region, i % PAGES))
+            server.directory.delete(server.here, [f"more-{i - 2}"], server.now)
+            server.write()
+            if i == 6:
+                server.region(server.open(b"late"))
+    recovered = recover(tmp_path, pool_id=POOL, boot_id=BOOT)
+    assert (recovered.directory.dump(), recovered.lost) == (server.image(), ())
 
 
 async def test_no_snapshot_is_taken_of_a_directory_that_is_ahead_of_its_journal(tmp_path, monkeypatch, autojump_clock):
