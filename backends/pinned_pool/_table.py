@@ -12,6 +12,7 @@ Rule 4. Lack of room is an answer (``None``). An unknown client or allocation is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, islice
 from typing import Final
 
 import attrs
@@ -212,10 +213,7 @@ def _take(free: bytearray, n: int) -> Sequence[int]:
     if at >= 0:
         free[at : at + n] = bytes(n)
         return range(at, at + n)
-    indices: list[int] = []
-    at = -1
-    for _ in range(n):
-        at = free.find(1, at + 1)
-        indices.append(at)
-        free[at] = 0
+    indices = list(islice(compress(range(len(free)), free), n))
+    end = indices[-1] + 1 if indices else 0
+    free[:end] = bytes(end)  # those before the last one are all taken now
     return indices
