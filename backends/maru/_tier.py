@@ -49,6 +49,8 @@ from ._reservation import MaruReservation
 
 _log = logging.getLogger("backends.maru")
 
+_PURGED_AT_ONCE: Final = 1_024
+"""Damaged blocks that are deleted before a question is asked: one message. Those that are held are tried again in turn."""
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
 _IN_PLACE_PER_SECOND: Final = 256 << 20
@@ -121,6 +123,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, or of another size, and not deleted yet."""
+        self._purged_era = 0
         self.held_pages: HeldPages = HeldPages(self)
         """What is held to be copied on, as a source; see :class:`backends.abc.PageTier`."""
         self.stored = self.duplicates = 0
@@ -407,8 +410,10 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     async def purge(self) -> None:
         """Delete what was found damaged, as far as it is not held and the server answers. No checkpoint if there is none."""
         era = self.handler.era
-        self.damaged.clear([page for page in self.damaged if page.era != era])
-        with self.damaged.claim() as pages:
+        if era != self._purged_era:
+            self.damaged.clear([page for page in self.damaged if page.era != era])
+            self._purged_era = era
+        with self.damaged.claim(_PURGED_AT_ONCE) as pages:
             if pages:
                 # Housekeeping: that a caller gets no answer, it is told by the answer to its own request.
                 with contextlib.suppress(MaruError):

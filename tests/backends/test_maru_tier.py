@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -358,6 +359,23 @@ async def test_a_damaged_block_that_somebody_still_reads_is_not_found_here_and_g
                 while await other.contains(keys) != {keys[0], keys[2]}:
                     await tier.purge()
             await all_is_free(tier, other, keys=keys)
+
+
+async def test_few_damaged_blocks_are_deleted_before_a_question(monkeypatch) -> None:
+    async with open_test_server() as server, MaruTier(handler_to(server.endpoints[0])) as tier:
+        keys = keys_of(3_000)
+        tier.damaged.add(types.SimpleNamespace(key=key, generation=1, era=tier.handler.era) for key in keys)
+        asked, delete_pages = [], tier.handler.delete_pages
+
+        def counted(names, generations):
+            asked.append(len(names))
+            return delete_pages(names, generations)
+
+        monkeypatch.setattr(tier.handler, "delete_pages", counted)
+        for _ in range(3):
+            assert not await tier.contains(keys[:1])
+        assert asked == [1_024, 1_024, 952]
+        assert not tier.damaged
 
 
 async def test_what_was_stored_anew_is_not_taken_for_the_damaged_one_that_went() -> None:
