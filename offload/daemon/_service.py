@@ -89,8 +89,10 @@ _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, D
 """Requests that a daemon refuses while it drains."""
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
-_KEY_COSTS: Final = 64
-"""Bytes that a key of a request takes beside its own."""
+_ITEM_COSTS: Final = 64
+"""Bytes that a key, or a number of a column, takes beside its own: an object, and its place in a list or two."""
+_TENSOR_COSTS: Final = 1_024
+"""Bytes that the layout of a tensor takes beside its own."""
 _LISTING: Final = 5.0
 """Seconds for which a start waits for page stores to list what tenants with a quota have there."""
 _LIST_AGAIN: Final = 30.0
@@ -256,10 +258,9 @@ class Service:
         most = self.sessions.limits.requests * (2 if type(request) in _ENDS_WORK else 1)
         if len(session.requests) >= most:
             raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
-        keys = getattr(request, "keys", None)
-        if keys is not None:
-            # Waiting stores, holds and announcements keep their keys: 1,024 requests of 8 MiB would be gigabytes of a session.
-            self.sessions.charge(session, request.seq, size + _KEY_COSTS * len(keys))
+        if type(request) not in _ENDS_WORK:
+            # What waits keeps its keys and columns: 1,024 requests of 8 MiB would be gigabytes of a session.
+            self.sessions.charge(session, request.seq, size + _cost(request))
         return self._handlers[type(request)](session, request)
 
     def gone(self, peer: bytes) -> None:
@@ -612,3 +613,11 @@ class Service:
         under_way.over.set()
         if not session.ended:
             self._send(session.peer, answer)
+
+
+def _cost(request: Request) -> int:
+    """Return the bytes that a request takes beside its frame, once it is decoded and its columns are unpacked."""
+    items = len(getattr(request, "keys", ()))
+    items += sum(len(getattr(request, column, b"")) // 4 for column in ("blocks", "depths"))
+    tensors = sum(len(getattr(request, name, ())) for name in ("tensors", "cuda"))
+    return _ITEM_COSTS * items + _TENSOR_COSTS * tensors

@@ -48,7 +48,7 @@ class Limits:
     memories: int = 1_024
     """Of a session: each is a mapping of the daemon."""
     bytes: int = 256 << 20
-    """Of a session: keys of requests that are not answered, of holds and of announcements. 500,000 keys of common length."""
+    """Of a session: requests that are not answered, holds and announcements. 500,000 keys of common length."""
     bytes_together: int = 1 << 30
     """The same for all sessions."""
     lease: float = 30.0

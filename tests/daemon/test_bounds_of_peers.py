@@ -221,7 +221,7 @@ async def fill_announcements(server, stack):
     lower(server, holds=16)
 
 
-@fills("bytes of keys in requests, holds, announcements", block_bytes=SIZE)
+@fills("bytes of requests, holds, announcements", block_bytes=SIZE)
 async def fill_keys(server, stack):
     lower(server, bytes=1 << 16, bytes_together=1 << 17)
     keys = [at.to_bytes(2, "big") * 100 for at in range(100)]

@@ -24,7 +24,7 @@ from offload.client import (
     open_connection,
 )
 from offload.daemon import _messages as messages
-from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode
+from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.daemon.test_messages import SAMPLES
 from tests.support.daemons import PATIENCE, SIZE, daemon
@@ -474,6 +474,25 @@ async def test_keys_that_wait_are_bounded_for_a_session(path):
             assert "of at most 1048576 in requests and holds" in refused[0].text
             await serves(server)
         await until(lambda: not len(sessions) and not sessions.bytes)
+
+
+@pytest.mark.parametrize(
+    ("make", "least"),
+    [
+        (lambda seq: messages.Load(seq, 1, 1, packed(range(32))), 32 * 64),
+        (lambda seq: messages.Store(seq, 1, KEYS, packed(range(8)), depths=packed(range(8))), 24 * 64),
+        (lambda seq: messages.RegisterKVCache(seq, [messages.TensorLayout(1, 0, 1, [1], [1], 0)] * 100), 100 << 10),
+    ],
+    ids=["load", "store", "register"],
+)
+async def test_columns_of_a_request_count_for_its_session(path, make, least):
+    """Numbers take many times the bytes of their frame once they are unpacked."""
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        await registered(connection, cache_of())
+        server.sessions.limits = attrs.evolve(server.sessions.limits, bytes=least)
+        with pytest.raises(DaemonBusy, match="a request of"):
+            await connection.ask(make, messages.Loaded)
+        assert not server.sessions.bytes
 
 
 async def test_a_hold_counts_until_it_is_released(path):
