@@ -29,6 +29,7 @@ from .._engine.config import TierTable
 from .._engine.lookup import Place, ask_each
 from .._pipeline.container import OffloadContainer
 from .._pipeline.marks import innermost
+from .._pipeline.page_hold import held_pages_of
 from ._layout import BadLayout
 from ._memory import Caches
 from ._messages import Refusal
@@ -86,6 +87,7 @@ class DaemonEngine:
         self.before_opened: Callable[[Engine], Awaitable[None]] | None = None
         self.on_settled: Callable[[OffloadContainer], None] = lambda container: None
         self.config: EngineConfig = config
+        self._halves: dict[str, int] = {}  # blocks of half of a tier, once it was asked
         self._wanted = trio.Event()
         self._attempt = _Attempt()
         if block_bytes:
@@ -225,6 +227,21 @@ class DaemonEngine:
             elif self.page_store is not None and _url_of(tier) in self.page_store.endpoints:
                 books[name] = PageKeys(self.page_store.keys)
         return books
+
+    def most_held(self, name: str, wanted: int) -> int | None:
+        """How many blocks of a tier one session may hold: half. ``None``: so many, and it leaves room for others.
+
+        A page store has room of other processes as well, and looks after its pins itself.
+        """
+        engine = self.require()
+        if name not in self._halves:
+            is_counted = held_pages_of(engine.tiers[name]) is None
+            capacity = engine.statistics().tiers[name].capacity_bytes if is_counted else 0
+            self._halves[name] = capacity // self.block_bytes // 2 or sys.maxsize
+        half = self._halves[name]
+        if wanted <= half or engine.statistics().tiers[name].held_blocks <= half:
+            return None
+        return half
 
     async def contains(self, keys: Sequence[Key]) -> list[bool]:
         """Find which of these keys a tier has. Cancelled, nothing has changed.

@@ -6,18 +6,19 @@ a scope of its own, which a cancel or the end of the session cancels.
 Rule 1. What a lookup has found is held under a number of its session, also where it is nothing, until it is released under
         that number or the session is over.
 Rule 2. A load leaves nothing unverified in the memory of a tenant's engine.
+Rule 3. No session holds more than half of a tier's blocks, so that others can store: a lookup finds no more than that leaves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
 import trio
 
-from backends.abc import LOADED, Unproven
+from backends.abc import LOADED, Key, Unproven
 from backends.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
@@ -94,18 +95,46 @@ class Reads:
             self._start(session, request, self._look_up)
             return None
         found.count()
+        if self._allowed(session, found.hit) < len(found.hit.keys):
+            self._start(session, request, partial(self._look_up_less, found.hit))
+            return None
         return self._found(session, request, found.hit)
 
     async def _look_up(self, session: Session, request: Lookup) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
         hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within, hurried=True)
+        return await self._look_up_less(hit, session, request)
+
+    async def _look_up_less(self, hit: Any, session: Session, request: Lookup) -> Answer:
+        """Look up again for as long as more is found than the session may hold: rule 3."""
+        while (most := self._allowed(session, hit)) < len(hit.keys):
+            keys = hit.keys[:most]
+            await self.let_go(hit)
+            hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within, hurried=True)
         return self._found(session, request, hit)
+
+    def _allowed(self, session: Session, hit: Any) -> int:
+        """How many of the blocks that were found, from the first on, the session may hold."""
+        allowed = 0
+        for name, keys in _runs(hit):
+            most = self._engine.most_held(name, session.held + len(hit.keys))
+            if most is not None:
+                mine = {
+                    key for one in session.holds.values() for tier, its in _runs(one) if tier == name for key in its
+                }
+                for at, key in enumerate(keys):
+                    mine.add(key)
+                    if len(mine) > most:
+                        return allowed + at
+            allowed += len(keys)
+        return allowed
 
     def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
         unavailable = {name: cut(f"{type(why).__name__}: {why}") for name, why in hit.unavailable.items()}
         self._last_hold += 1
         # Held also where nothing was found: released with the others, and there is one way for all.
         session.holds[self._last_hold] = hit
+        session.held += len(hit.keys)
         if hit.keys:
             session.held_costs[self._last_hold] = session.costs.pop(request.seq, 0)
         self._quotas.found(session.tenant, hit.keys)
@@ -179,8 +208,7 @@ class Reads:
 
     def release(self, session: Session, request: Release) -> Answer | None:
         """Let go of holds: at once where all of it is in memory, else in a task."""
-        hits = [hit for hold in request.holds if (hit := session.holds.pop(hold, None)) is not None]
-        self._sessions.refund(session, sum(session.held_costs.pop(hold, 0) for hold in request.holds))
+        hits = [self._take_out(session, hold) for hold in request.holds if hold in session.holds]
         direct = self._engine.require().direct
         left = [hit for hit in hits if not direct.release(hit)]
         if not left:
@@ -193,6 +221,16 @@ class Reads:
             for hit in hits:
                 await self.let_go(hit)
         return Done(request.seq, self._epoch, count)
+
+    async def release_any(self, session: Session) -> None:
+        """Release one of the holds of a session that is over."""
+        await self.let_go(self._take_out(session, next(iter(session.holds))))
+
+    def _take_out(self, session: Session, hold: int) -> Any:
+        hit = session.holds.pop(hold)
+        session.held -= len(hit.keys)
+        self._sessions.refund(session, session.held_costs.pop(hold, 0))
+        return hit
 
     async def let_go(self, hit: Any) -> None:
         """Release what is in no table any more. What a tier raises is logged: holds behind it are released as well."""
@@ -213,3 +251,11 @@ class Reads:
             blocks += part.blocks
             await trio.lowlevel.checkpoint()
         return Explained(request.seq, self._epoch, carried(str(Explanation(blocks))[: 1 << 18]))
+
+
+def _runs(hit: Any) -> Iterator[tuple[str, Sequence[Key]]]:
+    """The tiers of a hit, in order, each with the keys that are held there."""
+    start = 0
+    for name, blocks in hit.runs:
+        yield name, hit.keys[start : start + blocks]
+        start += blocks

@@ -361,8 +361,7 @@ class Service:
                 for under_way in list(session.requests.values()):
                     await under_way.over.wait()
             elif stage is Stage.HOLDS:
-                _, hit = session.holds.popitem()
-                await self.reads.let_go(hit)
+                await self.reads.release_any(session)
             elif stage is Stage.PAGES:
                 await self.pages.give_back(session)
             else:

@@ -82,6 +82,8 @@ class Session:
     version: int = 1
     """Of the protocol that is spoken."""
     holds: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    held: int = 0
+    """Blocks of its holds, each as often as it is held."""
     announced: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Blocks that it writes into the page store itself, by number."""
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)

@@ -38,7 +38,7 @@ from tests.daemon.test_daemon import cache_of, registered, until
 from tests.daemon.test_hostile import Raw, serves, silent_connections
 from tests.maru.test_relay import claim
 from tests.support import longest_step
-from tests.support.daemons import SIZE, daemon
+from tests.support.daemons import SIZE, daemon, engine_config
 from tests.support.pools import until as until_of_pools
 from tests.support.published import PublishedRmClient
 
@@ -210,6 +210,25 @@ async def fill_budget(server, stack):
         await connection.ask(messages.Status, messages.State)
     assert [session.waiting for session in server.sessions] == [budget // 2, budget // 4]
     assert pipeline.statistics().used_blocks == budget * 3 // 4
+
+
+@fills(
+    "held blocks of a tier that is no page store",
+    block_bytes=SIZE,
+    engine=engine_config(tiers={"host": {"type": "memory", "capacity_bytes": 32 * SIZE}}),
+)
+async def fill_held_blocks(server, stack):
+    connection = await stack.enter_async_context(open_connection(server.url))
+    number, keys = await registered(connection, cache_of()), [b"block %d" % at for at in range(32)]
+    await connection.ask(lambda seq: messages.Store(seq, number, keys, messages.packed(range(32))), messages.Stored)
+    found = []
+    for start, stop in ((0, 10), (0, 10), (0, 32), (20, 32), (0, 16)):
+        part = keys[start:stop]
+        answer = await connection.ask(lambda seq, part=part: messages.Lookup(seq, part, 60.0), messages.Found)
+        found.append(answer.blocks)
+    assert found == [10, 10, 16, 0, 16]  # the same blocks count once
+    assert server.engine.statistics().tiers["host"].held_blocks == 16
+    assert next(iter(server.sessions)).held == sum(found)
 
 
 @fills("announcements of pages", block_bytes=SIZE)

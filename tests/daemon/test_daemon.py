@@ -579,7 +579,7 @@ async def test_an_engine_outlives_its_daemon_and_says_that_it_is_gone(path):
 
 async def test_failing_tier_keeps_client_breaker_closed(path):
     ill = Ill(64, SIZE)
-    tiers = {"host": MemoryTier(8 * SIZE, SIZE), "ill": ill}
+    tiers = {"host": MemoryTier(16 * SIZE, SIZE), "ill": ill}
     cache = cache_of()
     config = engine_config(tiers=tiers, chain="none")
     async with daemon(path, engine=config) as server, open_client(cache, server.url) as engine:
