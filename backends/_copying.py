@@ -14,6 +14,7 @@ Rule 4. Memory that a copy passes through is kept if the end of the copy is not 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -51,6 +52,9 @@ _lent: dict[int, Memory] = {}
 with it, though its finalizer gives them back."""
 
 
+_pins: weakref.WeakKeyDictionary[Memory, Pin] = weakref.WeakKeyDictionary()
+
+
 class _Buffer:
     """A staging buffer, pinned if this process uses CUDA. Another copy may use it once nothing refers to this any more."""
 
@@ -59,8 +63,9 @@ class _Buffer:
             memory = _spare.popleft()
         except IndexError:
             memory = Memory.private(_BUFFER_BYTES)
-            if uses_cuda():
-                Pin(memory).pin()
+        if uses_cuda() and memory not in _pins:  # also one from before CUDA was used
+            _pins[memory] = Pin(memory)
+            _pins[memory].pin()
         self._pid = os.getpid()
         self.address: int = memory.address
         _lent[self.address] = memory

@@ -189,7 +189,8 @@ def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
     )
     left = _MOST_PAIRS * len(places)
     for at, (place, start, run) in enumerate(places):
-        for other_place, other, _ in itertools.islice(places, at + 1, None):
+        for next_at in range(at + 1, len(places)):
+            other_place, other, _ = places[next_at]
             if other_place >= place + run:
                 break
             left -= 1

@@ -41,6 +41,9 @@ _LONG_PIECE = 8 << 10
 """Bytes of a piece from which on it is scattered by memory copies. torch's scatter moves item by item, and first reads what it
 overwrites: it takes 1.4 times as long for pieces of 64 KiB. (Its gather is a memory copy.)"""
 
+_MOST_PIECES = 1 << 16
+"""Copies of a device that are listed at once: 2 MiB of addresses. Engines of other processes may have pieces of a byte."""
+
 _PORTION_BYTES = 16 << 20
 """Bytes of a batch that one call gathers: this bounds the index, which for tiny pieces is as large as the data."""
 
@@ -196,7 +199,8 @@ class DeviceBlocks:
     def __init__(self, planes: Sequence[tuple[int, Plane]], n: int, device: int, owner: object) -> None:
         self.n = n
         self.block_bytes: int = sum(plane.run_bytes for _, plane in planes)
-        self._pieces = BlockPieces(planes)
+        self._pieces = BlockPieces(planes, n)
+        self._at_once = max(1, _MOST_PIECES // len(planes))
         self._device = device
         self._owner = owner
 
@@ -210,11 +214,18 @@ class DeviceBlocks:
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy blocks to the pages, and wait for the end; see :meth:`backends.copier.Copier.store` for errors."""
-        copier_of(self._device).store(self._pieces.of(slots, pages))
+        for some, part in self._portions(slots, pages):
+            copier_of(self._device).store(self._pieces.of(some, part))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy pages to the blocks, and wait for the end; see :meth:`backends.copier.Copier.load` for errors."""
-        copier_of(self._device).load(self._pieces.of(slots, pages))
+        for some, part in self._portions(slots, pages):
+            copier_of(self._device).load(self._pieces.of(some, part))
+
+    def _portions(self, slots: Sequence[int], pages: Pages) -> Iterator[tuple[Sequence[int], Pages]]:
+        for start in range(0, len(slots), self._at_once):
+            stop = start + self._at_once
+            yield slots[start:stop], pages.part(start, stop)
 
 
 # --- the tier -------------------------------------------------------------------------------------------------------

@@ -295,8 +295,7 @@ class _Watcher:
         _leave_captures_alone()
         while events := self._begin_round():
             for same in events:
-                device = _attach(same[0], device)
-                _end_if_done(same)
+                device = _end_if_done(same, device)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -331,17 +330,19 @@ def _attach(event: CudaEvent, device: int) -> int:
     return cast(int, its.index)
 
 
-def _end_if_done(same: Sequence[CudaEvent]) -> None:
-    """Query an event, and end its preconditions if its work is done, or has failed."""
+def _end_if_done(same: Sequence[CudaEvent], device: int) -> int:
+    """Query an event, and end its preconditions if its work is done, or has failed. Returns the device of this thread."""
     error: BaseException | None = None
     try:
+        device = _attach(same[0], device)
         if not same[0]._event.query():
-            return
+            return device
     except BaseException as exc:  # in this thread it would be lost, and the waits would never end
         error = exc
     for event in same:
         event._error = error
         event._over.set()
+    return device
 
 
 _watcher = _Watcher()

@@ -46,14 +46,21 @@ class Pieces:
         """Return some rows: a mask, or numbers."""
         return Pieces(self.device[rows], self.host[rows], self.sizes[rows])
 
-    def joined(self) -> Pieces:
-        """Join rows that follow each other in memory on both sides."""
+    def joined(self, allocations: Any = None) -> Pieces:
+        """Join rows that follow each other in memory on both sides.
+
+        Args:
+            allocations: number of the allocation on the device that each row lies in, if there are several: a copy over two
+                is refused, wherever they lie.
+        """
         import numpy
 
         if len(self) < 2:
             return self
         ends = self.device[:-1] + self.sizes[:-1] == self.device[1:]
         ends &= self.host[:-1] + self.sizes[:-1] == self.host[1:]
+        if allocations is not None:
+            ends &= allocations[:-1] == allocations[1:]
         starts = numpy.flatnonzero(numpy.concatenate(([True], ~ends)))
         if len(starts) == len(self):
             return self
@@ -94,19 +101,18 @@ class Pieces:
         """Yield all of them, in portions of at most so many bytes; rows that are larger are cut."""
         import numpy
 
-        rows: list[tuple[int, int, int]] = []
-        room = nbytes
-        for device, host, size in zip(self.device.tolist(), self.host.tolist(), self.sizes.tolist(), strict=True):
-            done = 0
-            while done < size:
-                step = min(size - done, room)
-                rows.append((device + done, host + done, step))
-                done, room = done + step, room - step
-                if not room:
-                    yield Pieces(*numpy.array(rows, numpy.uint64).T.copy())
-                    rows, room = [], nbytes
-        if rows:
-            yield Pieces(*numpy.array(rows, numpy.uint64).T.copy())
+        ends = numpy.cumsum(self.sizes, dtype=numpy.uint64)
+        total = int(ends[-1]) if len(ends) else 0
+        for start in range(0, total, nbytes):
+            stop = min(start + nbytes, total)
+            first, last = (int(row) for row in numpy.searchsorted(ends, (start, stop - 1), "right"))
+            device, host, sizes = (column[first : last + 1].copy() for column in (self.device, self.host, self.sizes))
+            sizes[-1] -= numpy.uint64(int(ends[last]) - stop)
+            done = numpy.uint64(start - (int(ends[first]) - int(self.sizes[first])))
+            device[0] += done
+            host[0] += done
+            sizes[0] -= done
+            yield Pieces(device, host, sizes)
 
 
 class BlockPieces:
@@ -114,13 +120,15 @@ class BlockPieces:
 
     Args:
         planes: the pieces of a block, each with the address of its tensor.
+        n: how many blocks there are.
     """
 
-    def __init__(self, planes: Sequence[tuple[int, Plane]]) -> None:
+    def __init__(self, planes: Sequence[tuple[int, Plane]], n: int) -> None:
         import numpy
 
+        self._allocations = _allocations(planes, n)
         self._starts = numpy.array([address + plane.offset for address, plane in planes], numpy.uint64)
-        self._strides = numpy.array([plane.stride_bytes for _, plane in planes], numpy.uint64)
+        self._strides = numpy.array([plane.stride_bytes if n > 1 else 0 for _, plane in planes], numpy.uint64)
         self._sizes = numpy.array([plane.run_bytes for _, plane in planes], numpy.uint64)
         self._offsets = numpy.cumsum(self._sizes, dtype=numpy.uint64) - self._sizes
 
@@ -132,4 +140,21 @@ class BlockPieces:
         host = numpy.array(pages.addresses, numpy.uint64).reshape(-1, 1) + self._offsets
         device = numbers * self._strides + self._starts
         sizes = numpy.broadcast_to(self._sizes, device.shape)
-        return Pieces(device.ravel(), host.ravel(), sizes.ravel()).joined()
+        allocations = numpy.broadcast_to(self._allocations, device.shape)
+        return Pieces(device.ravel(), host.ravel(), sizes.ravel()).joined(allocations.ravel())
+
+
+def _allocations(planes: Sequence[tuple[int, Plane]], n: int) -> Any:
+    """Number the allocations that planes lie in, as far as it shows: those whose extents overlap share one."""
+    import numpy
+
+    numbers = numpy.zeros(len(planes), numpy.uint64)
+    starts = [address + plane.offset for address, plane in planes]
+    end = number = 0
+    for at in sorted(range(len(planes)), key=starts.__getitem__):
+        plane = planes[at][1]
+        if starts[at] >= end:
+            number += 1
+        end = max(end, starts[at] + (n - 1) * plane.stride_bytes + plane.run_bytes)
+        numbers[at] = number
+    return numbers

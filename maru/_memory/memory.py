@@ -40,7 +40,6 @@ _STEP_BYTES = 8 << 20
 
 _ALIGN_BYTES = 2 << 20
 """Memory of this size or more is mapped on a border of huge pages."""
-_MAP_FIXED = 0x10
 _RESERVATION = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MOST_REPEATS = 100
 """Times that a call is repeated when the kernel says EAGAIN, which it may say for ever."""
@@ -101,25 +100,18 @@ class Memory:
 
     def _map(self, length: int, protection: int, flags: int, fd: int, offset: int) -> None:
         """Map it so that huge pages of the file can be mapped as such: its addresses are congruent to its offsets."""
-        room = 0 if length < _ALIGN_BYTES else -(-length // PAGE_BYTES) * PAGE_BYTES + _ALIGN_BYTES
-        start: int | None = None
-        if room:
-            start = _checked(_mmap(None, room, 0, _RESERVATION, -1, 0), length, offset)
-        at = None if start is None else start + (offset - start) % _ALIGN_BYTES
-        try:
-            address = _checked(
-                _mmap(at, length, protection, flags | (_MAP_FIXED if room else 0), fd, offset), length, offset
-            )
-        except CannotMap:
-            if start is not None:
-                _munmap(start, room)
-            raise
-        if start is not None:  # the rest of the reservation
-            end = address + room - _ALIGN_BYTES
-            if address > start:
-                _munmap(start, address - start)
-            if end < start + room:
-                _munmap(end, start + room - end)
+        hint: int | None = None
+        if length >= _ALIGN_BYTES:
+            # A hint, and no fixed address: files may have larger borders of their own (a DAX device, hugetlbfs), which the
+            # kernel keeps; and what another thread maps meanwhile is never replaced.
+            start = _mmap(None, length + _ALIGN_BYTES, 0, _RESERVATION, -1, 0)
+            if start is not None and start != _FAILED:
+                _munmap(start, length + _ALIGN_BYTES)
+                hint = start + (offset - start) % _ALIGN_BYTES
+        address = _mmap(hint, length, protection, flags, fd, offset)
+        if address is None or address == _FAILED:
+            code = ctypes.get_errno()
+            raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
         self.address: int = address
         """Of the first byte."""
         self.length = length
@@ -200,14 +192,6 @@ class Memory:
             munmap(self.address, self.length)
         if self._kept >= 0:
             close(self._kept)
-
-
-def _checked(address: int | None, length: int, offset: int) -> int:
-    """Return the address of a mapping, if it was made."""
-    if address is None or address == _FAILED:
-        code = ctypes.get_errno()
-        raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
-    return address
 
 
 def madvise(address: int, length: int, advice: int) -> int:

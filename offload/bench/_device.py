@@ -94,7 +94,7 @@ def _of_layout(layout: _Layout, driver: Driver, effort: Effort, why_not: str) ->
         pages = host.pages(range(n))
         _check(blocks, pages, n)
         order = [*range(1, n, 2), *range(0, n, 2)]
-        bare = BlockPieces(planes).of(order, pages)
+        bare = BlockPieces(planes, n).of(order, pages)
         subjects: dict[str, Callable[[], float]] = {}
         for way in _WAYS:
             copy = blocks.copy_out if way == "store" else blocks.copy_in
@@ -177,7 +177,7 @@ def _beside_a_matmul(driver: Driver, effort: Effort, why_not: str) -> Row:
     address = driver.allocate(n * size)
     host = HostPages(n, size)
     host.start_pinning(now=True)
-    pieces = BlockPieces([(address, Plane(0, size, size))]).of(range(n), host.pages(range(n)))
+    pieces = BlockPieces([(address, Plane(0, size, size))], n).of(range(n), host.pages(range(n)))
     try:
         subjects = {"beside": _timed(lambda: _beside(pieces, multiply)), "alone": _timed(multiply)}
         samples = in_turn("device, matmul", effort, subjects)

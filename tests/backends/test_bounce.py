@@ -29,6 +29,15 @@ def test_a_buffer_is_pinned_once_and_used_again():
         _copying._spare.clear()
 
 
+def test_a_buffer_from_before_cuda_was_used_is_pinned_when_it_is_used_again():
+    before = Bounce().portion(4, 1 << 20).addresses[0]
+    with process_with_cuda():
+        again = Bounce().portion(4, 1 << 20)
+        assert again.addresses[0] == before and spans(before, BOUNCE_BYTES)
+        del again
+        _copying._spare.clear()
+
+
 def test_a_buffer_with_a_page_in_use_is_not_given_to_another_copy():
     bounce = Bounce()
     page = bounce.portion(4, 1 << 20)[3]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backends import Unproven
 from backends.block_layout import Plane, TensorMemory, as_one_run
-from backends.copier import Copier, DeviceLost, Pieces, close_copiers
+from backends.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers
 from backends.device import DeviceTier
 from backends.pages import new_pages
 from maru._memory.cuda import CudaError
@@ -170,6 +170,25 @@ def test_a_run_that_layers_make_together_is_found_in_any_order():
     assert as_one_run([pieces[0], *pieces[2:]], 4) == (108, Plane(0, 64, 24))
     assert as_one_run([pieces[1], *pieces[:1]], 4) is None  # a gap
     assert as_one_run(pieces, 1) is None  # by chance
+
+
+def test_no_copy_goes_over_two_allocations_that_follow_each_other():
+    plane = Plane(0, RUN, RUN)
+    block = BlockPieces([(RUN, plane), (0, plane)], 1)  # tensors of one block each, the second before the first
+    assert len(block.of([0], new_pages(1, 2 * RUN))) == 2
+    two = BlockPieces([(N * RUN, plane), (0, plane)], N)
+    pages = new_pages(2, 2 * RUN)
+    assert len(two.of([N - 1, 0], pages)) == 4
+    beside = BlockPieces([(0, Plane(0, 2 * RUN, RUN)), (RUN, Plane(0, 2 * RUN, RUN))], N)
+    assert len(beside.of([0, 1], pages)) == 1
+
+
+def test_a_copy_is_listed_a_bounded_number_of_pieces_at_a_time(monkeypatch):
+    monkeypatch.setattr("backends.device._MOST_PIECES", 4 * LAYERS)
+    with device() as there:
+        tier = DeviceTier(there.tensors, block_axis=1)
+        tier._storage.copy_out(range(N), there.pages)
+        assert there.fake.calls.count("cuMemcpyBatchAsync") == N // 2
 
 
 # --- when ---------------------------------------------------------------------------------------------------------------

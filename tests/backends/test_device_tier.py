@@ -444,3 +444,15 @@ def test_a_cache_whose_blocks_share_memory_is_refused(tensors):
 )
 def test_a_cache_whose_pieces_are_interleaved_is_taken(tensors):
     DeviceTier(tensors(torch.zeros(4096, dtype=torch.uint8)))
+
+
+@pytest.mark.long
+def test_the_check_of_many_pieces_takes_time_in_proportion():
+    """Pieces side by side: each is compared with its neighbour alone."""
+    n = 1 << 14
+    began = time.process_time()
+    check_disjoint([(2 * at, Plane(0, 2 * n, 1)) for at in range(n)], 8)
+    small = time.process_time() - began
+    began = time.process_time()
+    check_disjoint([(2 * at, Plane(0, 16 * n, 1)) for at in range(8 * n)], 8)
+    assert time.process_time() - began < 30 * max(small, 0.01)  # 64 times if it were quadratic

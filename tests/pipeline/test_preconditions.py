@@ -81,6 +81,29 @@ class FakeCudaEvent:
         raise AssertionError("blocks")
 
 
+async def test_an_event_whose_device_cannot_be_told_fails_alone():
+    class Lost(FakeCudaEvent):
+        @property
+        def device(self):
+            raise RuntimeError("lost")
+
+    other, errors = FakeCudaEvent(), []
+
+    async def wait(event):
+        try:
+            await CudaEvent(event).wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait, Lost())
+            nursery.start_soon(wait, other)
+            await other.watched.wait()
+            other.done.set()
+    assert errors == ["lost"]
+
+
 async def cancelled_while_waiting(precondition):
     """Wait for it, and cancel the wait once it sleeps."""
     async with trio.open_nursery() as nursery:
