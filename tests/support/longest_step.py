@@ -284,7 +284,7 @@ def play(steps: Steps, path: str, url: str, keys: int, sessions: int) -> dict[st
 async def _serve(steps: Steps, pool: str, keys: int, sessions: int) -> dict[str, list[str]]:
     config = ServerConfig(
         host="", rm_address="", pool_path=pool, capacity_bytes=6 * REGION, max_lease=3600.0, kv_events="ipc",
-        max_sessions=max(64, 2 * sessions), lease_grace=0.0, v1_read_grace=0.0,
+        max_sessions=max(128, 8 * sessions), lease_grace=0.0, v1_read_grace=0.0,
     )  # fmt: skip
     async with open_server(config) as server:
         gc.callbacks.append(steps.on_collection)
