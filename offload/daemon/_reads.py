@@ -84,6 +84,7 @@ class Reads:
         self._epoch = epoch
         self._start = start
         self._last_hold = 0
+        self._explaining = trio.Lock()
 
     def lookup(self, session: Session, request: Lookup) -> Answer | None:
         """Find and hold a prefix: at once where the tiers allow it, else in a task."""
@@ -246,10 +247,11 @@ class Reads:
     async def _explain(self, session: Session, request: Explain) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
         blocks: list[BlockExplanation] = []
-        for start in range(0, max(1, len(keys)), _EXPLAINED):
-            part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
-            blocks += part.blocks
-            await trio.lowlevel.checkpoint()
+        async with self._explaining:  # a step of each of many would be one long step for all other engines
+            for start in range(0, max(1, len(keys)), _EXPLAINED):
+                part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
+                blocks += part.blocks
+                await trio.lowlevel.checkpoint()
         return Explained(request.seq, self._epoch, carried(str(Explanation(blocks))[: 1 << 18]))
 
 

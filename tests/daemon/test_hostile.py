@@ -495,6 +495,27 @@ async def test_columns_of_a_request_count_for_its_session(path, make, least):
         assert not server.sessions.bytes
 
 
+async def test_explanations_are_made_one_at_a_time(path, monkeypatch):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        await connection.wait_session()
+        engine, at_once, most = server._service.reads._engine.require(), 0, 0
+        explain = engine.explain
+
+        async def counted(*args, **options):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await trio.lowlevel.checkpoint()
+            at_once -= 1
+            return await explain(*args, **options)
+
+        monkeypatch.setattr(engine, "explain", counted)
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(connection.ask, lambda seq: messages.Explain(seq, KEYS), messages.Explained)
+        assert most == 1
+
+
 async def test_a_hold_counts_until_it_is_released(path):
     async with daemon(path) as server, open_connection(server.url) as connection:
         sessions, cache = server._service.sessions, cache_of()
