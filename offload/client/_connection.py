@@ -30,9 +30,12 @@ from backends.abc import Unproven
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelClient, Expected, open_channel
 
+from .._errors import ConfigError
 from ..daemon._config import default_url
 from ..daemon._handover import hand_over
 from ..daemon._messages import (
+    MAX_CREDENTIAL_BYTES,
+    MAX_NAME_LENGTH,
     NAME_OF,
     OLDEST,
     SINCE,
@@ -141,7 +144,10 @@ class DaemonConnection:
         self.sessions: int = 0
         self.on_session: Callable[[], object] = bool
         """Called when a session has begun."""
-        self._name, self._credential = name, credential
+        if len(credential) > MAX_CREDENTIAL_BYTES:
+            raise ConfigError("credential", f"of {len(credential)} bytes", f"must have at most {MAX_CREDENTIAL_BYTES}")
+        # A name is for logs: of a model's path, its end.
+        self._name, self._credential = name[-MAX_NAME_LENGTH:], credential
         self.read_blocks: int = 0
         """Blocks that were read in the page store, and of which the daemon was not told yet."""
         self._channel: ChannelClient

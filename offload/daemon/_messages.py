@@ -66,7 +66,8 @@ class Refusal(Exception):
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-_Name = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_NAME_LENGTH: Final = 256
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
 _Text = Annotated[str, msgspec.Meta(max_length=4_096)]
 _Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 _Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]

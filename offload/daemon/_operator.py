@@ -23,9 +23,9 @@ from maru.transport import ChannelConnection
 
 from .._errors import ConfigError
 from ._admin import read_token
-from ._admin_messages import AdminHello, Admitted, decode_admin_answer
+from ._admin_messages import AdminHello, Admitted, decode_admin_answer, decode_admin_request
 from ._config import CHANNEL_NAME, SECTION, DaemonConfig, daemon_config, daemon_knobs, read_document
-from ._messages import Answer, BadFrame, Refused, Request, decode_answer, encode
+from ._messages import Answer, BadFrame, Refused, Request, decode_answer, decode_request, encode
 
 A = TypeVar("A", bound=Answer)
 
@@ -94,9 +94,12 @@ def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
 class Operator:
     """A connection to one of a daemon's sockets, for one request after the other."""
 
-    def __init__(self, path: str, timeout: float, decode: Callable[[bytes], Answer]) -> None:
+    def __init__(
+        self, path: str, timeout: float, decode: Callable[[bytes], Answer], check: Callable[[bytes], Request]
+    ) -> None:
         self.path: str = path
         self._timeout = timeout
+        self._check = check
         self._decode = decode
         self._seq = 0
         try:
@@ -113,10 +116,15 @@ class Operator:
             click.ClickException: there is none, or it was refused.
         """
         self._seq += 1
+        request = encode(make(self._seq))
+        try:
+            self._check(request)  # here: the daemon hangs up on what is no request, and does not say why
+        except BadFrame as exc:
+            raise BadInput(f"this is more than a request may hold: {exc}") from exc
         timeout = max(timeout, self._timeout)
         deadline = perf_counter() + timeout
         try:
-            self._connection.send_by(encode(make(self._seq)), deadline)
+            self._connection.send_by(request, deadline)
             frame = self._connection.receive_by(deadline)
             got = None if frame is None else self._decode(frame)
         except OSError as exc:
@@ -143,7 +151,7 @@ class Operator:
 @contextmanager
 def open_engine_side(options: DaemonOptions) -> Iterator[Operator]:
     """The socket of the engines, without a session."""
-    operator = Operator(options.path, options.timeout, decode_answer)
+    operator = Operator(options.path, options.timeout, decode_answer, decode_request)
     try:
         yield operator
     finally:
@@ -171,7 +179,7 @@ def open_operator(options: DaemonOptions) -> Iterator[Operator]:
     except OSError as exc:
         why = exc.strerror or str(exc)
         raise EnvironmentFault(f"{token_path}: {why}: name the token of this daemon with --admin-token-file") from exc
-    operator = Operator(path, options.timeout, decode_admin_answer)
+    operator = Operator(path, options.timeout, decode_admin_answer, decode_admin_request)
     try:
         operator.ask(lambda seq: AdminHello(seq, token), Admitted)
         yield operator

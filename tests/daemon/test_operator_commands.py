@@ -12,13 +12,14 @@ from click.testing import CliRunner
 import offload.cli
 from maru._ending import ExitCode
 from maru._pool.doctor import PathFact, worst
+from offload import ConfigError
 from offload.client import open_client, open_connection
 from offload.daemon._admin_messages import SessionFacts, TierFacts
 from offload.daemon._doctor import DaemonFacts, Told, examine_daemon
 from offload.daemon._messages import Store, Stored, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, store
 from tests.daemon.test_quotas import HIS, tenants
-from tests.support.daemons import SIZE, directory, host_only, serve
+from tests.support.daemons import SIZE, daemon, directory, host_only, serve
 
 
 def run(*arguments):
@@ -83,6 +84,21 @@ def test_quarantine_is_listed_and_what_is_not_there_is_not_released(served):
     done(refused, ExitCode.USAGE)
     assert "host/1" in refused.stderr and "offload quarantine list" in refused.stderr
     assert "--withheld KEY" in command("quarantine", "release").stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("query", *(f"{at:04x}" for at in range(1025))),
+        ("explain", "ab" * 5000),
+        ("query", "--tenant", "t" * 300, "ab"),
+        ("quarantine", "release", "n" * 300),
+    ],
+    ids=["too many keys", "a long key", "a long tenant", "a long name"],
+)
+def test_a_request_that_cannot_be_sent_is_refused_before_it_is(served, arguments):
+    _, command = served
+    assert "more than a request may hold" in command(*arguments).output
 
 
 def test_settings_are_read_again_and_the_log_level_is_set(served):
@@ -251,3 +267,23 @@ def test_each_fault_is_found_with_its_way_out_and_nothing_else_is(facts, name, v
 def test_locked_memory_matters_where_there_is_a_device_only():
     assert worst(examine_daemon(limits(memlock_bytes=8 << 20))) == "ok"
     assert worst(examine_daemon(attrs.evolve(limits(memlock_bytes="none"), has_device=True))) == "ok"
+
+
+def test_an_engine_with_a_long_name_is_known_by_its_end():
+    async def main(path):
+        async with daemon(path) as server, open_connection(server.url, name="m" * 300 + "/end", wait=10):
+            return [session.name for session in server.sessions]
+
+    with directory() as path:
+        [name] = trio.run(main, path)
+    assert name.endswith("m/end") and len(name) == 256
+
+
+def test_a_credential_that_no_hello_carries_is_refused_at_once():
+    async def main(path):
+        with pytest.raises(ConfigError, match="credential"):
+            async with open_connection(f"ipc://{path}/daemon.sock", credential="c" * 300):
+                pass
+
+    with directory() as path:
+        trio.run(main, path)

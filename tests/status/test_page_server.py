@@ -143,6 +143,32 @@ async def test_a_key_is_explained_and_what_is_none_is_the_askers_fault() -> None
         assert (status, json.loads(body)["error"]) == (400, "no such key")
 
 
+async def test_one_block_is_explained_at_a_time() -> None:
+    async with served() as (source, address, nursery):
+        asked, told = trio.Event(), trio.Event()
+
+        async def explain(key: str) -> Mapping[str, Any]:
+            asked.set()
+            await told.wait()
+            return {"key": key}
+
+        source.explain = explain  # type: ignore[method-assign]
+        first: list[int] = []
+
+        async def ask() -> None:
+            first.append((await get(address, "/explain?key=6b"))[0])
+            told_first.set()
+
+        told_first = trio.Event()
+        nursery.start_soon(ask)
+        await asked.wait()
+        status, _, body = await get(address, "/explain?key=6b")
+        assert status == 503 and "ask again" in json.loads(body)["error"]
+        told.set()
+        await told_first.wait()
+        assert first == [200]
+
+
 async def test_nothing_is_sampled_while_nobody_watches(autojump_clock: object) -> None:
     source = Source(await empty_view())
     async with trio.open_nursery() as nursery:
