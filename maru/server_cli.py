@@ -63,6 +63,8 @@ def run(config: ServerConfig) -> int:
         trio.run(serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
     except* (MaruError, OSError) as group:
         failures = leaves(group)
+    finally:
+        gc.enable()
     for failure in failures:
         click.echo(f"maru-server: {failure}", err=True)
     return ExitCode.ENVIRONMENT if failures else ExitCode.DONE

@@ -102,6 +102,8 @@ def run(settings: Settings) -> int:
         dropped.append(trio.run(_serve, settings, restrict_keyboard_interrupt_to_checkpoints=True))
     except* (OffloadError, MaruError, CannotOpen, ImportError, OSError) as group:
         failures = leaves(group)
+    finally:
+        gc.enable()
     for failure in failures:
         about = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
         click.echo(f"offload serve: {printable(str(failure))}{about}", err=True)
