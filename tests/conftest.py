@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from typing import Final
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell has what it starts in the background ignore Ctrl-C, and children inherit that: those that a test interrupts as well.
@@ -21,6 +24,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+_MANY_DESCRIPTORS: Final = 400
+"""A server that starts in this process freezes what is alive (`maru._journal.recovery`), garbage of earlier tests included."""
+
+
 def pytest_collection_finish() -> None:
     """Thousands of collected tests are no garbage: each collection that a test asks for would look through all of them."""
     gc.collect()
@@ -28,3 +35,16 @@ def pytest_collection_finish() -> None:
     # What a test makes is mostly gone by its end, by counting alone: to look for cycles after every 700 new objects takes one
     # twentieth of all the time.
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> Iterator[None]:
+    """Fail a test that leaves collection off, and collect what was frozen before descriptors run out."""
+    yield
+    if not gc.isenabled():
+        gc.enable()
+        pytest.fail("garbage collection is off behind this test")
+    if len(os.listdir("/proc/self/fd")) > _MANY_DESCRIPTORS:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
