@@ -123,7 +123,6 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, or of another size, and not deleted yet."""
-        self._purged_era = 0
         self.held_pages: HeldPages = HeldPages(self)
         """What is held to be copied on, as a source; see :class:`backends.abc.PageTier`."""
         self.stored = self.duplicates = 0
@@ -410,10 +409,9 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     async def purge(self) -> None:
         """Delete what was found damaged, as far as it is not held and the server answers. No checkpoint if there is none."""
         era = self.handler.era
-        if era != self._purged_era:
-            self.damaged.clear([page for page in self.damaged if page.era != era])
-            self._purged_era = era
-        with self.damaged.claim(_PURGED_AT_ONCE) as pages:
+        with self.damaged.claim(_PURGED_AT_ONCE) as claimed:
+            self.damaged.clear([page for page in claimed if page.era != era])  # of a server that is gone
+            pages = [page for page in claimed if page.era == era]
             if pages:
                 # Housekeeping: that a caller gets no answer, it is told by the answer to its own request.
                 with contextlib.suppress(MaruError):
