@@ -103,6 +103,8 @@ def main(arguments: list[str]) -> Outcome:
     except (ForeignJournal, OSError) as exc:
         print(exc, file=sys.stderr)
         return Outcome.FAILED
+    finally:
+        gc.enable()
 
 
 if __name__ == "__main__":
