@@ -74,13 +74,22 @@ class FakeDevice:
     @contextmanager
     def capturing(self) -> Iterator[Callable[[], bool]]:
         """The engine captures a graph, in a thread of its own; yields whether that is still well."""
-        thread = threading.Thread(target=self.fake.capture, args=[self.stream])
+        begun, over = threading.Event(), threading.Event()
+
+        def capture() -> None:
+            self.fake.capture(self.stream)
+            begun.set()
+            over.wait(30)  # a thread that has ended would give its number to another one
+
+        thread = threading.Thread(target=capture)
         thread.start()
-        thread.join()
+        begun.wait(30)
         try:
             yield lambda: not self.fake.invalidated
         finally:
             self.fake.end_capture(self.stream)
+            over.set()
+            thread.join()
 
 
 class TorchDevice:
