@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
+import trio
 
 from backends.abc import Key as Key
 
 if TYPE_CHECKING:
     from array import array
-
-    import trio
 
     import offload
     from backends.abc import Destination
@@ -96,7 +95,7 @@ class DeviceEvent(Protocol):
         """Block until it has happened. Never called here: the method identifies a device event."""
 
 
-PreconditionLike: TypeAlias = "Precondition | trio.Event | DeviceEvent | Callable[[], Awaitable[object]]"
+PreconditionLike: TypeAlias = Precondition | trio.Event | DeviceEvent | Callable[[], Awaitable[object]]
 """What ``precondition=`` takes: ``NO_WAIT``, a trio, thread or CUDA event, an async callable, or a Precondition."""
 
 
