@@ -151,7 +151,7 @@ class Journal:
         self._pressed = False  # nothing is written until closed segments are folded
         self._refused = 0  # appends refused for that, in a row
         self._surveyed = trio.lowlevel.ParkingLot()
-        self.writing_snapshot = trio.Lock()
+        self.writing_snapshot: trio.Lock = trio.Lock()
         """Held by a task that writes one from memory."""
         self.survey()
 

@@ -111,15 +111,19 @@ class FakeCuda:
         most_registered: int = 1 << 40,
         shares: bool = True,
     ) -> None:
-        self.devices, self.version, self.choose = devices, version, choose
-        self.device_bytes, self.most_registered, self.shares = device_bytes, most_registered, shares
+        self.devices: int = devices
+        self.version: int = version
+        self.choose: Choose = choose
+        self.device_bytes: int = device_bytes
+        self.most_registered: int = most_registered
+        self.shares: bool = shares
         self.calls: list[str] = []
         """The functions that were called, in order, but for names of errors."""
         self.wrong: list[BaseException] = []
         """Faults of the fake's user that CUDA has no error for, and of the fake itself. A test looks that there is none."""
         self.contexts: set[int] = set()
         """Devices of which this process has a context."""
-        self.invalidated = False
+        self.invalidated: bool = False
         """Whether a graph capture was invalidated."""
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
