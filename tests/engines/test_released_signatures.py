@@ -45,6 +45,7 @@ class Ours(Store):
 def wheel(tmp_path):
     path = tmp_path / "engine-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("sglang/__init__.py", "")
         archive.writestr("sglang/store.py", textwrap.dedent(THEIRS))
     return Wheel(path)
 
@@ -93,6 +94,12 @@ def test_what_an_adapter_imports_is_looked_for(wheel):
     """This wheel has nothing of what our adapter of SGLang needs."""
     with pytest.raises(LookupError, match="hicache_storage is not there"):
         list(compare(wheel, "sglang"))
+
+
+def test_a_module_is_a_name_of_its_package(wheel):
+    assert wheel.find("sglang", "store")[0] == "sglang.store"
+    with pytest.raises(LookupError, match="sglang has no shop"):
+        wheel.find("sglang", "shop")
 
 
 def test_each_engine_has_a_version_that_was_run():

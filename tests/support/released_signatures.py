@@ -77,7 +77,7 @@ class Wheel:
         return self._trees[name]
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST]:
-        """What a module calls by this name, and the module that defines it.
+        """What a module calls by this name, or has as a module of its own, and the module that defines it.
 
         Raises:
             LookupError: it does not.
@@ -90,7 +90,10 @@ class Wheel:
                         return self.find(origin, alias.name) if origin.partition(".")[0] in ENGINES else (module, node)
             elif name in _names(node):
                 return module, node
-        raise LookupError(f"{module} has no {name}")
+        try:
+            return f"{module}.{name}", self.module(f"{module}.{name}")
+        except LookupError:
+            raise LookupError(f"{module} has no {name}") from None
 
     def methods(self, module: str, name: str) -> dict[str, Function]:
         """The methods of a class, inherited ones too as far as the package defines them.
