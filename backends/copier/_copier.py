@@ -1,7 +1,7 @@
 """Have a CUDA device copy: a thread and a stream each way, and nothing else of the device.
 
-Rule 1. A copy is over, or proven never to end, when the call returns or raises: on every way out the stream is synchronized. If
-        that fails as well the device may still read or write, and :exc:`~backends.Unproven` says so.
+Rule 1. A copy is over when the call returns or raises: on every way out the stream is synchronized. If that fails as well, the
+        device may still read or write: :exc:`~backends.Unproven` says so, and the buffer is kept until the process ends.
 Rule 2. The stream waits for the events that a copy comes after; no thread does.
 Rule 3. Host memory that is not registered is copied through a buffer that is. The driver would do the same with calls that
         block, and with less of a bound.
@@ -27,6 +27,7 @@ from maru._memory.cuda import CudaError, Driver, Event, Stream, find_driver
 from maru._threads import no_thread
 
 from .._errors import BackendError, Unproven
+from .._unproven import kept_if_unproven
 from ..pages import Pages, new_pages
 from ._pieces import Pieces
 
@@ -144,7 +145,8 @@ class _Way:
                     if self._lost is not None:
                         raise DeviceLost(f"device {self._device} is lost: {self._lost}")
                     lane = lane or self._open(held)
-                    lane.copy(job.pieces, job.after, self._spans)
+                    with kept_if_unproven(lane):
+                        lane.copy(job.pieces, job.after, self._spans)
                 except BaseException as error:
                     if isinstance(error, Unproven) or (isinstance(error, CudaError) and error.sticky):
                         self._lost = error

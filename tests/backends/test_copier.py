@@ -300,6 +300,28 @@ def test_a_copy_whose_end_is_not_proven_says_so_and_ends_the_copier():
         there.copier.load(there.pieces.of([0], there.pages.part(0, 1)))  # the other way has a stream of its own
 
 
+def test_the_buffer_of_a_copy_whose_end_is_not_proven_is_kept(monkeypatch):
+    made = []
+
+    def noted(n, page_bytes):
+        pages = new_pages(n, page_bytes)
+        made.append(weakref.ref(pages.owner))
+        return pages
+
+    with device(registered=False) as there:
+        monkeypatch.setattr("backends.copier._copier.new_pages", noted)
+        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        begun = len(there.fake.calls)
+        there.fake.fail(begun + 2)  # the synchronization
+        there.fake.fail(begun + 3)  # and the one behind it
+        with pytest.raises(Unproven):
+            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+    del there  # the copier has the error, whose frames have the buffer
+    gc.collect()
+    [buffer] = made
+    assert buffer() is not None
+
+
 def test_a_sticky_error_is_unproven_and_later_copies_are_refused():
     with device() as there:
         there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
