@@ -93,8 +93,8 @@ class Copier:
             del job  # its error has this frame, and would keep the caller's memory until a garbage collection
 
     def close(self) -> None:
-        """End the threads, and give back what they hold."""
-        for way in self._ways:
+        """End the threads, and give back what they hold. In a forked child, which has none, nothing."""
+        for way in self._ways if os.getpid() == self._pid else ():
             way.close()
 
 
@@ -258,8 +258,9 @@ class _Lane:
 
 # --- the copiers of this process ----------------------------------------------------------------------------------------
 
-_lock: Final = threading.Lock()
-_copiers: Final[dict[tuple[int, int], Copier]] = {}
+_lock = threading.Lock()
+_copiers: Final[dict[int, Copier]] = {}
+"""By device. A forked child has those of its parent, which refuse its copies."""
 
 
 def copier_of(device: int) -> Copier:
@@ -269,9 +270,9 @@ def copier_of(device: int) -> Copier:
         NoDriver: CUDA cannot be used here.
     """
     with _lock:
-        copier = _copiers.get((os.getpid(), device))
+        copier = _copiers.get(device)
         if copier is None:
-            copier = _copiers[os.getpid(), device] = Copier(find_driver(), device, pinning.spans)
+            copier = _copiers[device] = Copier(find_driver(), device, pinning.spans)
         return copier
 
 
@@ -282,3 +283,11 @@ def close_copiers() -> None:
         _copiers.clear()
     for copier in copiers:
         copier.close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that is not here may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)

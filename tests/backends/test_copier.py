@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import itertools
+import os
 import random
 import weakref
 from contextlib import contextmanager
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends import Unproven
+from backends import BackendError, Unproven
 from backends.block_layout import Plane, TensorMemory, as_one_run
-from backends.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers
+from backends.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers, copier_of
 from backends.device import DeviceTier
 from backends.pages import new_pages
 from maru._memory.cuda import CudaError
@@ -342,3 +343,17 @@ def test_only_its_own_device_gets_a_context():
             copier.load(pieces((1, host.addresses[0], 3)))
         copier.close()
     assert fake.contexts == {1}
+
+
+def test_a_forked_child_is_told_that_it_cannot_copy():
+    with use(FakeCuda()), device() as there:
+        copier_of(0)
+        child = os.fork()
+        if not child:
+            try:
+                copier_of(0).store(there.pieces.of([0], there.pages.part(0, 1)))
+            except BackendError as error:
+                os._exit(0 if "forked off" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
