@@ -147,6 +147,7 @@ class Service:
         self._admit = admit
         self._nursery = nursery
         self._last_memory = 0
+        self._charging = False
         self.shares: Shares = shares
         self._trio = trio.lowlevel.current_trio_token()
         self.devices: Devices = Devices(self._lose_soon)
@@ -175,12 +176,18 @@ class Service:
             self._nursery.start_soon(self.charge_later)
 
     async def charge_later(self) -> None:
-        """Charge the quotas that were not charged yet with what page stores list, until all are."""
-        while not all(account.is_listed for account in self.quotas):
-            if self._engine.engine is not None:
-                await self._charge(self._engine.engine)
-                self.stores.trim()
-            await trio.sleep(_LIST_AGAIN)
+        """Charge the quotas that were not charged yet with what page stores list, until all are. In one task at a time."""
+        if self._charging:
+            return
+        self._charging = True
+        try:
+            while not all(account.is_listed for account in self.quotas):
+                if self._engine.engine is not None:
+                    await self._charge(self._engine.engine)
+                    self.stores.trim()
+                await trio.sleep(_LIST_AGAIN)
+        finally:
+            self._charging = False
 
     async def _charge(self, engine: Engine) -> None:
         for account in self.quotas:

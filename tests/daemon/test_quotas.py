@@ -390,6 +390,11 @@ async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monk
         async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
             assert running.statistics()["tenant.a.used_bytes"] == 0
             assert "is not counted yet" in caplog.text
+            for _ in range(3):
+                running.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery = running._service._nursery
+            assert sum("charge_later" in task.name for task in nursery.child_tasks) == 1
             refusing.undo()
             await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
 
