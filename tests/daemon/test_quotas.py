@@ -455,6 +455,27 @@ async def test_a_smaller_quota_that_is_read_again_holds_at_once(path, tmp_path):
             assert await there(his, keys_of(5)) == 0 and await there(his, keys_of(3, 5)) == 3
 
 
+async def test_what_is_beyond_a_quota_goes_in_steps(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.daemon._stores._DELETED", 2)
+    file, asked = tenants(tmp_path, 8 * SIZE), []
+    async with daemon(path, tenants_file=file) as server:
+        cache = cache_of()
+
+        async def noted(keys, **knobs):
+            asked.append(len(keys))
+            return await delete(keys, **knobs)
+
+        async with open_client(cache, server.url, credential=HIS) as his:
+            await store(his, cache, keys_of(8))
+            async with await his.lookup(keys_of(2)):
+                delete = server.engine.delete
+                monkeypatch.setattr(server.engine, "delete", noted)
+                tenants(tmp_path, 0)
+                server.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
+                await until(lambda: server.statistics()["tenant.a.used_bytes"] == 2 * SIZE)
+    assert asked == [2, 2, 2, 2]
+
+
 class Slow(FakeTier):
     """A tier that deletes nothing while it is away."""
 
