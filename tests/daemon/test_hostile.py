@@ -531,3 +531,21 @@ async def test_a_hold_counts_until_it_is_released(path):
         assert sessions.bytes == before
         await connection.ask(lambda seq: messages.Release(seq, [held.hold, held.hold]), messages.Done)
         assert sessions.bytes == 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_many_holds_are_released_in_steps(path, monkeypatch, ends):
+    monkeypatch.setattr("offload.daemon._reads._RELEASED", 2 * len(KEYS))
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        session = await connection.wait_session()
+        ours, cache = server._service.sessions.by_token(session.token), cache_of()
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache)
+        holds = [(await connection.ask(lambda seq: Lookup(seq, KEYS, 1.0), messages.Found)).hold for _ in range(5)]
+        engine = server.engine
+        server._service.handle(ours.peer, encode(messages.Release(1_000_000, [*holds, *holds])))
+        assert not ours.holds and engine.statistics().open_hits == 3
+        if ends:
+            server._service.end(ours, "a test")
+        await until(lambda: not ours.requests)
+        assert engine.statistics().open_hits == 0 and engine.statistics().tiers["host"].held_blocks == 0
