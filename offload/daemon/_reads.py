@@ -98,7 +98,7 @@ class Reads:
             self._start(session, request, self._look_up)
             return None
         found.count()
-        if self._allowed(session, found.hit) < len(found.hit.keys):
+        if self._is_near_half(session, found.hit):
             self._start(session, request, partial(self._look_up_less, found.hit))
             return None
         return self._found(session, request, found.hit)
@@ -110,26 +110,38 @@ class Reads:
 
     async def _look_up_less(self, hit: Any, session: Session, request: Lookup) -> Answer:
         """Look up again for as long as more is found than the session may hold: rule 3."""
-        while (most := self._allowed(session, hit)) < len(hit.keys):
+        while self._is_near_half(session, hit):
+            await self._count_holds(session)
+            most = self._allowed(session, hit)
+            if most == len(hit.keys):
+                break
             keys = hit.keys[:most]
             await self.let_go(hit)
             hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within, hurried=True)
         return self._found(session, request, hit)
+
+    def _is_near_half(self, session: Session, hit: Any) -> bool:
+        """Whether the session may hold too much with this, so that its keys must be counted."""
+        wanted = session.held + len(hit.keys)
+        return any(self._engine.most_held(name, wanted) is not None for name, _ in _runs(hit))
+
+    async def _count_holds(self, session: Session) -> None:
+        """Count the keys of the session's holds, a hold a step. None is left uncounted when this returns."""
+        while rest := [hold for hold in session.holds if hold not in session.held_keys]:
+            for hold in rest:
+                if hold in session.holds and hold not in session.held_keys:  # released or counted meanwhile
+                    session.held_keys.add(hold, _runs(session.holds[hold]))
+                await trio.lowlevel.checkpoint()
 
     def _allowed(self, session: Session, hit: Any) -> int:
         """How many of the blocks that were found, from the first on, the session may hold."""
         allowed = 0
         for name, keys in _runs(hit):
             most = self._engine.most_held(name, session.held + len(hit.keys))
-            if most is not None:
-                mine = {
-                    key for one in session.holds.values() for tier, its in _runs(one) if tier == name for key in its
-                }
-                for at, key in enumerate(keys):
-                    mine.add(key)
-                    if len(mine) > most:
-                        return allowed + at
-            allowed += len(keys)
+            fitting = len(keys) if most is None else session.held_keys.fitting(name, keys, most)
+            allowed += fitting
+            if fitting < len(keys):
+                break
         return allowed
 
     def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
@@ -236,6 +248,7 @@ class Reads:
     def _take_out(self, session: Session, hold: int) -> Any:
         hit = session.holds.pop(hold)
         session.held -= len(hit.keys)
+        session.held_keys.remove(hold, _runs(hit))
         self._sessions.refund(session, session.held_costs.pop(hold, 0))
         return hit
 

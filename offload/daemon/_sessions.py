@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
+from backends.abc import Key
 from maru._printable import printable
 
 from ._messages import MAX_NUMBERS, TOKEN_BYTES, Refusal
@@ -65,6 +67,49 @@ class Stage(enum.Enum):
     OVER = "nothing"
 
 
+class HeldKeys:
+    """The keys that a session holds in each tier, from those of its holds that were counted.
+
+    Counted only where it matters, and once for each hold, since there may be half a million keys.
+    """
+
+    def __init__(self) -> None:
+        self._in_tier: dict[str, Counter[Key]] = {}
+        self._holds: set[int] = set()
+
+    def __contains__(self, hold: int) -> bool:
+        return hold in self._holds
+
+    def add(self, hold: int, runs: Iterator[tuple[str, Sequence[Key]]]) -> None:
+        """Count a hold."""
+        self._holds.add(hold)
+        for tier, keys in runs:
+            self._in_tier.setdefault(tier, Counter()).update(keys)
+
+    def remove(self, hold: int, runs: Iterator[tuple[str, Sequence[Key]]]) -> None:
+        """Count a hold no more, if it was."""
+        if hold not in self._holds:
+            return
+        self._holds.remove(hold)
+        for tier, keys in runs:
+            counts = self._in_tier[tier]
+            for key in keys:
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]
+
+    def fitting(self, tier: str, keys: Sequence[Key], most: int) -> int:
+        """How many of some keys, from the first on, may be held in a tier beside those that are: at most ``most`` together."""
+        counts: Mapping[Key, int] = self._in_tier.get(tier, {})
+        new: set[Key] = set()
+        for at, key in enumerate(keys):
+            if key not in counts:
+                new.add(key)
+            if len(counts) + len(new) > most:
+                return at
+        return len(keys)
+
+
 @attrs.define(eq=False)
 class Session:
     """What the daemon keeps of one engine."""
@@ -84,6 +129,7 @@ class Session:
     holds: dict[int, Any] = attrs.field(factory=dict, repr=False)
     held: int = 0
     """Blocks of its holds, each as often as it is held."""
+    held_keys: HeldKeys = attrs.field(factory=HeldKeys, repr=False)
     announced: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Blocks that it writes into the page store itself, by number."""
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)

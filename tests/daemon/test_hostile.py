@@ -27,7 +27,7 @@ from offload.daemon import _messages as messages
 from offload.daemon._messages import Hello, Lookup, Refused, Welcome, decode_answer, encode, packed
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.daemon.test_messages import SAMPLES
-from tests.support.daemons import PATIENCE, SIZE, daemon
+from tests.support.daemons import PATIENCE, SIZE, daemon, engine_config
 
 
 class Raw:
@@ -531,6 +531,32 @@ async def test_a_hold_counts_until_it_is_released(path):
         assert sessions.bytes == before
         await connection.ask(lambda seq: messages.Release(seq, [held.hold, held.hold]), messages.Done)
         assert sessions.bytes == 0
+
+
+async def test_a_session_holds_at_most_half_of_a_tier(path):
+    small = engine_config(tiers={"host": {"type": "memory", "capacity_bytes": 16 * SIZE}})
+    keys = [b"key %d" % at for at in range(16)]
+
+    async with daemon(path, engine=small) as server, open_connection(server.url) as connection:
+        cache = cache_of()
+
+        async def look_up(*numbers):
+            wanted = [keys[at] for at in numbers]
+            return await connection.ask(lambda seq: Lookup(seq, wanted, 1.0), messages.Found)
+
+        await connection.wait_session()
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache, keys)
+            first = await look_up(*range(6))
+            assert first.blocks == 6
+            again = await look_up(*range(6), 6, 7, 8)  # those that are held already count once
+            assert again.blocks == 8
+            assert (await look_up(8)).blocks == 0
+            await connection.ask(lambda seq: messages.Release(seq, [first.hold]), messages.Done)
+            assert (await look_up(8)).blocks == 0 and (await look_up(0)).blocks == 1  # again has them still
+            await connection.ask(lambda seq: messages.Release(seq, [again.hold]), messages.Done)
+            assert (await look_up(*range(1, 9))).blocks == 7
+            assert len((await store(engine, cache, [b"other %d" % at for at in range(8)])).completed) == 8
 
 
 @pytest.mark.parametrize("ends", [False, True])

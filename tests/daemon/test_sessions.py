@@ -1,8 +1,10 @@
 """What a session holds, and the order in which it is given back."""
 
+import random
+
 import pytest
 
-from offload.daemon._sessions import Limits, Sessions, Stage
+from offload.daemon._sessions import HeldKeys, Limits, Sessions, Stage
 from offload.daemon._tenants import Tenants, stored_keys
 
 
@@ -133,3 +135,20 @@ def test_keys_of_one_tenant_cannot_be_said_by_another():
     assert stored_keys("", [b"key"]) == [b"key"]
     with pytest.raises(ValueError):
         stored_keys("a", [b"x" * 440])
+
+
+def test_keys_that_are_held_often_count_once_until_their_last_hold_has_gone():
+    dice = random.Random(4)
+    for _ in range(50):
+        held, holds = HeldKeys(), {}
+        for number in range(40):
+            if holds and dice.random() < 0.4:
+                gone = dice.choice([*holds])
+                held.remove(gone, iter(holds.pop(gone).items()))
+            holds[number] = {tier: dice.choices("abcdefgh", k=dice.randrange(5)) for tier in ("host", "disk")}
+            if dice.random() < 0.7:
+                held.add(number, iter(holds[number].items()))
+            counted = {key for hold, runs in holds.items() if hold in held for key in runs["disk"]}
+            wanted, most = dice.sample("abcdefghij", 5), dice.randrange(10)
+            fits = [at for at in range(6) if len(counted | set(wanted[:at])) <= most or not at]
+            assert held.fitting("disk", wanted, most) == max(fits)
