@@ -102,7 +102,7 @@ def _ways(effort: Effort) -> Iterator[Row]:
         subjects: dict[str, Callable[[], Figures]] = {}
         for way in ("shared", "private", "pages"):
             opening = _daemon_with_pages if way == "pages" else _daemon
-            daemon = stack.enter_context(opening(block_bytes, int(_SPARE * round_bytes)))
+            daemon = stack.enter_context(opening(block_bytes, int(2 * _SPARE * round_bytes)))  # a session holds half
             clients = stack.enter_context(_clients(daemon, 1, block_bytes, blocks, each, way))
             subjects[way] = partial(_one_way, way, daemon, clients, rounds, blocks)
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
