@@ -23,15 +23,18 @@ from backends._blockfile import check_directory
 from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.plugins._registry import read_spec
+from maru._config import IPC_NAME
 from maru._errors import excerpt
 from maru._private_directory import check_private_directory
+from maru.transport._packets import LONGEST_PATH
 
 from .._engine.config import EngineConfig, TierLike, TierTable
 from .._engine.factories import leads_on, make_policies, make_tier
 from .._engine.routes import plan
 from .._errors import ConfigError
 from ._admin import read_token
-from ._config import DaemonConfig, read_tenants
+from ._config import CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, read_tenants
+from ._events import ANSWERS_NAME, EVENTS_NAME
 from ._instruments import make_instrument
 from ._server import LOCK_NAME
 from ._settings import Settings, maru_config
@@ -65,23 +68,46 @@ def check_settings(
         if running is None or name not in running.daemon.instruments:
             make_instrument(name)
     if not served:
-        _check_places(config)
+        _check_places(settings)
         _check_addresses(settings)
     maru_config(settings)
     before = None if running is None else running.engine
     _check_tiers(settings.engine, config.block_bytes or _LARGEST_FIRST, before, tiers or {}, served=served)
 
 
-def _check_places(config: DaemonConfig) -> None:
-    """Raise unless the directories and the file of the recorder can be made."""
+def _check_places(settings: Settings) -> None:
+    """Raise unless the directories, their sockets and the file of the recorder can be made."""
+    config = settings.daemon
     _check_directory("daemon.runtime_dir", config.runtime_dir)
+    if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # else it is made in one of our own
+        _check_directory("daemon.runtime_dir", settings.maru_directory)
     if config.admin.startswith("ipc://"):
         _check_directory("daemon.admin", os.path.dirname(os.path.abspath(config.admin.removeprefix("ipc://"))))
+    _check_sockets(settings)
     if config.flight_recorder:
         from .._recorder.ring import check_ring_file
 
         with _naming("daemon.flight_recorder", config.flight_recorder):
             check_ring_file(config.flight_recorder)
+
+
+def _check_sockets(settings: Settings) -> None:
+    """Raise unless the sockets of other libraries have names that are short enough; our own have a way around the bound."""
+    config, directory = settings.daemon, os.path.realpath(settings.daemon.runtime_dir)
+    names = [
+        *([f"{directory}/{STATUS_NAME}"] if config.status == "ipc" else []),
+        *([f"{directory}/{name}" for name in (EVENTS_NAME, ANSWERS_NAME)] if config.kv_events else []),
+        *([f"{os.path.realpath(settings.maru_directory)}/{IPC_NAME}"] if settings.embeds_maru else []),
+    ]
+    longest = max(names, key=len, default="")
+    if len(os.fsencode(longest)) > LONGEST_PATH:
+        raise ConfigError(
+            "daemon.runtime_dir", config.runtime_dir, f"{longest} has over {LONGEST_PATH} bytes: choose a shorter one"
+        )
+    operators = config.admin_path(directory)
+    others = {f"{directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, EVENTS_NAME, ANSWERS_NAME)}
+    if operators and os.path.realpath(operators) in others:
+        raise ConfigError("daemon.admin", config.admin, "is another socket of the daemon: choose another name")
 
 
 def _check_directory(knob: str, path: str) -> None:
@@ -91,30 +117,34 @@ def _check_directory(knob: str, path: str) -> None:
 
 
 def _check_addresses(settings: Settings) -> None:
-    """Raise unless this process could listen there, and has the packages for it."""
+    """Raise unless this process could listen at all of the addresses, and has the packages for it."""
     config = settings.daemon
-    if config.status:
-        from ..status import serve_status as serve_status  # raises without the packages of its extra
+    with ExitStack() as listening:  # until all are tried: two may be the same
+        if config.status:
+            from ..status import serve_status as serve_status  # raises without the packages of its extra
 
-        if config.status != "ipc":
-            _check_address("daemon.status", config.status)
-    if config.kv_events not in ("", "ipc"):
-        host, _, port = config.kv_events.rpartition(":")
-        _check_address("daemon.kv_events", config.kv_events)
-        _check_address("daemon.kv_events", f"{host}:{int(port) + 1}")
-    pool = settings.pinned_pool
-    if pool is not None and pool.host:
-        _check_address("pinned_pool.port", f"{pool.host}:{pool.port}")
+            if config.status != "ipc":
+                _listen(listening, "daemon.status", config.status)
+        if config.kv_events not in ("", "ipc"):
+            host, _, port = config.kv_events.rpartition(":")
+            _listen(listening, "daemon.kv_events", config.kv_events)
+            _listen(listening, "daemon.kv_events", f"{host}:{int(port) + 1}")
+        pool = settings.pinned_pool
+        if pool is not None and pool.host:
+            _listen(listening, "pinned_pool.port", f"{pool.host}:{pool.port}")
 
 
-def _check_address(knob: str, address: str) -> None:
+def _listen(listening: ExitStack, knob: str, address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, place in where:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
-                probe.bind(place)
+        for family, kind, protocol, _, place in dict.fromkeys(where):
+            probe = listening.enter_context(socket.socket(family, kind, protocol))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # beside that of IPv4
+            probe.bind(place)
+            probe.listen()
     except OSError as exc:
         raise ConfigError(knob, address, f"cannot listen there: {exc.strerror or exc}") from exc
 

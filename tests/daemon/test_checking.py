@@ -47,6 +47,9 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "full").mkdir(mode=0o777)
     (tmp_path / "full").chmod(0o777)
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "ours").mkdir(mode=0o700)
+    (tmp_path / "small").mkdir(mode=0o700)
+    (tmp_path / "small" / "maru").touch()
     return tmp_path
 
 
@@ -104,12 +107,26 @@ def port():
             '[daemon]\npinned_pool = true\n[pinned_pool]\ninsecure = true\nhost = "127.0.0.1"\nport = PORT\n',
             ("pinned_pool.port", "already in use"),
         ),
+        (
+            '[daemon]\nstatus = "127.0.0.1:FREE"\nkv_events = "127.0.0.1:FREE"\nkv_events_insecure = true\n',
+            ("daemon.kv_events", "already in use"),
+        ),
+        (
+            f'[daemon]\nruntime_dir = "{"r" * 90}"\nkv_events = "ipc"\n' + HOST,
+            ("daemon.runtime_dir", "kv-answers.sock has over 107 bytes"),
+        ),
+        (f'[daemon]\nruntime_dir = "{"r" * 90}"\n', ("daemon.runtime_dir", "maru/maru.sock has over 107 bytes")),
+        ('[daemon]\nadmin = "ipc://ours/daemon.sock"\nruntime_dir = "ours"\n', ("daemon.admin", "another socket")),
+        ('[daemon]\nruntime_dir = "small"\n', ("daemon.runtime_dir", "small/maru", "Not a directory")),
         # a daemon that would be its own engine
         ('[engine]\ndaemon_url = "ipc"\n', ("engine.daemon_url", "a daemon has the tiers itself")),
     ],
     ids=lambda one: one.replace("\n", " ")[-70:] if isinstance(one, str) else "",
 )
 def test_check_refuses_what_cannot_be(text, says, port):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        text = text.replace("FREE", str(free.getsockname()[1]))
     done = check(text.replace("PORT", str(port)))
     assert done.exit_code == 2, done.output
     for word in says:
