@@ -402,6 +402,7 @@ async def test_another_start_of_a_daemon_proves_nothing(path):
                 calls.append(call)
             [session] = server._service.sessions
             server._service._hang_up(session.peer)
+            connection._channel.look()  # else it would be found with the next sign of life
             await until(lambda: connection.sessions == 2)
             with pytest.raises(Unproven):
                 await calls[0].expected.wait()
