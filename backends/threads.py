@@ -73,7 +73,7 @@ class _CopyThread:
             os.set_blocking(self._listen, False)
         self.thread = threading.Thread(target=self._work, name=f"offload-copy-{next(_names)}", daemon=True)
         try:
-            self.thread.start()
+            maru_threads.start_thread(self.thread)
         except BaseException:
             self._close()
             raise
@@ -318,7 +318,7 @@ def run_beside(fn: Callable[[*Ts], T], *args: *Ts) -> Iterator[Callable[[], T]]:
         return results[0]
 
     thread = threading.Thread(target=call, name=f"offload-beside-{next(_names)}", daemon=True)
-    thread.start()
+    maru_threads.start_thread(thread)
     try:
         yield result
     finally:

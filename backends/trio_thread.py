@@ -12,6 +12,8 @@ from typing import Generic, TypeVar, TypeVarTuple
 
 import trio
 
+from maru._threads import start_thread
+
 M = TypeVar("M")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -45,7 +47,7 @@ class TrioThread(Generic[M]):
         """Enter it. What that raises is raised here."""
         settled = threading.Event()
         thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
-        thread.start()
+        start_thread(thread)
         self._thread = thread  # not before: a thread that could not be started cannot be joined
         settled.wait()
         if self.token is None and self._error is not None:

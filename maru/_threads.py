@@ -7,6 +7,7 @@ end the nursery of a server for the want of one request.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
@@ -35,6 +36,16 @@ def _refusal_is_an_os_error() -> Iterator[None]:
         if str(exc) != "can't start new thread":
             raise
         raise no_thread(exc) from exc
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        NoThread: no thread can be started.
+    """
+    with _refusal_is_an_os_error():
+        thread.start()
 
 
 async def run_in_thread(

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeGuard, cast, final
 import trio
 
 from maru._memory.cuda import CudaError, find_driver
+from maru._threads import start_thread
 
 from .abc import Precondition, PreconditionLike
 
@@ -282,7 +283,7 @@ class _Watcher:
             self._waits[wait] = event
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
                 thread = threading.Thread(target=self._run, name="offload CUDA events", daemon=True)
-                thread.start()
+                start_thread(thread)
                 self._thread = thread
 
     def discard(self, wait: object) -> None:

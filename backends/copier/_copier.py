@@ -24,7 +24,7 @@ import attrs
 
 from maru._memory import pinning
 from maru._memory.cuda import CudaError, Driver, Event, Stream, find_driver
-from maru._threads import no_thread
+from maru._threads import start_thread
 
 from .._errors import BackendError, Unproven
 from .._unproven import kept_if_unproven
@@ -119,10 +119,7 @@ class _Way:
                 name = f"offload {'to' if self._load else 'from'} device {self._device}"
                 self._jobs = SimpleQueue()  # each thread has its own: one that ends takes no job of the next
                 thread = threading.Thread(target=self._run, args=[self._jobs], name=name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as exc:
-                    raise no_thread(exc) from exc
+                start_thread(thread)
                 self._thread = thread
             self._jobs.put(job)
 

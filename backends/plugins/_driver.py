@@ -31,6 +31,7 @@ import attrs
 import trio
 
 from maru._all_bytes import read_some
+from maru._threads import start_thread
 
 from .._errors import PlaceClosed
 from ..abc import Key
@@ -235,7 +236,7 @@ class PluginDriver:
                 came.append(exc)
 
         thread = threading.Thread(target=work, name="offload-close", daemon=True)
-        thread.start()
+        start_thread(thread)
         thread.join(self.config.close_deadline)
         if thread.is_alive():
             raise self._close_hangs()

@@ -29,6 +29,7 @@ import msgspec
 from .._config import MaruConfig
 from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost
 from .._forks import belongs_to, watch_forks
+from .._threads import start_thread
 from .._wire import Code
 from . import handler_operations as handler_operations
 from . import operations as operations
@@ -138,7 +139,7 @@ class MaruHandler(HandlerBase):
                 args = (weakref.ref(self), self._stop, beat)
                 heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
                 try:
-                    heart.start()
+                    start_thread(heart)
                 except BaseException:  # nothing would renew the lease: it greets anew when there is a thread
                     self._state.is_connected, self._state.unsettled = False, True
                     raise

@@ -25,8 +25,10 @@ def in_background(step: Callable[[], bool]) -> None:
         step: takes seconds at most, and keeps no memory alive between two calls.
 
     Raises:
-        RuntimeError: no thread can be started.
+        OSError: no thread can be started.
     """
+    from .._threads import start_thread  # it brings trio, and memory is mapped by processes without it
+
     global _thread
     with _lock:
         _waiting.append(step)
@@ -35,7 +37,7 @@ def in_background(step: Callable[[], bool]) -> None:
         thread = threading.Thread(target=_run, name="prepare memory", daemon=True)
         _thread = thread
         try:
-            thread.start()
+            start_thread(thread)
         except BaseException:
             _waiting.pop()
             _thread = None

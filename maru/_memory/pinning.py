@@ -133,7 +133,7 @@ class Pin:
             return
         try:
             background.in_background(self.step)
-        except RuntimeError as exc:
+        except OSError as exc:
             self.why_not = f"no thread pins it: {exc}"
 
     def step(self) -> bool:

@@ -34,7 +34,7 @@ from backends.device import DeviceBlocks
 from backends.pages import Pages
 from backends.slots import Storage
 from maru._memory.cuda import CudaError, Driver, NoDriver, find_driver
-from maru._threads import no_thread
+from maru._threads import start_thread
 
 from ._layout import BadLayout, CacheLayout
 from ._messages import CudaMemory, Refusal, TensorLayout
@@ -223,10 +223,7 @@ class Openings:
         opened = Opened(self, driver, number, addresses)
         with self._lock:
             if not self._owners:
-                try:
-                    threading.Thread(target=self._run, name="offload device memory", daemon=True).start()
-                except RuntimeError as exc:
-                    raise no_thread(exc) from exc
+                start_thread(threading.Thread(target=self._run, name="offload device memory", daemon=True))
             self._owners += 1
         weakref.finalize(opened, self._due.put, addresses).atexit = False
         return opened

@@ -22,6 +22,7 @@ import trio
 
 from backends.abc import Blocks, Canary, Deletion, Destination, Source, Unproven
 from maru._forks import belongs_to, watch_forks
+from maru._threads import start_thread
 from maru.exception_groups import holds
 
 from .._engine import Engine, LayoutCheck, LoadResult
@@ -135,7 +136,7 @@ class EngineWorker(ThreadBoundary):
         # A daemon: at exit the interpreter joins all other threads first, and only then calls the atexit hook that closes ours.
         self.thread = threading.Thread(target=self._run, name="offload engine", daemon=True)
         try:
-            self.thread.start()
+            start_thread(self.thread)
         except BaseException:
             self.thread = None
             raise

@@ -56,7 +56,7 @@ def test_a_refused_thread_leaves_nothing_to_close(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     home = thread(lambda: nothing([]))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(OSError, match="start new thread: raise"):
         home.start()
     home.close()
 

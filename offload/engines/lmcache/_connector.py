@@ -13,6 +13,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, TypeAlias
 
+from maru._threads import start_thread
+
 from .._guard import NOTHING, Hook, guard_faults, guarded
 from ._cache import ObjectCache
 from ._config import CacheConfig
@@ -99,7 +101,7 @@ class MaruConnector:
     def _start_delete(self, number: int, keys: list[ParsedKey]) -> None:
         # A delete waits for its tiers, and submitting must not.
         delete = partial(self._begin, number, partial(self._delete, number, keys))
-        threading.Thread(target=delete, name="offload lmcache delete").start()
+        start_thread(threading.Thread(target=delete, name="offload lmcache delete"))
 
     def _begin(self, number: int, begin: Callable[[], None]) -> None:
         """Begin an operation, or complete it if it cannot be begun."""

@@ -23,6 +23,8 @@ from typing import Final
 
 import attrs
 
+from maru._threads import start_thread
+
 from ...from_thread import Engine
 from .._faults import AdapterError
 from ._memory import MemoryObjects
@@ -130,8 +132,8 @@ class LazyEngine:
                 if self._opener is None:
                     opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
                     try:
-                        opener.start()
-                    except RuntimeError as exc:  # there is none: else this task, and all behind it, would wait for ever
+                        start_thread(opener)
+                    except OSError as exc:  # there is none: else this task, and all behind it, would wait for ever
                         self._waiting.pop()
                         error = exc
                     else:

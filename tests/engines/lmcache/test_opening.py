@@ -129,7 +129,8 @@ def test_task_without_thread_is_refused_alone(opening, log, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         lazy.run(log.task("one"))
-    assert log.refused == [("one", "can't start new thread")]
+    [(name, why)] = log.refused
+    assert name == "one" and "can't start new thread" in why
     opening.proceed.set()
     lazy.run(log.task("two", 2))
     log.wait(2)
