@@ -57,6 +57,8 @@ class Writing:
                     self.directory.write(names[at], head, page, now - at, self.fsync, used)
                 except OSError as exc:
                     copy.failed[at] = exc
+                if self.abandoned:  # meanwhile its file was removed, or counted as removed before it was there
+                    self.directory.remove(names[at])
         if self.fsync:
             self.directory.sync([name for at, name in enumerate(names) if at not in copy.failed])
 

@@ -854,6 +854,33 @@ async def test_an_abandoned_copy_stops_and_leaves_no_file_once_it_is_released(di
     assert await load(tier, KEYS) == [LOADED] * 4
 
 
+async def test_a_file_published_after_its_store_was_cancelled_is_removed(directory, monkeypatch):
+    before = set(threading.enumerate())
+    tier = open_tier(directory)
+    started, gate, rename = threading.Event(), threading.Event(), os.rename
+
+    def late(*args, **options):
+        started.set()
+        gate.wait()
+        rename(*args, **options)
+
+    source = source_of(KEYS[:1])
+    reservation = await tier.reserve(RoomRequest(KEYS[:1], SIZE, "wait"))
+    with monkeypatch.context() as patch, trio.CancelScope() as scope:
+        patch.setattr(os, "rename", late)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reservation.transfer, source, source.upgrade(KEYS[:1]))
+            await trio.to_thread.run_sync(started.wait)
+            scope.cancel()
+    reservation.release()
+    await store(tier, KEYS[1:2])  # removes the file, which is not there yet
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("offload-copy"):
+            thread.join(5)
+    assert files(directory) == [file_of(directory, KEYS[1])]
+
+
 async def test_a_reservation_cancelled_before_its_copy_began_forgets_no_litter(directory):
     tier = open_tier(directory, 4 * SIZE)
     await store(tier, KEYS)
