@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -105,6 +106,8 @@ class Reading:
             with kept_if_unproven(pages):
                 for at, page in enumerate(pages, start):
                     self._read(at, page)
+                    if at in self.bad:  # the buffer may have blocks of another tenant
+                        ctypes.memset(pages.addresses[at - start], 0, page.nbytes)
                 destination.copy_in(start, pages)
             start += len(pages)
 

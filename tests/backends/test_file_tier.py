@@ -658,6 +658,23 @@ async def test_short_writes_and_short_reads_are_gone_on_with(directory, monkeypa
     assert writev is not os.writev
 
 
+async def test_a_device_gets_no_bytes_of_others_for_a_missed_block(directory):
+    class Device(PagesDestination):
+        def views(self):
+            return None
+
+    tier = open_tier(directory)
+    await store(tier, KEYS[:2])
+    buffers = [bytearray(SIZE)]
+    destination = Device.over(buffers)
+    for key in KEYS[1::-1]:
+        if key == KEYS[0]:
+            file_of(directory, key).unlink()
+        async with await tier.pin([key]) as lease:
+            [outcome] = await tier.load(lease, destination)
+    assert isinstance(outcome, Missed) and buffers == [bytes(SIZE)]
+
+
 async def test_a_source_outside_host_memory_is_written_in_portions(directory, monkeypatch):
     monkeypatch.setattr("backends._copying.BOUNCE_BYTES", 3 * SIZE)
     keys = [b"%d" % number for number in range(8)]
