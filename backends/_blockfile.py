@@ -17,6 +17,7 @@ Rule 2. No file is trusted. A header that does not fit the file is *torn*, a pay
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -55,6 +56,8 @@ assert _HEADER.size + _SUM.size == HEADER_BYTES
 
 _MAX_NAMED_BYTES = 100
 _SHARD = re.compile(r"[0-9a-f]{2}")
+_NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENOENT}
+"""Errors of a name that is no shard: a file, a link, or a directory that is closed to this user."""
 NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]{1,15})\.kv(\.tmp)?")
 """Of a number so long that no tier has given it, a file is not ours."""
 MAX_FOUND_NUMBER = 1 << 56
@@ -237,8 +240,10 @@ class Directory:
                 continue
             try:
                 fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
-            except OSError:  # a file, a link, or not ours to read
-                continue
+            except OSError as exc:
+                if exc.errno in _NOT_OURS:
+                    continue
+                raise  # its blocks would take room that nobody counts
             try:
                 for name in os.listdir(fd):
                     if NAME.fullmatch(name):

@@ -26,7 +26,7 @@ from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, check_summed, layout_digest, name_of, unpack_header
 from ._copying import StoreCopy
-from ._errors import BlockSizeError, DamagedBlock, PlaceClosed
+from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, StrayPath
 from ._file_copies import Reading, Writing, note_uses, remove
 from ._file_registry import FileRegistry
 from ._keys import MAX_STORED_BYTES
@@ -76,8 +76,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
 
     Raises:
         ValueError: a size that is not positive.
-        StrayPath: the directory cannot be made or opened, its parent is missing (is the disk mounted?), it belongs to another
-            user, or others may enter it.
+        StrayPath: the directory cannot be made, opened or read, its parent is missing (is the disk mounted?), it belongs to
+            another user, or others may enter it.
         PlaceInUse: another tier owns it.
     """
 
@@ -121,7 +121,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
             "unsummed": 0,
         }
         self._open: Directory | None = Directory(os.fspath(directory))
-        self._sweep()
+        try:
+            self._sweep()
+        except OSError as exc:
+            self._open.close()
+            raise StrayPath(f"{os.fspath(directory)!r} cannot be read as a directory of blocks: {exc}") from exc
 
     def __repr__(self) -> str:
         where = self._open.path if self._open else "closed"
@@ -353,6 +357,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         directory, pool = self._open_directory(), self.pool
         blocks: list[tuple[int, int, Key, int, int | None]] = []
         strangers: list[tuple[int, str, int]] = []
+        unread: list[OSError] = []
         for name, status in directory.scan():
             match = NAME.fullmatch(name, pos=len("3f/"))
             assert match is not None
@@ -370,7 +375,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
                     raise Refused("size")
                 if self.checksums:
                     check_summed(header)
-            except OSError:  # gone again, or not ours to read
+            except FileNotFoundError:
+                continue
+            except OSError as exc:
+                unread.append(exc)
+                strangers.append((status.st_mtime_ns, name, status.st_size))
                 continue
             except Refused as exc:
                 self._missed[exc.reason] += 1
@@ -394,7 +403,8 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         pool.shrink()
         self._last_found = pool.next_number - 1
         if strangers:
-            why = ", ".join(f"{n} {reason}" for reason, n in self._missed.items() if n and reason != "torn")
+            reasons = {**self._missed, "torn": 0, f"unread: {unread[0] if unread else ''}": len(unread)}
+            why = ", ".join(f"{n} {reason}" for reason, n in reasons.items() if n)
             _log.warning(
                 "%r: %d blocks of %d bytes are not found, as they do not fit this tier (%s); they go first when room is needed",
                 self, len(strangers), pool.stranger_bytes, why,

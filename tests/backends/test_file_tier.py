@@ -458,6 +458,40 @@ async def test_a_file_under_the_name_of_another_key_is_not_given_out(directory):
     assert not other.exists()
 
 
+async def test_a_file_that_cannot_be_read_at_the_start_counts_as_used(directory, monkeypatch, caplog):
+    tier = open_tier(directory)
+    await store(tier, KEYS)
+    tier.close()
+    head = blockfile.Directory.head
+    lost = file_of(directory, KEYS[0]).name
+
+    def read(self, name):
+        return refuse(errno.EMFILE)() if name.endswith(lost) else head(self, name)
+
+    monkeypatch.setattr(blockfile.Directory, "head", read)
+    tier = open_tier(directory, 4 * SIZE + blockfile.HEADER_BYTES)
+    assert "1 unread: [Errno 24]" in caplog.text
+    assert tier.contains_nowait(KEYS) == set(KEYS[1:])
+    await store(tier, [b"new"])  # there is room once it goes
+    assert tier.contains_nowait([*KEYS, b"new"]) == {*KEYS[1:], b"new"}
+    assert lost not in [file.name for file in files(directory)]
+
+
+def test_a_directory_that_cannot_be_read_is_refused(directory, monkeypatch):
+    open_tier(directory).close()
+    (directory / "3f").mkdir()
+    real = os.open
+
+    def open_(path, *args, **kwargs):
+        return refuse(errno.EMFILE)() if path == "3f" else real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        with pytest.raises(StrayPath, match="cannot be read as a directory of blocks"):
+            open_tier(directory)
+    open_tier(directory).close()
+
+
 async def test_a_file_that_somebody_removed_is_gone(directory):
     tier = open_tier(directory)
     await store(tier, KEYS[:2])
