@@ -63,7 +63,7 @@ class SharedMemory:
     def __init__(self, nbytes: int, *, populate: bool = False) -> None:
         self._adopt(sealed_memfd("offload-cache", nbytes), nbytes)
         if populate:
-            with suppress(RuntimeError):  # without a thread, pages come at their first write
+            with suppress(OSError):  # without a thread, pages come at their first write
                 in_background(partial(_populate, weakref.ref(self)))
         self.pin()
 
