@@ -58,10 +58,14 @@ class Writing:
                     self.directory.write(names[at], head, page, now - at, self.fsync, used)
                 except OSError as exc:
                     copy.failed[at] = exc
-                if self.abandoned:  # meanwhile its file was removed, or counted as removed before it was there
-                    self.directory.remove(names[at])
+                self._keep_if_awaited(names[at])
         if self.fsync:
             self.directory.sync([name for at, name in enumerate(names) if at not in copy.failed])
+
+    def _keep_if_awaited(self, name: str) -> None:
+        """Remove a published file if the store was cancelled meanwhile: its removal may have come before it was there."""
+        if self.abandoned:
+            self.directory.remove(name)
 
 
 @attrs.define(eq=False)
