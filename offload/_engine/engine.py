@@ -29,6 +29,7 @@ from .._health import BreakerTier
 from .._instruments import EngineHooks
 from .._keys import BlockKey
 from .._pipeline.cancellation import CancellationToken
+from .._pipeline.containment import give_back
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline
@@ -635,7 +636,7 @@ class Engine:
 def _drop(blocks: Blocks) -> None:
     """Release strong blocks that were not stored: they belong to the engine from the call on, also when it raises."""
     blocks.hand_over()
-    blocks.release()
+    give_back(blocks.release)
 
 
 def _checked(within: float) -> float:

@@ -38,6 +38,7 @@ from .._errors import (
     WaitTimeout,
 )
 from .._pipeline.container import OffloadContainer
+from .._pipeline.containment import give_back
 from .._pipeline.lifecycle import Status
 from ..abc import Precondition, PreconditionLike
 from ..preconditions import as_precondition
@@ -202,7 +203,7 @@ class EngineWorker(ThreadBoundary):
             self._start_call(message)
             return
         if message._cancelled:
-            message.blocks.release()
+            give_back(message.blocks.release)
             self._settle(message, Status.CANCELLED)
             return
         try:
@@ -266,7 +267,7 @@ class EngineWorker(ThreadBoundary):
     def _give_back(self, blocks: Blocks) -> None:
         """Release the refs of strong blocks that were not admitted, in the engine's thread."""
         if blocks.refs and self.refusal is None:
-            self.mailbox.call(blocks.release)
+            self.mailbox.call(partial(give_back, blocks.release))
 
     def refuse(self, future: StoreFuture) -> None:
         """Raise the reason for which a store was not admitted, or drop its blocks."""
@@ -585,7 +586,7 @@ class EngineWorker(ThreadBoundary):
         for message in _emptied(self.mailbox.messages.popleft):
             if isinstance(message, StoreFuture):
                 if threading.current_thread() is self.thread:
-                    message.blocks.release()
+                    give_back(message.blocks.release)
                 self._settle(message, Status.FAILED, error)
         for _, future in _emptied(self._futures.popitem):
             self._settle(future, Status.FAILED, error)

@@ -238,6 +238,26 @@ def test_refused_strong_blocks_are_given_back() -> None:
         at_rest(engine, host, disk, other)
 
 
+def test_a_source_that_raises_from_release_ends_no_engine(caplog) -> None:
+    class Raising(FakeTier):
+        def release(self, refs):
+            super().release(refs)
+            raise RuntimeError("a bug of the source")
+
+    host, disk, keys = Raising(16), FakeTier(16), keys_of(*range(16))
+    host.fill(keys)
+    with from_thread.open_engine(host, [disk]) as engine:
+        with pytest.raises(TypeError, match="no precondition"):
+            engine.store(engine.call(host.strong, keys[:2]), precondition=None)
+        blocks = engine.call(host.strong, keys[2:4])
+        with holding(engine):
+            cancelled = engine.store(blocks, NO_WAIT)
+            cancelled.request_cancel()
+        assert cancelled.result(SOON).status is Status.CANCELLED
+        assert engine.store(host.weak(keys[4:]), NO_WAIT).result(SOON).status is Status.COMPLETE
+    assert caplog.text.count("a bug of the source") >= 2
+
+
 # --- cancelling -----------------------------------------------------------------------------------------------------
 
 
