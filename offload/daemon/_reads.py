@@ -109,16 +109,26 @@ class Reads:
         return await self._look_up_less(hit, session, request)
 
     async def _look_up_less(self, hit: Any, session: Session, request: Lookup) -> Answer:
-        """Look up again for as long as more is found than the session may hold: rule 3."""
-        while self._is_near_half(session, hit):
-            await self._count_holds(session)
-            most = self._allowed(session, hit)
-            if most == len(hit.keys):
-                break
-            keys = hit.keys[:most]
-            await self.let_go(hit)
-            hit = await self._engine.require().lookup(keys, tenant=session.tenant, within=request.within, hurried=True)
-        return self._found(session, request, hit)
+        """Look up again for as long as more is found than the session may hold: rule 3. Cancelled, nothing is held."""
+        held = [hit]  # it is in no table yet
+        try:
+            while self._is_near_half(session, held[0]):
+                await self._count_holds(session)
+                most = self._allowed(session, held[0])
+                if most == len(held[0].keys):
+                    break
+                keys = held[0].keys[:most]
+                await self.let_go(held.pop())
+                held.append(
+                    await self._engine.require().lookup(
+                        keys, tenant=session.tenant, within=request.within, hurried=True
+                    )
+                )
+        except BaseException:
+            for one in held:
+                await self.let_go(one)
+            raise
+        return self._found(session, request, held[0])
 
     def _is_near_half(self, session: Session, hit: Any) -> bool:
         """Whether the session may hold too much with this, so that its keys must be counted."""
@@ -235,10 +245,9 @@ class Reads:
         return None
 
     async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
-        with trio.CancelScope(shield=True):  # what is out of the table is given back here, and nowhere else
-            for hit in hits:
-                await self.let_go(hit)
-                await trio.lowlevel.checkpoint()
+        for hit in hits:
+            await self.let_go(hit)
+            await trio.lowlevel.cancel_shielded_checkpoint()  # others are served between two
         return Done(request.seq, self._epoch, count)
 
     async def release_any(self, session: Session) -> None:
@@ -253,9 +262,13 @@ class Reads:
         return hit
 
     async def let_go(self, hit: Any) -> None:
-        """Release what is in no table any more. What a tier raises is logged: holds behind it are released as well."""
+        """Release a hit that is in no table any more. Errors of tiers are logged: other holds are released all the same.
+
+        Cancelled, it is released as well: nobody else would.
+        """
         try:
-            await self._engine.require().release(hit)
+            with trio.CancelScope(shield=True):
+                await self._engine.require().release(hit)
         except Exception as exc:
             _log.warning("%r could not be released: %r", hit, exc)
 

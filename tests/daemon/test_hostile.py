@@ -560,6 +560,30 @@ async def test_a_session_holds_at_most_half_of_a_tier(path):
 
 
 @pytest.mark.parametrize("ends", [False, True])
+async def test_a_lookup_near_half_of_a_tier_holds_nothing_once_cancelled(path, ends):
+    small = engine_config(tiers={"host": {"type": "memory", "capacity_bytes": len(KEYS) * SIZE}})
+    async with daemon(path, engine=small) as server, open_connection(server.url) as connection:
+        session = await connection.wait_session()
+        service, cache = server._service, cache_of()
+        ours = service.sessions.by_token(session.token)
+        async with open_client(cache, server.url) as engine:
+            await store(engine, cache)
+        first = await connection.ask(lambda seq: Lookup(seq, KEYS[:2], 1.0), messages.Found)
+        service.handle(ours.peer, encode(Lookup(1_000_000, KEYS, 1.0)))
+        assert list(ours.requests) == [1_000_000]
+        if ends:
+            service.end(ours, "a test")
+        else:
+            service.handle(ours.peer, encode(messages.Cancel(1_000_001, [1_000_000])))
+        await until(lambda: not ours.requests)
+        if not ends:
+            await connection.ask(lambda seq: messages.Release(seq, [first.hold]), messages.Done)
+        await until(lambda: not ours.holds)
+        statistics = server.engine.statistics()
+        assert (statistics.open_hits, statistics.tiers["host"].held_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("ends", [False, True])
 async def test_many_holds_are_released_in_steps(path, monkeypatch, ends):
     monkeypatch.setattr("offload.daemon._reads._RELEASED", 2 * len(KEYS))
     async with daemon(path) as server, open_connection(server.url) as connection:
