@@ -279,6 +279,37 @@ def test_a_reset_cache_is_not_found_any_more():
         assert vllm.load("q", 256, blocks_from(40), name="third") == 192
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_no_chunk_of_a_request_that_outlives_a_reset_is_stored(preempted: bool):
+    with instance(memory()) as vllm:
+        assert vllm.matched("p", 256) == 0
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 128, blocks_from(0))
+        vllm.scheduler.reset()
+        if preempted:
+            assert vllm.matched("p", 256) == 0
+            vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0), 0 if preempted else 8)
+        vllm.worker.engine.drain(SOON)
+        assert vllm.worker.counts.snapshot()["chunks stored"] == (2 + 4 if preempted else 2)
+
+
+def test_no_chunk_of_a_load_that_outlives_a_reset_is_stored():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        assert vllm.matched("p", 256, name="second") == 192
+        vllm.scheduler.allocated("second", [blocks_from(40)], 192)
+        before = vllm.worker.counts.snapshot()["chunks stored"]
+        vllm.scheduler.reset()
+        deadline = time.monotonic() + SOON
+        while "second" not in vllm.received:
+            assert time.monotonic() < deadline
+            vllm.step()
+        vllm.step({"second": 256}, {"second": blocks_from(40)})
+        vllm.worker.engine.drain(SOON)
+        assert vllm.worker.counts.snapshot()["chunks stored"] == before
+
+
 @pytest.mark.parametrize("answered", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("prompt", ["p", "missing"])
 def test_requests_that_wait_are_looked_up_after_a_reset(prompt: str, answered: bool):

@@ -202,6 +202,23 @@ def test_all_requests_wait_until_one_of_them_has_its_answers():
     assert not table.waits()
 
 
+@pytest.mark.parametrize("loading", [False, True])
+def test_no_chunk_of_a_request_that_outlives_a_reset_is_stored(loading: bool):
+    table = table_of(8, "r")
+    if loading:
+        filled(table, KEYS[:2])
+        table.load("r", KEYS[:2])
+    else:
+        table.run("r")
+    table.reset()
+    table.start_over()
+    assert table.take_for_store(KEYS[2:4], "r") == ([], [], [])
+    table.begin("s")
+    assert table.take_for_store(KEYS[2:4], "s")[0] == KEYS[2:4]
+    table.begin("r")  # it was preempted
+    assert table.take_for_store(KEYS[4:6], "r")[0] == KEYS[4:6]
+
+
 def test_nothing_is_here_after_a_reset_and_rows_that_are_copied_are_withheld():
     table = table_of(8, "r")
     filled(table, KEYS[:2])

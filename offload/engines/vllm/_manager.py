@@ -286,11 +286,13 @@ class HostMemory:
         """The workers have loaded these."""
         self.table.loaded(request_id, keys)
 
-    def take_for_store(self, keys: Sequence[Key]) -> tuple[list[Key], list[int], list[Key]] | None:
+    def take_for_store(
+        self, keys: Sequence[Key], request_id: str = ""
+    ) -> tuple[list[Key], list[int], list[Key]] | None:
         """See :meth:`RowTable.take_for_store`; ``None`` where no chunk that is wanted has a row."""
         self._take_in()
         refused = self.table.refused
-        taken = self.table.take_for_store(keys)
+        taken = self.table.take_for_store(keys, request_id)
         try:
             if self.table.refused > refused:
                 why = "all of it is held; see cpu_bytes_to_use"

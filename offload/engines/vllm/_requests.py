@@ -14,6 +14,8 @@ Rule 4. How many tokens a request has computed is what vLLM said when it asked. 
 Rule 5. The chunk that holds the last token is never loaded: that token is computed in any case, for what follows it.
 Rule 6. A chunk is stored only if it has every block that a request needs which goes on behind it. So each prefix of whole
         chunks that is found can be loaded, whatever its length.
+Rule 7. Nothing is stored of a request that runs when the cache is reset, until it was preempted: what it computes attends to
+        blocks of before.
 
 A model may have several *groups* of KV caches, each with blocks of its own for one and the same tokens. A chunk has those of
 all groups. A group whose layers see only a window gives up a block once the window has passed it: then vLLM's table has block
@@ -107,6 +109,8 @@ class RequestRecord:
     """Chunks, from the beginning, that were found or given to be stored."""
     adapter: str = ""
     """The identity of the adapter that it is computed with."""
+    outlived: bool = False
+    """Whether the cache was reset while it ran: rule 7."""
 
     def move(self, state: State) -> None:
         """Go to another state.
@@ -164,6 +168,7 @@ class RequestTable:
         if record.state is State.ADMITTED:
             record.move(State.NEW)
             record.stored = 0  # what was being stored of it was cancelled, so it is offered once more
+            record.outlived = False
         elif record.state in (State.FOUND, State.ASKED) and computed < record.first * self.chunk_tokens:
             record.move(State.NEW)  # vLLM has evicted what it had before the chunks that were asked for
         record.computed = computed
@@ -242,7 +247,7 @@ class RequestTable:
         ``blocks_of`` gives all its block numbers, of each group; it is called only where there are such chunks.
         """
         first, stop = record.stored, min(computed // self.chunk_tokens, self._hashed(record))
-        if stop <= first:
+        if stop <= first or record.outlived:
             return None
         blocks = blocks_of()
         record.stored = stop
@@ -253,6 +258,12 @@ class RequestTable:
                 return None
         columns = [self._column(blocks, chunk, range(stop * self.chunk_tokens)) for chunk in range(first, stop)]
         return StorePlan(record.request_id, self._hashes(record, first, stop), columns, first, record.adapter)
+
+    def reset(self) -> None:
+        """Forget what was found for requests that wait, and store nothing more of those that run: rule 7."""
+        for record in self.records.values():
+            record.ask_again()
+            record.outlived = record.state is not State.NEW
 
     def _has_needed(self, blocks: Blocks, chunk: int) -> bool:
         """Whether these blocks are all that is needed of a chunk: rule 6."""

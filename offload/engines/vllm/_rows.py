@@ -16,6 +16,8 @@ Rule 4. A place that a worker may be copying when vLLM resets the cache is used 
         not report the end of these copies, but has them end in the next step.
 Rule 5. A place that a worker may be copying when the table starts over, of which vLLM knows nothing, stays with its chunk until
         that copy is reported as over. So a report never counts for another row than that which was copied.
+Rule 6. No chunk of a request that is computed or loaded at a reset is stored until it was preempted: what it computes attends
+        to blocks of before, and vLLM offers all of it once more.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class _Request:
     """Whether it is computed: it loads nothing more, unless it is preempted."""
     over: bool = False
     """Whether it has ended, or was preempted."""
+    outlived: bool = False
+    """Whether the cache was reset while it was computed or loaded: rule 6."""
 
 
 @attrs.frozen(eq=False)
@@ -288,13 +292,16 @@ class RowTable:
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
-    def take_for_store(self, keys: Sequence[Key]) -> tuple[list[Key], list[int], list[Key]]:
-        """Rows for a worker to write these chunks into.
+    def take_for_store(self, keys: Sequence[Key], request_id: str = "") -> tuple[list[Key], list[int], list[Key]]:
+        """Take rows for a worker to write these chunks of a request into.
 
         Returns:
             The chunks that have one: those that are not here, nor coming, as far as there is room; their rows; and the chunks
             that were evicted for them.
         """
+        request = self._requests.get(request_id)
+        if request is not None and request.outlived:
+            return [], [], []
         wanted = [key for key in dict.fromkeys(keys) if not self._known(key)]
         evicted: list[Key] = []
         stop = self.pool.on_evicted(evicted.extend)
@@ -338,6 +345,8 @@ class RowTable:
     def reset(self) -> None:
         """Forget all chunks, as vLLM does with its cache and all jobs of its workers: rule 4."""
         self.start_over()
+        for request_id, request in self._requests.items():
+            request.outlived |= request.runs or request_id in self._loading
         copied = [row for loading in self._loading.values() for row in loading.values()]
         self._withheld.append((self._steps + WITHHELD_STEPS, list(self._written.values()), copied))
         self._loading.clear()
@@ -346,8 +355,10 @@ class RowTable:
     def start_over(self) -> None:
         """Forget all chunks except those that workers copy: rule 5."""
         self.generation += 1
-        for request_id in list(self._requests):
+        for request_id, request in list(self._requests.items()):
             self.begin(request_id)
+            anew = self._requests[request_id]
+            anew.runs, anew.outlived = request.runs, request.outlived
         self._coming.clear()
         keys = self.pool.list_keys()
         self.pool.forget(keys, self.pool.slots(keys))

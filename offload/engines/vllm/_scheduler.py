@@ -319,13 +319,12 @@ class SchedulerHalf:
             self.forget(request_id)
 
     def reset(self) -> None:
-        """Find nothing any more that was stored until now. Requests that wait to be computed are looked up again."""
+        """Find nothing any more that was stored until now. Requests that wait are looked up again; of others none is stored."""
         self._generation.reset()
         for request_id in list(self._lookups):
             if request_id not in self._loading:
                 self._let_go(request_id)
-        for record in self._table.records.values():
-            record.ask_again()
+        self._table.reset()
 
     def close(self) -> None:
         """Let go of everything."""

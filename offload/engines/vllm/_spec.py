@@ -220,7 +220,7 @@ class HostManager(OffloadingManager):
         """Rows for chunks that are not there yet, as far as there is room."""
         if self._is_off:
             return None
-        taken = self.memory.take_for_store([bytes(key) for key in keys])
+        taken = self.memory.take_for_store([bytes(key) for key in keys], req_context.req_id)
         if taken is None:
             return None
         stored, rows, evicted = taken
