@@ -10,7 +10,7 @@ slices, one in a step of a task of its own, so that everybody else has a turn in
 Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
 Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
 Rule 3. The pool may stall: who waits for memory waits, and nobody else.
-Rule 4. Time that passes while nobody reads does not count (`served_time`).
+Rule 4. Time that passes while nobody reads does not count (`maru._served_time`).
 Rule 5. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
         do not.
 """
@@ -45,6 +45,7 @@ from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._process_limits import DESCRIPTORS, MOST_OPEN, few_descriptors, find_descriptors
 from .._relay.lookup import find_user, tells_users
+from .._served_time import ServedTime
 from .._threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
 from ..transport import (
@@ -69,7 +70,6 @@ from .indexes import Indexes, IndexesStatistics
 from .key_events import KeyEvents
 from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
-from .served_time import ServedTime
 from .service import Allocation, Fact, Service, ServiceStatistics
 from .storage import Storage, open_storage
 

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 import attrs
-import trio
 
 from maru._memory import huge_pages, pinning
 from maru._pool.facts import memlock_limit
@@ -89,7 +88,7 @@ def _tiers(engine: Engine) -> list[TierFacts]:
 
 
 def _sessions(daemon: Daemon) -> list[SessionFacts]:
-    now = trio.current_time()
+    now = daemon._service.time.now()
     return [
         SessionFacts(
             session.number,

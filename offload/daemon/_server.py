@@ -52,7 +52,7 @@ from ._handover import Handover
 from ._instruments import open_instruments
 from ._memory import Shares
 from ._messages import MAX_FRAME_BYTES, Refusal
-from ._service import Service
+from ._service import Service, look_interval
 from ._sessions import Sessions
 from ._statistics import counters
 from ._tenants import Tenants
@@ -67,7 +67,8 @@ LOCK_NAME: Final = "daemon.lock"
 _UNREAD_BYTES: Final = 16 << 20
 """Answers that may wait for one engine. One that reads so little is hung up on."""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
-_LOOKS_A_LEASE: Final = 4
+_LATE: Final = 2
+"""Intervals that may pass between two looks for silent engines: beyond, the daemon stood still."""
 _GIVE_BACK: Final = 0.25
 """Seconds at the end for giving sessions back, whose copies were waited for before."""
 
@@ -382,10 +383,12 @@ class Daemon:
         return paths + ([f"{self.pool_path}/{LOCK}", f"{self.pool_path}/channel.sock"] if self.pool_path else [])
 
     async def _look_for_silent(self) -> None:
+        service = self._service
         while True:
-            # Often, however long the lease: sessions that are older than a reload have another one.
-            await trio.sleep(min(LOOK, self._service.sessions.limits.lease / _LOOKS_A_LEASE))
-            self._service.end_silent()
+            interval = look_interval(service.sessions.limits.lease)
+            service.time.longest = _LATE * interval
+            await trio.sleep(interval)
+            service.end_silent()
 
     async def _keep_files(self, own: _OwnDirectory, channel: ChannelServer, handover: Handover) -> None:
         """Make again what is removed from the directory under this daemon.

@@ -27,6 +27,8 @@ import trio
 
 from backends.abc import Deletion
 from backends.slots import Storage
+from maru._own_directory import LOOK
+from maru._served_time import ServedTime
 from maru._threads import run_in_thread
 
 from .._engine import Engine
@@ -95,6 +97,7 @@ _TENSOR_COSTS: Final = 1_024
 """Bytes that the layout of a tensor takes beside its own."""
 _LISTING: Final = 5.0
 """Seconds for which a start waits for page stores to list what tenants with a quota have there."""
+_LOOKS_A_LEASE: Final = 4
 _LIST_AGAIN: Final = 30.0
 """Seconds until one that did not answer is asked again."""
 _REGISTERING: Final = 4
@@ -132,6 +135,8 @@ class Service:
         shares: Shares,
     ) -> None:
         self.sessions: Sessions = Sessions(limits)
+        self.time: ServedTime = ServedTime(trio.current_time, look_interval(limits.lease))
+        """The time by which engines are silent: none passes while the daemon does not listen."""
         self.tenants: Tenants = tenants
         self.quotas: Quotas = Quotas()
         self.quotas.configure(tenants.quotas)
@@ -255,7 +260,7 @@ class Service:
             return self._state(request)  # whether it lives may be asked without a credential
         if session is None:
             raise Refusal("session", "there is no session of this connection: hello comes first")
-        session.heard = trio.current_time()
+        session.heard = self.time.now()
         if SINCE[type(request)] > session.version:
             name, since = NAME_OF[type(request)], SINCE[type(request)]
             text = f"{name} is of version {since}, and this session speaks {session.version} of {OLDEST} to {VERSION}"
@@ -313,7 +318,7 @@ class Service:
 
     def _welcome(self, peer: bytes, request: Hello, version: int, tenant: str, *, resumed: bool) -> Answer:
         session = self.sessions.begin(
-            peer, request.name, tenant, trio.current_time(), version, self.tenants.credentials.keys()
+            peer, request.name, tenant, self.time.now(), version, self.tenants.credentials.keys()
         )
         if session is None:
             left = " beside a place for each tenant without one" if self.tenants.credentials else ""
@@ -347,8 +352,16 @@ class Service:
             self._nursery.start_soon(self._give_back, session)
 
     def end_silent(self) -> None:
-        """End the sessions whose engines have been silent for longer than their leases."""
-        for session in self.sessions.expired(trio.current_time()):
+        """End the sessions whose engines have been silent for longer than their leases.
+
+        If the daemon stood still since it was called last, none is ended: frames that came meanwhile are read first.
+        """
+        away = self.time.away
+        now = self.time.look()
+        if self.time.away > away:
+            _log.warning("the daemon stood still for %.1f s: all leases last as much longer", self.time.away - away)
+            return
+        for session in self.sessions.expired(now):
             self._hang_up(session.peer)
             self.end(session, f"its engine was silent for {session.lease:g} s")
 
@@ -619,6 +632,11 @@ class Service:
         under_way.over.set()
         if not session.ended:
             self._send(session.peer, answer)
+
+
+def look_interval(lease: float) -> float:
+    """Return the seconds between two looks for silent engines. Short, as sessions of before a reload have another lease."""
+    return min(LOOK, lease / _LOOKS_A_LEASE)
 
 
 def _cost(request: Request) -> int:

@@ -559,6 +559,21 @@ async def test_a_session_holds_at_most_half_of_a_tier(path):
             assert len((await store(engine, cache, [b"other %d" % at for at in range(8)])).completed) == 8
 
 
+async def test_a_daemon_that_stood_still_ends_no_session(path, caplog):
+    async with daemon(path) as server, open_connection(server.url) as connection:
+        session = await connection.wait_session()
+        service, ahead = server._service, [0.0]
+        service.time._clock = lambda: trio.current_time() + ahead[0]
+        ours = service.sessions.by_token(session.token)
+        ahead[0] += 10 * ours.lease
+        service.end_silent()
+        assert not ours.ended and "the daemon stood still" in caplog.text
+        for _ in range(int(ours.lease)):  # now it listens, and hears nothing
+            ahead[0] += 1.0
+            service.end_silent()
+        assert ours.ended == "its engine was silent for 30 s"
+
+
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_lookup_near_half_of_a_tier_holds_nothing_once_cancelled(path, ends):
     small = engine_config(tiers={"host": {"type": "memory", "capacity_bytes": len(KEYS) * SIZE}})

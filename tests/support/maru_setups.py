@@ -12,8 +12,8 @@ import types
 
 from maru._directory.changes import Changes
 from maru._pool.pool import open_pool
+from maru._served_time import ServedTime
 from maru._server import indexes, relay_supervisor, server, storage
-from maru._server.served_time import ServedTime
 
 
 def stall(gate: str) -> None:

@@ -22,7 +22,8 @@ class ServedTime:
 
     def __init__(self, clock: Callable[[], float], longest: float) -> None:
         self._clock = clock
-        self._longest = longest
+        self.longest: float = longest
+        """Seconds between two looks that count at most."""
         self._looked = clock()
         self.away = 0.0
         """Seconds that did not count."""
@@ -32,10 +33,10 @@ class ServedTime:
         clock = self._clock()
         passed = clock - self._looked
         self._looked = clock
-        if passed > self._longest:
-            self.away += passed - self._longest
+        if passed > self.longest:
+            self.away += passed - self.longest
         return clock - self.away
 
     def now(self) -> float:
         """The time now, for everybody else: it is at most ``longest`` after the last look."""
-        return min(self._clock(), self._looked + self._longest) - self.away
+        return min(self._clock(), self._looked + self.longest) - self.away
