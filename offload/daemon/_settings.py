@@ -75,6 +75,10 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
         for field in attrs.fields(DaemonConfig)
         if field.name not in RELOADED and getattr(before.daemon, field.name) != getattr(after.daemon, field.name)
     ]
+    if _listens_otherwise(before.daemon, after.daemon):
+        names.append("daemon.admin_token_file")
+    elif not before.daemon.admin_path("") and after.daemon.admin_path(""):
+        names.append("daemon.admin")  # by the end of its tenants
     taken_over = keep_unreloadable_of_engine(before.engine, after.engine)
     names += [
         f"engine.{field.name}"
@@ -92,7 +96,13 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
 
 def keep_unreloadable(before: DaemonConfig, after: DaemonConfig) -> DaemonConfig:
     """The settings of before, with those of after that a reload takes over."""
-    return attrs.evolve(before, **{name: getattr(after, name) for name in RELOADED})
+    kept = {"admin_token_file"} if _listens_otherwise(before, after) else set()
+    return attrs.evolve(before, **{name: getattr(after, name) for name in RELOADED - kept})
+
+
+def _listens_otherwise(before: DaemonConfig, after: DaemonConfig) -> bool:
+    """Return whether only one of the two has a file for the token, so that a listener would begin, or write a file."""
+    return bool(before.admin_token_file) != bool(after.admin_token_file)
 
 
 def keep_unreloadable_of_engine(before: EngineConfig, after: EngineConfig) -> EngineConfig:

@@ -12,11 +12,15 @@ import sys
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
+from offload import EngineConfig
 from offload.client import DaemonRefused, open_client, open_connection
+from offload.daemon import DaemonConfig
 from offload.daemon._messages import Counters, Done, Signal, State, Stats, Status
+from offload.daemon._settings import keep_unreloadable, read_settings, refused_changes
 from offload.status import fetch_view
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, registered, store, until
 from tests.support.daemons import PATIENCE, SIZE, Process, host_only, serve
@@ -237,6 +241,28 @@ async def test_sighup_takes_over_what_may_change_and_names_the_rest(path, tmp_pa
         process.kill(signal.SIGTERM)
         process.wait()
         assert "daemon.max_sessions was not changed: it needs a restart" in process.errors()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ({"admin_token_file": "token"}, {}, ["daemon.admin_token_file"]),
+        ({}, {"admin_token_file": "token"}, ["daemon.admin_token_file"]),
+        ({"admin_token_file": "token"}, {"admin_token_file": "another"}, []),
+        ({"tenants_file": "tenants"}, {}, ["daemon.admin"]),
+    ],
+)
+def test_a_listener_of_operators_begins_at_a_start(before, after, refused):
+    engine = EngineConfig()
+
+    def settings(knobs):
+        return attrs.evolve(
+            read_settings("", {}), daemon=DaemonConfig(runtime_dir="/x", **knobs), engine=engine, pinned_pool=None
+        )
+
+    assert refused_changes(settings(before), settings(after)) == refused
+    kept = keep_unreloadable(settings(before).daemon, settings(after).daemon)
+    assert bool(kept.admin_token_file) == bool(before.get("admin_token_file"))
 
 
 async def test_sighup_takes_over_thresholds_of_the_engine_and_names_what_is_none(path, tmp_path):
