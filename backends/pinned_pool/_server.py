@@ -31,7 +31,8 @@ from maru._pool.descriptors import DescriptorRequest, DescriptorServer
 from maru._pool.state_directory import open_private
 from maru._pool.threads import Workers
 from maru.exception_groups import raise_unwrapped
-from maru.transport import ChannelConnection, ChannelServer, SocketOptions, TrioSocket, is_channel_peer, open_socket
+from maru.transport import ChannelServer, SocketOptions, TrioSocket, is_channel_peer, open_socket
+from maru.transport._channel_blocking import is_served
 
 from ._config import PinnedPoolConfig, default_directory
 from ._connection import channel_path
@@ -386,7 +387,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
     Raises:
         PoolUnreachable: a live server has it, or it cannot be made.
     """
-    while not port or _is_served(channel_path(directory, port)):
+    while not port or is_served(channel_path(directory, port)):
         if port:
             raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: a server is there")
         port = random.SystemRandom().randrange(1024, 65_536)
@@ -448,14 +449,3 @@ def _lock_file(path: str) -> int | None:
             os.close(fd)
             raise
         os.close(fd)
-
-
-def _is_served(path: str) -> bool:
-    """Whether a server listens at this path. The socket of a dead one refuses connections."""
-    try:
-        ChannelConnection(path).close()
-    except (FileNotFoundError, ConnectionRefusedError):
-        return False
-    except OSError:
-        return True
-    return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import trio
 
-from maru._all_bytes import write_all
+from maru._all_bytes import read_head, write_all
 from maru._errors import PoolUnusable
 from maru._files import open_input
 from maru._private_directory import open_private_directory
 from maru.transport import ChannelServer
+from maru.transport._channel_blocking import is_served
 
 from .._errors import ConfigError
 from ._admin_messages import (
@@ -48,7 +50,7 @@ from ._admin_messages import (
     SetLogLevel,
     decode_admin_request,
 )
-from ._config import ADMISSION, TOKEN_NAME
+from ._config import ADMISSION
 from ._facts import described, version
 from ._messages import MAX_CREDENTIAL_BYTES, Answer, BadFrame, Done, Refusal, Refused, Request, cut, encode
 from ._operators import Operators
@@ -65,6 +67,8 @@ _MAX_FRAME_BYTES: Final = 1 << 20
 """More than the largest request."""
 _KEYS_OF_A_COPY: Final = 4
 _LEAST_TOKEN_BYTES: Final = 16
+_MARK: Final = b"of-a-daemon-"
+"""Begins each token that a daemon has made: such a file may be replaced."""
 _LAST_ANSWERS: Final = 1.0
 """Seconds that the listener stays when a reload ends it: an operator may have asked for that reload."""
 
@@ -100,15 +104,39 @@ def read_token(path: str) -> bytes:
 
 
 class OwnToken:
-    """A token of this daemon alone, in a file that only its user may read."""
+    """A token of this daemon alone, in a file that only its user may read. It begins with a mark of daemons.
 
-    def __init__(self, directory: str) -> None:
-        self.path: str = f"{directory}/{TOKEN_NAME}"
-        self.token: bytes = secrets.token_hex().encode()
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path: str = path
+        self.token: bytes = _MARK + secrets.token_hex().encode()
+
+    def check(self) -> None:
+        """Raise unless the file may be written.
+
+        Raises:
+            offload.ConfigError: there is a file that no daemon has made.
+        """
+        if not self._is_token() and os.path.lexists(self.path):
+            raise ConfigError(
+                "daemon.admin_token_file",
+                "",
+                f"{self.path} is there, and no daemon has made it: name it, if it is the token; or choose another name for "
+                "the socket of operators (admin)",
+            )
 
     def write(self) -> None:
-        """Write the file, in place of any other."""
-        self.remove()
+        """Write the file, in place of that of a daemon of before.
+
+        Raises:
+            offload.ConfigError: there is a file that no daemon has made.
+        """
+        self.check()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             write_all(descriptor, self.token + b"\n")
@@ -116,9 +144,23 @@ class OwnToken:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Remove the file, if it is there."""
+        """Remove the file, if it is there and has this token."""
         with suppress(FileNotFoundError):
-            os.unlink(self.path)
+            if self._is_token(self.token):
+                os.unlink(self.path)
+
+    def _is_token(self, token: bytes = _MARK) -> bool:
+        """Return whether the file has this token, or begins as one of a daemon."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            return stat.S_ISREG(os.fstat(descriptor).st_mode) and read_head(descriptor, len(token)) == token
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -141,16 +183,20 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
         purpose="the directory of a daemon's operators",
     )
     os.close(descriptor)
-    own = None if config.admin_token_file else OwnToken(directory)
+    own = None if config.admin_token_file else OwnToken(config.token_path(daemon.directory))
     token = read_token(config.admin_token_file) if own is None else own.token
     try:
         if own is not None:
-            own.write()
+            own.check()
+        if is_served(where):
+            raise ConfigError("daemon.admin", config.admin, "another server listens there: choose another name")
         try:
             admin = Admin(daemon, where, token, own)
         except PoolUnusable as exc:
             raise ConfigError("daemon.admin", config.admin, str(exc)) from exc
         with admin:
+            if own is not None:
+                own.write()  # only now: another daemon that has the socket keeps its token
             yield admin
     finally:
         if own is not None:

@@ -32,13 +32,14 @@ from .._engine.config import EngineConfig, TierLike, TierTable
 from .._engine.factories import leads_on, make_policies, make_tier
 from .._engine.routes import plan
 from .._errors import ConfigError
-from ._admin import read_token
+from ._admin import OwnToken, read_token
 from ._config import CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, read_tenants
 from ._events import ANSWERS_NAME, EVENTS_NAME
 from ._instruments import make_instrument
 from ._server import LOCK_NAME
 from ._settings import Settings, maru_config
 
+_OWN_NAMES: Final = (LOCK_NAME, CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, EVENTS_NAME, ANSWERS_NAME)
 _LARGEST_FIRST: Final = 4_096
 """Bytes of a block, where only the first cache says it."""
 
@@ -81,9 +82,12 @@ def _check_places(settings: Settings) -> None:
     _check_directory("daemon.runtime_dir", config.runtime_dir)
     if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # else it is made in one of our own
         _check_directory("daemon.runtime_dir", settings.maru_directory)
+    if settings.pinned_pool is not None:
+        _check_directory("pinned_pool.runtime_dir", settings.pinned_pool.runtime_dir)
     if config.admin.startswith("ipc://"):
         _check_directory("daemon.admin", os.path.dirname(os.path.abspath(config.admin.removeprefix("ipc://"))))
     _check_sockets(settings)
+    _check_names(settings)
     if config.flight_recorder:
         from .._recorder.ring import check_ring_file
 
@@ -104,10 +108,35 @@ def _check_sockets(settings: Settings) -> None:
         raise ConfigError(
             "daemon.runtime_dir", config.runtime_dir, f"{longest} has over {LONGEST_PATH} bytes: choose a shorter one"
         )
+
+
+def _check_names(settings: Settings) -> None:
+    """Raise if two settings name one path, or the token of operators would replace another file."""
+    config, directory = settings.daemon, settings.daemon.runtime_dir
     operators = config.admin_path(directory)
-    others = {f"{directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, EVENTS_NAME, ANSWERS_NAME)}
-    if operators and os.path.realpath(operators) in others:
-        raise ConfigError("daemon.admin", config.admin, "is another socket of the daemon: choose another name")
+    named: list[tuple[str, str]] = [
+        *[("daemon.runtime_dir", f"{directory}/{name}") for name in _OWN_NAMES],
+        ("daemon.runtime_dir", directory),
+        ("daemon.runtime_dir", settings.maru_directory),
+        *(
+            [("daemon.admin", operators), ("daemon.admin_token_file", config.token_path(directory))]
+            if operators
+            else []
+        ),
+    ]
+    if config.flight_recorder:
+        named.append(("daemon.flight_recorder", config.flight_recorder))
+    for name, tier in settings.engine.tiers.items():
+        place = tier.get("directory") if isinstance(tier, Mapping) else None
+        if isinstance(place, str) and place:
+            named.append((f"engine.tiers.{name}.directory", place))
+    taken: dict[str, str] = {}
+    for knob, path in named:
+        before = taken.setdefault(os.path.realpath(path), knob)
+        if before != knob:
+            raise ConfigError(knob, path, f"is a path of {before} already: choose another one")
+    if operators and not config.admin_token_file:
+        OwnToken(config.token_path(directory)).check()
 
 
 def _check_directory(knob: str, path: str) -> None:

@@ -39,8 +39,6 @@ HANDOVER_NAME: Final = "memory.sock"
 """Where they hand their memory over."""
 ADMIN_NAME: Final = "admin.sock"
 """Where operators come."""
-TOKEN_NAME: Final = "admin.token"
-"""What they show, unless ``admin_token_file`` names another file."""
 STATUS_NAME: Final = "status.sock"
 """Where the status page is served, with ``status = "ipc"``."""
 ADMISSION: Final = 10.0
@@ -216,8 +214,8 @@ class DaemonConfig:
         return self.admin.removeprefix("ipc://") if self.admin.startswith("ipc://") else f"{directory}/{ADMIN_NAME}"
 
     def token_path(self, directory: str) -> str:
-        """The file with the token of operators."""
-        return self.admin_token_file or f"{os.path.dirname(self.admin_path(directory))}/{TOKEN_NAME}"
+        """Return the path of the token of operators; without ``admin_token_file``, next to their socket."""
+        return self.admin_token_file or f"{self.admin_path(directory).removesuffix('.sock')}.token"
 
     @property
     def status_address(self) -> str:

@@ -272,8 +272,33 @@ async def test_the_listener_may_be_in_another_directory_with_a_token_of_its_own(
 
 async def test_its_token_is_beside_the_socket_of_operators(path):
     async with daemon(path, admin=f"ipc://{path}-admin/it.sock"):
-        assert is_there(f"{path}-admin/admin.token") and not is_there(f"{path}/admin.token")
+        assert is_there(f"{path}-admin/it.token") and not is_there(f"{path}/admin.token")
         assert stat.S_IMODE(os.stat(f"{path}-admin").st_mode) == 0o700
+
+
+async def test_a_file_that_no_daemon_made_is_no_place_for_its_token(path):
+    os.makedirs(f"{path}-ops", 0o700)
+    token = trio.Path(f"{path}-ops/it.token")
+    await token.write_bytes(TOKEN)
+    with pytest.raises(ConfigError, match=r"it.token is there, and no daemon has made it"):
+        async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
+            pass
+    assert await token.read_bytes() == TOKEN
+    await token.write_bytes(b"of-a-daemon-that was killed")
+    async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
+        own = await token.read_bytes()
+        assert own.startswith(b"of-a-daemon-") and b"killed" not in own
+        await token.write_bytes(b"of-a-daemon-" + b"2" * 64)
+    assert await token.exists() and own != await token.read_bytes(), "it was not this daemon's any more"
+
+
+async def test_a_daemon_that_finds_its_socket_taken_leaves_the_token(path):
+    async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
+        own = await trio.Path(f"{path}-ops/it.token").read_bytes()
+        with pytest.raises(ConfigError, match="another server listens there"):
+            async with daemon(f"{path}2", admin=f"ipc://{path}-ops/it.sock"):
+                pass
+        assert await trio.Path(f"{path}-ops/it.token").read_bytes() == own
 
 
 async def test_a_directory_that_others_may_enter_is_refused(path):

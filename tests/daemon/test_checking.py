@@ -50,6 +50,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "ours").mkdir(mode=0o700)
     (tmp_path / "small").mkdir(mode=0o700)
     (tmp_path / "small" / "maru").touch()
+    (tmp_path / "small" / "maru.token").touch()
     return tmp_path
 
 
@@ -116,8 +117,28 @@ def port():
             ("daemon.runtime_dir", "kv-answers.sock has over 107 bytes"),
         ),
         (f'[daemon]\nruntime_dir = "{"r" * 90}"\n', ("daemon.runtime_dir", "maru/maru.sock has over 107 bytes")),
-        ('[daemon]\nadmin = "ipc://ours/daemon.sock"\nruntime_dir = "ours"\n', ("daemon.admin", "another socket")),
+        (
+            '[daemon]\nadmin = "ipc://ours/daemon.sock"\nruntime_dir = "ours"\n',
+            ("daemon.admin", "a path of daemon.runtime_dir"),
+        ),
         ('[daemon]\nruntime_dir = "small"\n', ("daemon.runtime_dir", "small/maru", "Not a directory")),
+        (
+            '[daemon]\nruntime_dir = "ours"\nflight_recorder = "ours/daemon.lock"\n',
+            ("flight_recorder", "daemon.runtime_dir"),
+        ),
+        (
+            '[daemon]\nadmin = "ipc://ours/x.sock"\nflight_recorder = "ours/x.token"\n',
+            ("daemon.flight_recorder", "a path of daemon.admin_token_file"),
+        ),
+        (
+            '[daemon]\nruntime_dir = "ours"\nadmin = "ipc://small/maru.sock"\n',
+            ("daemon.admin_token_file", "small/maru.token is there, and no daemon has made it"),
+        ),
+        ('[daemon]\nruntime_dir = "kv"\n' + DISK, ("engine.tiers.disk.directory", "a path of daemon.runtime_dir")),
+        (
+            '[daemon]\npinned_pool = true\n[pinned_pool]\nruntime_dir = "full"\n',
+            ("pinned_pool.runtime_dir", "chmod 700"),
+        ),
         # a daemon that would be its own engine
         ('[engine]\ndaemon_url = "ipc"\n', ("engine.daemon_url", "a daemon has the tiers itself")),
     ],
