@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hmac
 import logging
+import math
 import os
 import random
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,7 @@ import attrs
 import trio
 
 from maru._errors import CannotMap, PoolInUse, PoolUnusable
-from maru._own_directory import LOOK
+from maru._own_directory import LOOK, holder_of_lock
 from maru._pool.backing import RegionFile
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer
 from maru._pool.state_directory import open_private
@@ -54,6 +55,8 @@ _STEP_BYTES: Final = 4 << 20
 _LOCK_NAME: Final = "pinned-pool.lock"
 _LOCK_AGAIN: Final = 0.01
 """Seconds between two attempts to lock it."""
+_LOCK_PATIENCE: Final = 1.0
+"""Seconds after which a start logs whom it waits for."""
 _KEEPALIVE: Final = 15.0
 """Seconds of silence after which TCP probes a client's host, four times."""
 
@@ -419,7 +422,14 @@ async def _locked(directory: str) -> AsyncIterator[None]:
     """Hold a lock while a server checks which channels are taken, and makes its own: otherwise two could take the same."""
     path = f"{directory}/{_LOCK_NAME}"
     # A process that was stopped may hold it for hours, and a thread that waits for it could not be cancelled.
-    while (fd := _lock_file(path)) is None:  # noqa: ASYNC110 - another process unlocks it
+    patience = trio.current_time() + _LOCK_PATIENCE
+    while (fd := _lock_file(path)) is None:
+        if trio.current_time() > patience:
+            patience = math.inf
+            holder = holder_of_lock(path)
+            _log.warning(
+                "%s is locked by %s: waiting for it", path, f"process {holder}" if holder else "another process"
+            )
         await trio.sleep(_LOCK_AGAIN)
     try:
         yield

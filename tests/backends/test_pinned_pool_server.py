@@ -896,13 +896,17 @@ async def test_address_in_use_is_told() -> None:
                 await serve(port=server.port, runtime_dir=directory)
 
 
-async def test_lock_of_a_stopped_server_blocks_no_loop() -> None:
+async def test_lock_of_a_stopped_server_blocks_no_loop(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("backends.pinned_pool._server._LOCK_PATIENCE", 0.01)
     with short_directory() as directory:
         fd = os.open(f"{directory}/pinned-pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        with trio.move_on_after(0.05) as scope:
+        with trio.move_on_after(0.1) as scope:
             await serve(port=0, runtime_dir=directory)
         assert scope.cancelled_caught
+        assert (
+            caplog.text.count(f"{directory}/pinned-pool.lock is locked by process {os.getpid()}: waiting for it") == 1
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.to_thread.run_sync, os.close, fd)
             async with open_server(port=0, runtime_dir=directory) as server:
