@@ -243,7 +243,8 @@ class DaemonTier(TierBase[DaemonLease]):
             return outcomes
         staging = places.staging
         cache = await places.cache_of(staging, session)
-        assert cache is not None
+        if cache is None:
+            raise DaemonBusy(f"{MAX_PLACES} caches are registered, and a store from another place needs one more")
         while len(outcomes) < len(keys):
             slots = await staging.take(min(len(keys) - len(outcomes), MAX_KEYS))
             part = slice(len(outcomes), len(outcomes) + len(slots))

@@ -477,6 +477,21 @@ class TwoMemories:
         return SimpleNamespace(tensors=tensors, memories=self.memories, cuda=())
 
 
+async def test_a_store_that_finds_all_places_taken_is_busy(path, monkeypatch):
+    monkeypatch.setattr("offload.client._places.MAX_PLACES", 2)
+    source = MemoryTier(SIZE, SIZE)
+    source.put(KEYS[0], bytes(SIZE))
+    async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url, block_bytes=SIZE) as client:
+        session = await client.connection.wait_session()
+        caches = [cache_of(8) for _ in range(2)]
+        for cache in caches:
+            assert await client._its_places().cache_of(cache, session)
+        reservation = await client.reserve(RoomRequest(KEYS[:1], SIZE, "fail"))
+        with pytest.raises(DaemonBusy, match="caches are registered, and a store from another place needs one more"):
+            await reservation.transfer(source, source.upgrade(KEYS[:1]))
+        reservation.release()
+
+
 async def test_memory_handed_over_in_part_is_used_by_the_next_attempt(path, monkeypatch):
     pytest.importorskip("torch")
     async with daemon(path, block_bytes=SIZE) as server, DaemonTier(server.url) as client:
