@@ -9,7 +9,8 @@ It shares nothing with the server but the directory, and may be killed at any po
 | before the new snapshot has its name | a temporary file | sweeps it |
 | after that, before what it replaces is removed | files below the number of the snapshot | reads past them |
 
-Rule 1. The live segment, which has the highest number, is left alone; its header tells where the one before it ends.
+Rule 1. The live segment, the last that was begun, is left alone; its header tells where the one before it ends. No segment is
+        folded but behind one that has a whole header.
 Rule 2. Two compactions never run at once: the second one finds the lock taken and exits. A lock ends with its process.
 Rule 3. Files that cannot be read completely are not folded: nothing is written, and the server writes a snapshot from memory.
 Rule 4. No part of the server waits for it, neither to start nor to stop.
@@ -27,7 +28,7 @@ import msgspec
 
 from .._errors import ForeignJournal
 from .replay import replay
-from .segments import Header, list_files, remove, superseded, try_lock, write_snapshot
+from .segments import Header, last_begun, list_files, remove, superseded, try_lock, write_snapshot
 
 
 class Outcome(enum.IntEnum):
@@ -67,7 +68,7 @@ def _compact(path: str, step: Callable[[str], None]) -> Outcome:
     step("sweep")
     listing = list_files(path)
     remove(path, [name for name in listing.leftovers if not name.endswith(".server.tmp")])
-    live = listing.segments[-1] if listing.segments else 0
+    live = last_begun(path, listing.segments)
     newest = listing.snapshots[-1] if listing.snapshots else 0
     # A snapshot above the live segment is the server's, which removes what that replaces.
     if newest > live or not (superseded(listing, newest) or any(newest <= n < live for n in listing.segments)):

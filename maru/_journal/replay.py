@@ -29,6 +29,7 @@ from .segments import (
     Listing,
     Tail,
     Unusable,
+    is_begun,
     list_files,
     path_of,
     read_frames,
@@ -165,14 +166,17 @@ class _Replay:
         return Replayed(self._listing, Directory(self._limits, self._eviction), 0, None)
 
     def _segment(self, number: int) -> tuple[Header, bytes] | str:
-        """A segment, or why it cannot be read: nothing is said of the last one if the server was killed in making it."""
+        """A segment, or why it cannot be read: nothing is said of a last file that was never begun.
+
+        What is read up to a segment is closed by the header of that one, which must be there.
+        """
         path = path_of(self._path, "journal", number)
         data = self._read(path)
         try:
             return self._header("journal", data, path, number), data
         except Unusable as exc:
-            last = number == self._listing.segments[-1]
-            return "" if last and len(data) < HEADER_BYTES else str(exc)
+            last = number == self._listing.segments[-1] and number != self._before
+            return "" if last and not is_begun(data) else str(exc)
 
     def _take(
         self, done: Replayed, number: int, current: tuple[Header, bytes], following: tuple[Header, bytes] | str

@@ -14,6 +14,8 @@ Rule 2. A record is framed by its length, the sum of its bytes, and the check of
 Rule 3. A segment's header says how long the segment before it was. So the tail of a closed segment cannot vanish unseen,
         and what lies behind that length is none of it.
 Rule 4. A snapshot gets its name by a rename, after fsync. It begins at a segment, and replaces all that came before.
+Rule 5. A segment is begun once its header is whole. A file that ends within its header is no segment yet, and may never become
+        one: the last segment that was begun is the live one.
 """
 
 from __future__ import annotations
@@ -198,6 +200,24 @@ def list_files(path: str) -> Listing:
     for names in (listing.segments, listing.snapshots, listing.leftovers):
         names.sort()
     return listing
+
+
+def last_begun(path: str, numbers: Iterable[int]) -> int:
+    """Find the last of these segments that has a whole header: the live one. Return 0 if none has.
+
+    The one before a file without a header is written to still: as long as that file is being begun, and for good if it could
+    be neither begun nor removed.
+    """
+    for number in sorted(numbers, reverse=True):
+        with contextlib.suppress(FileNotFoundError), open(path_of(path, "journal", number), "rb") as file:
+            if is_begun(file.read(HEADER_BYTES)):
+                return number
+    return 0
+
+
+def is_begun(data: bytes) -> bool:
+    """Return whether a segment with these first bytes was begun: nothing is appended to one without a header."""
+    return len(data) >= HEADER_BYTES
 
 
 def path_of(path: str, kind: Kind, number: int) -> str:

@@ -782,6 +782,50 @@ def test_a_compaction_leaves_a_snapshot_and_the_live_segment(tmp_path):
     assert image_of(tmp_path) == server.image()
 
 
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
+def test_a_segment_is_folded_only_behind_one_that_was_begun(tmp_path, size):
+    server = small_history(tmp_path)
+    live = server.journal.statistics().segment
+    header = pack_header("journal", Header(POOL, BOOT, live + 1, 0, 0))
+    (tmp_path / f"journal.{live + 1}").write_bytes(header[:size])  # neither begun nor removed, or not yet
+    assert compact(server.path) is Outcome.DONE
+    assert list_files(server.path)[:2] == ([live, live + 1], [live])
+    server.journal.append([encode(SessionEnded(server.here))])  # it goes on in the live one
+    recovered = recover(tmp_path, pool_id=POOL, boot_id=BOOT)
+    assert (recovered.directory.dump().sessions, recovered.lost) == ([], ())
+
+
+def test_a_compaction_in_the_middle_of_a_new_segment_folds_none_that_is_written(tmp_path):
+    full = False
+
+    def write(fd, data):
+        if full and len(data) == HEADER_BYTES:
+            assert compact(server.path) is Outcome.DONE
+            raise OSError(28, "full")
+        return os.write(fd, data)
+
+    server = small_history(tmp_path, write=write)
+    full = True
+    for i in range(6):
+        server.store(server.here, (f"more-{i}", server.its_region, i))
+    server.directory.delete(server.here, ["key-0"], server.now)
+    server.write()
+    assert not server.journal.is_lost()
+    assert image_of(tmp_path) == server.image()
+
+
+def test_what_is_closed_by_no_header_is_not_folded(tmp_path):
+    server = small_history(tmp_path)
+    live = server.journal.statistics().segment
+
+    def step(name):
+        if name == "replay":
+            os.truncate(tmp_path / f"journal.{live}", HEADER_BYTES - 1)
+
+    assert compact(server.path, step) is Outcome.DAMAGED
+    assert list_files(server.path).snapshots == []
+
+
 def test_there_is_nothing_to_compact_in_an_empty_directory(tmp_path):
     assert compact(str(tmp_path)) is Outcome.DONE
     assert os.listdir(tmp_path) == ["compaction.lock"]
