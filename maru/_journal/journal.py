@@ -15,7 +15,8 @@ Rule 1. A record that cannot be written raises, and nothing of it remains: the c
 Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that a second fsync would
         succeed without them.
 Rule 3. A full segment is closed, and a child process folds it into the next snapshot (``compaction``). A new segment is begun
-        with its first record, so that a server starts on a full disk too.
+        with its first record, so that a server starts on a full disk too. A file of its name that was never begun (rule 5 of
+        ``segments``) goes first, whoever has left it.
 
 Not thread-safe, and one journal for a directory: the caller that opens it holds the lock of the pool.
 """
@@ -133,7 +134,6 @@ class Journal:
         # the live segment
         self._number, self._previous_end = tail
         self._file: _File | None = None  # until there is something to write
-        self._not_begun: list[str] = []  # a segment without a header, which may be left if it could not be removed
         self._end = 0
         self._full_at = segment_bytes
         self._ragged = False  # behind the end lies what could not be cut off
@@ -252,16 +252,19 @@ class Journal:
 
     def _begin(self, number: int, previous_end: int) -> None:
         path = path_of(self.path, "journal", number)
-        remove(self.path, self._not_begun)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = _File(os.open(path, flags, 0o600))
-        self._not_begun = []
+        try:
+            file = _File(os.open(path, flags, 0o600))
+        except FileExistsError:
+            if os.lstat(path).st_size >= HEADER_BYTES:
+                raise
+            os.unlink(path)
+            file = _File(os.open(path, flags, 0o600))
         header = pack_header("journal", Header(self._pool_id, self._boot_id, number, previous_end, 0))
         try:
             write_with(self._write, file.fd, header)
         except BaseException:
-            self._not_begun = [os.path.basename(path)]
-            remove(self.path, self._not_begun)
+            remove(self.path, [os.path.basename(path)])
             raise
         # Kept until the next flush: records of the previous segment may not be on the disk yet, and `sync` promises them too.
         if self._file is not None and self._fsync:

@@ -416,6 +416,34 @@ def test_a_segment_that_was_being_begun_is_swept(tmp_path, size):
     assert image_of(tmp_path) == server.image()
 
 
+@pytest.mark.parametrize("size", [0, HEADER_BYTES - 1])
+def test_what_a_start_could_not_sweep_is_removed_with_the_first_record(tmp_path, monkeypatch, size):
+    server = small_history(tmp_path)
+    left = tmp_path / f"journal.{server.journal.statistics().segment + 1}"
+    left.write_bytes(bytes(size))
+
+    def refuse(path):
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        server.start()
+        with pytest.raises(JournalFailed, match="full"):
+            server.journal.append([encode(SessionEnded(server.here))])
+    server.open(b"later")
+    assert image_of(tmp_path) == server.image()
+
+
+def test_a_segment_that_was_begun_is_never_replaced(tmp_path):
+    server = small_history(tmp_path)
+    server.start()
+    there = tmp_path / f"journal.{server.journal.statistics().segment}"
+    there.write_bytes(bytes(HEADER_BYTES))
+    with pytest.raises(JournalFailed, match="exists"):
+        server.open(b"new")
+    assert there.read_bytes() == bytes(HEADER_BYTES)
+
+
 # --- damaged ------------------------------------------------------------------------------------------------------
 
 
