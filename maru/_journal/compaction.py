@@ -27,7 +27,7 @@ from collections.abc import Callable
 import msgspec
 
 from .._errors import ForeignJournal
-from .replay import replay
+from .replay import REFUSED, replay
 from .segments import Header, last_begun, list_files, remove, superseded, try_lock, write_snapshot
 
 
@@ -54,6 +54,7 @@ def compact(path: str, step: Callable[[str], None] = lambda name: None) -> Outco
     Raises:
         ForeignJournal: it is of another version.
         OSError: something cannot be read, or written. What was there is still there.
+        MemoryError, RecursionError: it cannot be loaded now. As before.
     """
     lock = try_lock(path)
     if lock is None:
@@ -101,8 +102,8 @@ def main(arguments: list[str]) -> Outcome:
     gc.disable()  # it ends soon, and holds nothing in cycles
     try:
         return compact(arguments[0])
-    except (ForeignJournal, OSError) as exc:
-        print(exc, file=sys.stderr)
+    except (ForeignJournal, *REFUSED) as exc:
+        print(str(exc) or "no memory is left", file=sys.stderr)
         return Outcome.FAILED
     finally:
         gc.enable()

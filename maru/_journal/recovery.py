@@ -14,7 +14,9 @@ Rule 2. No content of a file keeps the server from starting, except another form
         the files are left as they are.
 Rule 3. In the first case nothing is written at all. In the others the result is written as a snapshot before it is used;
         files that could not be read are kept under ``lost.``, once.
-Rule 4. Generations are never given twice: if one may have been lost, they continue far above.
+Rule 4. What the environment refuses, memory or a descriptor, is never written down as a loss: that start fails, and the next
+        one finds all files as they were.
+Rule 5. Generations are never given twice: if one may have been lost, they continue far above.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from .._directory.records import Deleted, RegionDropped, SessionEnded
 from .._errors import JournalFailed
 from ..eviction import LRU, EvictionPolicy
 from .registrations import recorded_columns
-from .replay import replay
+from .replay import REFUSED, replay
 from .segments import (
     Header,
     Listing,
@@ -155,8 +157,11 @@ def recover(
     gc.disable()
     try:
         recovered = _recover(path, pool_id, boot_id or current_boot_id(), limits, eviction, region, suspect)
-    except OSError as exc:
-        raise JournalFailed(f"the journal in {path} cannot be recovered: {exc}") from exc
+    except REFUSED as exc:
+        raise JournalFailed(
+            f"the journal in {path} cannot be recovered: {str(exc) or 'no memory is left'}. Nothing of it is given up: start "
+            "the server again once that is mended"
+        ) from exc
     finally:
         if collecting:
             gc.enable()

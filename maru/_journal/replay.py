@@ -5,12 +5,14 @@ Rule 2. Missing and damaged parts are reported. A torn tail is neither (rule 2 o
 Rule 3. A compaction may replace files meanwhile. It removes files only once the new snapshot has its name, so a reader that
         misses a file lists the files again.
 Rule 4. A whole record that cannot be applied, which is a bug of ours, costs the records after it and not the start.
+Rule 5. What the environment refuses (memory, a descriptor) says nothing of the bytes: it is raised, and no damage.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -35,6 +37,9 @@ from .segments import (
     read_frames,
     unpack_header,
 )
+
+REFUSED: Final = (OSError, MemoryError, RecursionError)
+"""Errors of the environment, which may be over by the next time: rule 5."""
 
 _log = logging.getLogger(__name__)
 _image_decoder = msgspec.msgpack.Decoder(DirectoryImage)
@@ -84,6 +89,7 @@ def replay(
     Raises:
         ForeignJournal: one of them is of another version or pool.
         OSError: one of them cannot be read.
+        MemoryError, RecursionError: they may be whole, but cannot be loaded now.
     """
     bad: _BadRecord | None = None
     while True:
@@ -154,7 +160,7 @@ class _Replay:
                 if len(body) != header.extent or xxh3_64_intdigest(body) != header.digest:
                     raise Unusable(f"{path} is damaged")
                 directory = Directory.load(_image_decoder.decode(body), self._limits, self._eviction)
-            except ForeignJournal:
+            except (ForeignJournal, *REFUSED):
                 raise
             except Unusable as exc:
                 unreadable.append((number, str(exc)))
@@ -196,6 +202,8 @@ class _Replay:
             for record in frames.records[:limit]:
                 apply(decode(record), recorded_columns)
                 applied += 1
+        except REFUSED:
+            raise
         except Exception as exc:
             raise _BadRecord(number, applied, repr(exc)) from exc
         done.records += applied

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -570,6 +571,39 @@ def test_a_record_that_is_whole_and_cannot_be_applied_costs_what_follows(tmp_pat
     assert server.start().lost == ()
     server.journal.append([b"\xc1 no record"])
     assert "cannot be applied" in server.start().lost[0]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [MemoryError(), RecursionError("too deep"), OSError(24, "no descriptor")],
+    ids=lambda one: type(one).__name__,
+)
+@pytest.mark.parametrize("place", ["decode", "Directory", "list_files"])
+def test_what_the_environment_refuses_fails_the_start_and_is_no_loss(tmp_path, monkeypatch, capsys, refusal, place):
+    server = small_history(tmp_path)
+    if place == "Directory":
+        compact(server.path)
+    before, files = server.image(), {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+
+    def refuse(*args, **kwargs):
+        raise refusal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "nice", lambda by: 0)
+        if place == "Directory":
+            patch.setattr(replay_module.Directory, "load", refuse)
+        else:
+            patch.setattr(replay_module, place, refuse)
+        with pytest.raises(
+            JournalFailed, match=f"{re.escape(str(refusal)) or 'no memory'}.*is given up: start the server again"
+        ):
+            server.start()
+        if place == "decode":
+            assert compaction_module.main([server.path]) is Outcome.FAILED  # and no snapshot from memory replaces it
+            assert (str(refusal) or "no memory") in capsys.readouterr().err
+            os.unlink(tmp_path / "compaction.lock")
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == files
+    assert (server.start().lost, server.image()) == ((), before)
 
 
 def test_only_the_latest_of_what_was_set_aside_is_kept(tmp_path):
