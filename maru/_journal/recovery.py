@@ -84,7 +84,7 @@ def unverified(
 
     Args:
         located: keys, and where they lie.
-        region: the bytes of a region, or ``None`` if it is not there. Nothing is kept of them.
+        region: the bytes of a region, or ``None`` if it is not there. Nothing is kept of them. Raises if it cannot know.
         checksum: what the writers of the pages took.
     """
     bad: list[str] = []
@@ -151,6 +151,7 @@ def recover(
     Raises:
         ForeignJournal: it is of another version, or another pool.
         JournalFailed: it cannot be read, or what was given up cannot be written down.
+        PoolUnusable: a region that is there cannot be looked at, as ``region`` says.
     """
     path = os.fspath(path)
     collecting = gc.isenabled()

@@ -5,7 +5,8 @@ Rule 1. Memory is reserved with fallocate before a region is handed out, or a cl
 Rule 2. A file gets its region's name only once it is complete. After an error, or when abandoned, it leaves nothing.
 Rule 3. At the start, what the journal knows is adopted if it is there at its full length; every other file with our kind of
         name is removed. Other names are not looked at.
-
+Rule 4. What cannot be looked at is not gone: that the environment refuses to open or map a region fails the start. It is as it
+        was at the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import attrs
 
-from .._errors import PoolFull
+from .._errors import PoolFull, PoolUnusable
 from .spans import ALIGN_BYTES as ALIGN_BYTES
 
 Kind: TypeAlias = Literal["files", "memfd", "device"]
@@ -112,7 +113,11 @@ class Backing(Protocol):
         ...
 
     def peek(self, region_id: int) -> memoryview | None:
-        """What the last server left of a region, to be read before it is adopted; None where there is nothing."""
+        """What the last server left of a region, to be read before it is adopted; None where there is nothing.
+
+        Raises:
+            PoolUnusable: it is there, and cannot be looked at now.
+        """
         ...
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
@@ -168,6 +173,14 @@ def full_is_an_answer(length: int) -> Iterator[None]:
         if exc.errno in _FULL:
             raise PoolFull(f"the file system has no {length} bytes left: {exc.strerror}") from exc
         raise
+
+
+def not_now(path: str, exc: Exception) -> PoolUnusable:
+    """Make the error for a region that is there, and cannot be looked at: rule 4."""
+    return PoolUnusable(
+        f"{path} is there, and cannot be looked at: {exc}. Nothing of it is given up: start the server again once that is "
+        "mended"
+    )
 
 
 def reserve_all(fd: int, length: int, reserve: Reserve, go_on: Callable[[], object]) -> None:

@@ -26,6 +26,7 @@ from .backing import (
     Reserve,
     flags_for,
     full_is_an_answer,
+    not_now,
 )
 from .spans import Spans
 from .state_directory import StateDirectory
@@ -146,9 +147,12 @@ class Device:
 
     def peek(self, region_id: int) -> memoryview | None:
         offset, length = self._state_directory.spans_of(self._place).get(region_id, (0, 0))
-        with contextlib.suppress(CannotMap):
+        if not length or offset % self.align or not 0 <= offset <= self.total_bytes - length:
+            return None  # nothing that would be adopted
+        try:
             return Memory(self._fd, offset, length, write=False).buffer()
-        return None
+        except (OSError, CannotMap) as exc:
+            raise not_now(f"region {region_id} of {self.path}", exc) from exc
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
         remembered = self._state_directory.spans_of(self._place)

@@ -24,6 +24,7 @@ from .backing import (
     Reserve,
     flags_for,
     full_is_an_answer,
+    not_now,
     region_file_name,
     reserve_all,
 )
@@ -98,13 +99,20 @@ class Files(Ledger):
         return os.open(region_file_name(region.region_id), flags_for(write) | os.O_NOFOLLOW, dir_fd=self._fd)
 
     def peek(self, region_id: int) -> memoryview | None:
-        with contextlib.suppress(OSError, CannotMap):
-            fd = os.open(region_file_name(region_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+        name = region_file_name(region_id)
+        try:
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or not status.st_size:
+                return None  # no region, and not adopted either
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
             try:
-                return Memory(fd, 0, os.fstat(fd).st_size, write=False).buffer()
+                return Memory(fd, 0, status.st_size, write=False).buffer()
             finally:
                 os.close(fd)
-        return None
+        except FileNotFoundError:
+            return None
+        except (OSError, CannotMap) as exc:
+            raise not_now(f"{self.path}/{name}", exc) from exc
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
         found = dict(self._scan())

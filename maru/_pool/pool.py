@@ -111,6 +111,9 @@ class Pool:
         """The bytes that the last server left of a region, to be verified before it is adopted. Blocking; any thread.
 
         None where there is nothing: no file, or none of a memfd.
+
+        Raises:
+            PoolUnusable: there is something, and it cannot be looked at now.
         """
         return self._backing.peek(region_id)
 

@@ -336,6 +336,41 @@ async def test_what_the_last_server_left_can_be_read_before_it_is_adopted(tmp_pa
         assert pool.peek(99) is None
 
 
+@pytest.mark.parametrize("kind", ["files", "device"])
+@pytest.mark.parametrize("place", ["open", "map"])
+async def test_a_region_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path, monkeypatch, kind, place):
+    where = {"files": tmp_path / "pool", "device": tmp_path / "device"}[kind]
+    if kind == "device":
+        where.write_bytes(bytes(4 * MIB2))
+    async with a_pool(where, 4 * MIB2, home=tmp_path / "pool") as pool:
+        region = await pool.allocate(1)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EMFILE, "no descriptor") if place == "open" else CannotMap("no address space")
+
+    async with await open_pool(where, 4 * MIB2, home=tmp_path / "pool") as pool:
+        with monkeypatch.context() as patch:
+            if place == "map":
+                patch.setattr(f"maru._pool.{kind}.Memory", refuse)
+            else:
+                patch.setattr(os, *{"files": ("open", refuse), "device": ("fstat", refuse)}[kind])
+            with pytest.raises(PoolUnusable, match=r"no (descriptor|address space)\. Nothing of it is given up: start"):
+                pool.peek(region.region_id)
+        assert len(pool.peek(region.region_id)) == MIB2
+
+
+async def test_what_is_no_region_is_none_to_be_read(tmp_path):
+    async with a_pool(tmp_path / "pool") as pool:
+        empty, linked, replaced, gone = [await pool.allocate(1) for _ in range(4)]
+    os.truncate(empty.path, 0)
+    for region in (linked, replaced, gone):
+        os.unlink(region.path)
+    os.symlink(empty.path, linked.path)
+    os.mkdir(replaced.path)
+    async with await open_pool(tmp_path / "pool", 8 * MIB2) as pool:
+        assert [pool.peek(region.region_id) for region in (empty, linked, replaced, gone)] == [None] * 4
+
+
 async def test_a_region_that_is_not_whole_is_made_whole_or_not_adopted(tmp_path):
     path = tmp_path / "pool"
     async with a_pool(path) as pool:

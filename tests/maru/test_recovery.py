@@ -22,7 +22,7 @@ import maru._journal.compaction as compaction_module
 import maru._journal.compactor as compactor_module
 import maru._journal.recovery as recovery_module
 import maru._journal.replay as replay_module
-from maru import BadMessage, ForeignJournal, JournalFailed
+from maru import BadMessage, ForeignJournal, JournalFailed, PoolUnusable
 from maru._directory.records import Fenced, SessionEnded, encode
 from maru._journal import segments as segments_module
 from maru._journal.compaction import Outcome, compact
@@ -760,6 +760,22 @@ def test_a_server_that_dies_while_it_verifies_begins_again(tmp_path):
     memory = memory_of(server)
     recovered = server.start(region=lambda region_id: memoryview(memory[region_id]))
     assert (recovered.trust, recovered.forgotten_keys) == (Trust.PAGES_THAT_VERIFY, 0)
+
+
+def test_a_start_that_cannot_look_at_the_pages_gives_none_of_them_up(tmp_path):
+    server = small_history(tmp_path)
+    server.boot = NEXT_BOOT
+    keys, files = server.image().keys, sorted(os.listdir(tmp_path))
+
+    def refuse(region_id):
+        raise PoolUnusable("no address space")
+
+    with pytest.raises(PoolUnusable):
+        server.start(region=refuse)
+    assert sorted(os.listdir(tmp_path)) == files
+    memory = memory_of(server)
+    server.start(region=lambda region_id: memoryview(memory[region_id]))
+    assert sorted(server.image().keys) == sorted(keys)
 
 
 def test_a_compaction_after_a_reboot_does_not_vouch_for_the_pages(tmp_path):
