@@ -121,7 +121,11 @@ class Backing(Protocol):
         ...
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
-        """Take in the regions (id and length) that the journal knows, and remove all else. Once, before any other call."""
+        """Take in the regions (id and length) that the journal knows, and remove all else. Once, before any other call.
+
+        Raises:
+            PoolUnusable: one of them is there, and cannot be looked at now. Nothing is removed.
+        """
         ...
 
     def renew(self, regions: Iterable[RegionFile]) -> int:

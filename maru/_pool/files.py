@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Final
 
 from .._errors import CannotMap, PoolUnusable
 from .._forks import watch_forks
@@ -32,6 +33,8 @@ from .index_files import leave_free
 from .state_directory import LOCK, StateDirectory, in_use, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a reservation that last: the file system has not got these bytes. A lack of memory may be over soon."""
 _MAX_STRAY_ID = 10**17
 """New regions get the number after the largest file found below this: ids are microseconds, and have 16 digits. After a
 larger one, which no server has given, they would become too long for a name."""
@@ -131,8 +134,7 @@ class Files(Ledger):
                 self.allocated_bytes += length
             else:
                 short.append(region_id)
-                self._unlink(region_file_name(region_id))
-        for name in found:
+        for name in (*map(region_file_name, short), *found):  # once all were looked at: a start that fails removes none
             self._unlink(name)
         return Adoption(tuple(adopted), tuple(missing), tuple(short), len(found))
 
@@ -163,7 +165,11 @@ class Files(Ledger):
                         yield entry.name, status
 
     def _is_whole(self, region_id: int, length: int, status: os.stat_result) -> bool:
-        """Whether all its bytes are there. Holes are filled: a copy of a pool may have come without its zeros."""
+        """Whether all its bytes are there. Holes are filled: a copy of a pool may have come without its zeros.
+
+        Raises:
+            PoolUnusable: it cannot be looked at now.
+        """
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size < length:
             return False
         if status.st_blocks * 512 >= length and not status.st_mode & 0o077:
@@ -172,10 +178,19 @@ class Files(Ledger):
             fd = os.open(region_file_name(region_id), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
             try:
                 os.fchmod(fd, 0o600)
-                self._reserve(fd, 0, length)
+                return self._fill(fd, length)
             finally:
                 os.close(fd)
-        except OSError:
+        except OSError as exc:
+            raise not_now(f"{self.path}/{region_file_name(region_id)}", exc) from exc
+
+    def _fill(self, fd: int, length: int) -> bool:
+        """Reserve the holes of a file; whether the file system has the room."""
+        try:
+            self._reserve(fd, 0, length)
+        except OSError as exc:
+            if exc.errno not in _NO_ROOM:
+                raise
             return False
         return True
 

@@ -124,6 +124,9 @@ class Pool:
 
         Args:
             regions: id and length of each that the journal knows.
+
+        Raises:
+            PoolUnusable: one of them is there, and cannot be looked at now. Nothing is removed.
         """
         assert not self._adopted, "a pool adopts once"
         self._adopted = True

@@ -396,6 +396,34 @@ async def test_a_region_that_is_not_whole_is_made_whole_or_not_adopted(tmp_path)
         assert pool.adoption.short == (holey.region_id,)
 
 
+@pytest.mark.parametrize("place", ["open", "fchmod", "reserve"])
+async def test_a_region_that_cannot_be_made_whole_now_is_not_removed(tmp_path, monkeypatch, place):
+    path = tmp_path / "pool"
+    async with a_pool(path) as pool:
+        short, holey, stray = [await pool.allocate(MIB2) for _ in range(3)]
+    os.truncate(short.path, 1)
+    os.truncate(holey.path, 4096)
+    os.truncate(holey.path, MIB2)
+    wanted = [(region.region_id, MIB2) for region in (short, holey)]
+    real = os.open
+
+    def refuse(path, *args, **kwargs):
+        if place == "open" and not str(path).endswith(".dat"):
+            return real(path, *args, **kwargs)
+        raise OSError(errno.ENOMEM, "not now")
+
+    async with await open_pool(path, 8 * MIB2, reserve=refuse if place == "reserve" else os.posix_fallocate) as pool:
+        with monkeypatch.context() as patch:
+            if place != "reserve":
+                patch.setattr(os, place, refuse)
+            with pytest.raises(PoolUnusable, match=f"maru_{holey.region_id}.dat is there.*not now"):
+                await pool.adopt(wanted)
+    assert all(is_there(region.path) for region in (short, holey, stray))
+    async with a_pool(path, regions=wanted) as pool:
+        assert pool.adoption.adopted == (holey,)
+        assert (pool.adoption.short, pool.adoption.swept) == ((short.region_id,), 1)
+
+
 async def test_an_adopted_pool_may_be_larger_than_its_capacity(tmp_path):
     async with a_pool(tmp_path / "pool") as pool:
         region = await pool.allocate(4 * MIB2)
