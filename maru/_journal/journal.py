@@ -15,7 +15,7 @@ Rule 1. A record that cannot be written raises, and nothing of it remains: the c
 Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that a second fsync would
         succeed without them.
 Rule 3. A full segment is closed, and a child process folds it into the next snapshot (``compaction``). A new segment is begun
-        with its first record, so that a server starts on a full disk too. A file of its name that was never begun (rule 5 of
+        with its first record, so that a server starts on a full disk too. A file of its name that was never begun (rule 6 of
         ``segments``) goes first, whoever has left it.
 
 Not thread-safe, and one journal for a directory: the caller that opens it holds the lock of the pool.

@@ -46,6 +46,7 @@ from .segments import (
     current_boot_id,
     list_files,
     remove,
+    set_aside,
     superseded,
     try_lock,
     write_snapshot,
@@ -253,7 +254,7 @@ def _set_aside(path: str, number: int, *, keep: bool) -> None:
     """Remove the files that a snapshot replaces, or keep the latest of them for inspection."""
     names = superseded(list_files(path), number)
     if keep:
-        remove(path, [name for name in os.listdir(path) if name.startswith("lost.")])
+        remove(path, set_aside(path))
         for name in names:
             os.rename(f"{path}/{name}", f"{path}/lost.{name}")
     else:

@@ -3,7 +3,8 @@
     DIRECTORY/journal.<n>       a segment: a header, then records in the order in which they took effect
     DIRECTORY/snapshot.<n>      a header, then the image of the directory as it was before the first record of journal.<n>
     DIRECTORY/*.tmp             a snapshot that is being written
-    DIRECTORY/lost.*            what was set aside as unreadable at the last restart that lost something
+    DIRECTORY/lost.journal.<n>  what was set aside as unreadable at the last restart that lost something,
+    DIRECTORY/lost.snapshot.<n> and goes at the next one
     DIRECTORY/compaction.lock   held with flock by the one compaction
 
 Rule 1. A header begins with magic, version and a sum of both, in every version there will be: another version is told
@@ -14,7 +15,8 @@ Rule 2. A record is framed by its length, the sum of its bytes, and the check of
 Rule 3. A segment's header says how long the segment before it was. So the tail of a closed segment cannot vanish unseen,
         and what lies behind that length is none of it.
 Rule 4. A snapshot gets its name by a rename, after fsync. It begins at a segment, and replaces all that came before.
-Rule 5. A segment is begun once its header is whole. A file that ends within its header is no segment yet, and may never become
+Rule 5. No other name is ours, whatever it begins with: such files are neither read nor removed.
+Rule 6. A segment is begun once its header is whole. A file that ends within its header is no segment yet, and may never become
         one: the last segment that was begun is the live one.
 """
 
@@ -172,6 +174,7 @@ def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
 _LOCK: Final = "compaction.lock"
 _PIECE: Final = 1 << 20
 _NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # what comes behind a longer number may fit into no name
+_SET_ASIDE = re.compile(r"lost\.(journal|snapshot)\.[1-9][0-9]{0,17}")
 _LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]{0,17}(\.server)?\.tmp")
 
 
@@ -200,6 +203,11 @@ def list_files(path: str) -> Listing:
     for names in (listing.segments, listing.snapshots, listing.leftovers):
         names.sort()
     return listing
+
+
+def set_aside(path: str) -> list[str]:
+    """List what an earlier restart has set aside as unreadable."""
+    return [name for name in os.listdir(path) if _SET_ASIDE.fullmatch(name)]
 
 
 def last_begun(path: str, numbers: Iterable[int]) -> int:

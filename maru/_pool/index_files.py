@@ -1,6 +1,7 @@
 """The files of shared indexes, in the directory of what outlives a server; and the boards, which nothing outlives. Blocking.
 
-    DIRECTORY/maru.index.N    one for a tenant of whom somebody reads; made anew when it was too small, and at each start
+    DIRECTORY/maru.index.N    one for a tenant of whom somebody reads; made anew when it was too small, and at each start.
+                              Other names are not looked at
 
 Rule 1. What the server before has left is retired before anything else happens: its readers may still look at it, and it shows
         nothing of what happens now.
@@ -17,6 +18,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import stat
 import sys
 from typing import Final
@@ -27,6 +29,7 @@ from .._index import BOARD_BYTES, header_of_board
 from .._index.layout import AT_RETIRED, HEADER_BYTES
 
 PREFIX: Final = "maru.index."
+_NAME: Final = re.compile(r"maru\.index\.[1-9][0-9]*")
 _RETIRED: Final = (1).to_bytes(8, sys.byteorder)
 _LENGTH_STAYS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -97,7 +100,7 @@ def retire_left(home: str) -> int:
     Raises:
         OSError: one cannot be retired: then its readers must not be left alone with it.
     """
-    names = [name for name in os.listdir(home) if name.startswith(PREFIX)]
+    names = [name for name in os.listdir(home) if _NAME.fullmatch(name)]
     for name in names:
         path = os.path.join(home, name)
         fd = os.open(path, _OPEN)

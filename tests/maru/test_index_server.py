@@ -183,6 +183,17 @@ async def test_tenants_without_a_key_leave_their_indexes_to_others(pool: Path, m
                     await fetch(made_up)
 
 
+async def test_a_file_that_is_named_like_an_index_is_left_alone(pool: Path) -> None:
+    os.mkdir(pool, 0o700)
+    names = ["maru.index.notes.md", "maru.index.", "maru.index.1.bak", "maru.index.-1"]
+    for name in names:
+        (pool / name).write_text("an operator's " * 100)
+    (pool / "maru.index.7").write_bytes(bytes(4096))  # as an earlier server has left it
+    async with open_server(config(pool)):
+        assert not (pool / "maru.index.7").exists()
+    assert {(pool / name).read_text() for name in names} == {"an operator's " * 100}
+
+
 async def test_all_index_files_together_have_a_bound(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maru._server.indexes.LEAST_KEYS", 16)
     monkeypatch.setattr("maru._server.indexes.MOST_TENANTS", 3)

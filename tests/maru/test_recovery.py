@@ -617,6 +617,25 @@ def test_only_the_latest_of_what_was_set_aside_is_kept(tmp_path):
     assert lost and "lost.journal.1" not in lost
 
 
+def test_what_others_have_named_like_it_is_left_alone(tmp_path):
+    server = small_history(tmp_path)
+    names = [
+        "lost.and-found.txt",
+        "lost.journal.",
+        "lost.journal.1.gz",
+        "lost.journal.01",
+        "lost.snapshot.x",
+        "journal.1.bak",
+    ]
+    for name in names:
+        (tmp_path / name).write_text("an operator's")
+    for _ in range(2):
+        server.region(server.open(b"new"))
+        flip(tmp_path / f"journal.{list_files(server.path).segments[-1]}")
+        assert server.start().lost
+    assert {(tmp_path / name).read_text() for name in names} == {"an operator's"}
+
+
 def test_a_damaged_snapshot_is_no_loss_while_what_it_replaced_is_there(tmp_path, caplog):
     server = small_history(tmp_path / "pool")
     before = server.image()
