@@ -103,16 +103,22 @@ def _ask(target: ServerOptions) -> tuple[Finding, Description | None]:
 
 
 def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
-    """Why a server would not start. Where none would be, that is one finding."""
+    """Find why a server would not start, or what it would lose. If nothing keeps it from that, this is one finding, too."""
     import trio
 
     from .._server.start_checks import refusals
 
     found = trio.run(functools.partial(refusals, config, is_served=is_served))
     needed = "a configuration that a server starts with"
-    if not found:
-        return [Finding("start", "ok", "nothing keeps a server from starting", needed)]
-    return [Finding(refusal.what, "fail", refusal.text, needed, refusal.way_out) for refusal in found]
+    findings = [
+        Finding(one.what, "fail", one.text, needed, one.way_out)
+        if one.refuses
+        else Finding(one.what, "warn", one.text, "a journal that can be read to its end", one.way_out)
+        for one in found
+    ]
+    if worst(findings) != "fail":
+        findings.insert(0, Finding("start", "ok", "nothing keeps a server from starting", needed))
+    return findings
 
 
 def _index(near: bool, sections: Sections, config: ServerConfig) -> Finding:

@@ -21,11 +21,12 @@ Rule 5. Generations are never given twice: if one may have been lost, they conti
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import attrs
@@ -126,6 +127,69 @@ class Recovered:
     """Keys that were found, and given up since they may not be believed."""
 
 
+@attrs.frozen
+class Foreseen:
+    """The loss that a start would find."""
+
+    lost: tuple[str, ...]
+    """As `Recovered.lost`."""
+    trust: Trust
+    regions: tuple[int, int]
+    """Regions that would be given up, of how many there are."""
+    keys: tuple[int, int]
+    """Keys that would be given up with them, of how many."""
+
+    def __str__(self) -> str:
+        """Everything in one paragraph; empty if nothing is lost."""
+        if not self.lost:
+            return ""
+        if self.trust is Trust.PAGES_THAT_VERIFY:
+            cost = f"a start believes only pages that verify, of {self.keys[1]} keys in {self.regions[1]} regions"
+        else:
+            cost = "a start gives up {} of {} regions, and {} of {} keys".format(*self.regions, *self.keys)
+        return f"{'; '.join(self.lost)}; {cost}"
+
+
+def foresee(
+    path: str,
+    pool_id: bytes,
+    limits: Limits | None = None,
+    eviction: Callable[[], EvictionPolicy[str]] = LRU,
+    boot_id: bytes | None = None,
+) -> Foreseen:
+    """Find what `recover` would refuse, or lose; write nothing.
+
+    Raises:
+        ForeignJournal: it is of another version, or another pool.
+        JournalFailed: it cannot be read.
+    """
+    with _refusals_of(path):
+        replayed = replay(path, pool_id, limits, eviction)
+        trust = trust_in(
+            same_boot=replayed.boot_id in (None, boot_id or current_boot_id()),
+            lost=bool(replayed.lost),
+        )
+        before = after = replayed.directory.dump()
+        if trust is Trust.ORPHANS:
+            after = _give_up(replayed.directory, trust, None)
+    regions, keys = len(before.regions), len(before.keys)
+    return Foreseen(
+        tuple(replayed.lost), trust, (regions - len(after.regions), regions), (keys - len(after.keys), keys)
+    )
+
+
+@contextlib.contextmanager
+def _refusals_of(path: str) -> Iterator[None]:
+    """Translate what the environment refuses: rule 4."""
+    try:
+        yield
+    except REFUSED as exc:
+        raise JournalFailed(
+            f"the journal in {path} cannot be recovered: {str(exc) or 'no memory is left'}. Nothing of it is given up: start "
+            "the server again once that is mended"
+        ) from exc
+
+
 def recover(
     path: str | os.PathLike[str],
     *,
@@ -158,12 +222,8 @@ def recover(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        recovered = _recover(path, pool_id, boot_id or current_boot_id(), limits, eviction, region, suspect)
-    except REFUSED as exc:
-        raise JournalFailed(
-            f"the journal in {path} cannot be recovered: {str(exc) or 'no memory is left'}. Nothing of it is given up: start "
-            "the server again once that is mended"
-        ) from exc
+        with _refusals_of(path):
+            recovered = _recover(path, pool_id, boot_id or current_boot_id(), limits, eviction, region, suspect)
     finally:
         if collecting:
             gc.enable()

@@ -1,6 +1,9 @@
-"""Why a server with this configuration would not start, found without starting it: what ``maru doctor`` asks.
+"""Why a server with this configuration would not start, or what that would cost, found without starting it.
 
-Rule 1. Each check calls what the server calls, or raises what it raises: both say the same words.
+It is what ``maru doctor`` asks.
+
+Rule 1. Each check calls what the server calls, or raises what it raises: both say the same words. A loss that lets a server
+        start is a finding as well.
 Rule 2. Nothing is changed. A directory that had to be made to find out, a port, a device's lock are let go at once.
 """
 
@@ -10,14 +13,14 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import trio
 
 from .._config import CHANNEL_NAME, ServerConfig, default_pool_path
 from .._directory.lazy_order import LazyOrder
 from .._errors import MaruError
-from .._journal.replay import replay
+from .._journal.recovery import foresee
 from .._pool.pool import check_pool
 from .._pool.state_directory import ID_BYTES, check_private, identity_of
 from .._threads import run_in_thread
@@ -29,7 +32,7 @@ from .tcp import open_listener
 
 
 class Refusal(NamedTuple):
-    """Why a server would not start."""
+    """Why a server would not start, or what it would lose by that."""
 
     what: str
     """What it is about."""
@@ -37,10 +40,12 @@ class Refusal(NamedTuple):
     """What the server would say."""
     way_out: str
     """What to do about it."""
+    refuses: bool = True
+    """Whether it keeps a server from starting; else a start loses something by it."""
 
 
 async def refusals(config: ServerConfig, *, is_served: bool = False) -> list[Refusal]:
-    """Everything for which a server with this configuration would end at once; in the order in which it would find it.
+    """Find all for which a server would end at once, or lose something, in the order in which it would.
 
     Args:
         config: valid in itself.
@@ -51,9 +56,12 @@ async def refusals(config: ServerConfig, *, is_served: bool = False) -> list[Ref
         if is_served and check is not _check_keys:
             continue
         try:
-            await check(config)
+            loss = await check(config)
         except (MaruError, OSError) as exc:
             found.append(Refusal(what, str(exc), way_out))
+        else:
+            if loss:
+                found.append(Refusal(what, loss, _WAY_OUT_OF_LOSS, refuses=False))
     return found
 
 
@@ -68,16 +76,17 @@ async def _check_pool(config: ServerConfig) -> None:
     await run_in_thread(check)
 
 
-async def _check_journal(config: ServerConfig) -> None:
+async def _check_journal(config: ServerConfig) -> str:
     home = _home(config)
 
-    def check() -> None:
-        if config.journal and os.path.isdir(home):
-            # A pool whose identity is lost or damaged gets a new one, of which a journal that is there is not.
-            pool_id = identity_of(home) or secrets.token_bytes(ID_BYTES)
-            replay(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy)
+    def check() -> str:
+        if not config.journal or not os.path.isdir(home):
+            return ""
+        # A pool whose identity is lost or damaged gets a new one, of which a journal that is there is not.
+        pool_id = identity_of(home) or secrets.token_bytes(ID_BYTES)
+        return str(foresee(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy))
 
-    await run_in_thread(check)
+    return await run_in_thread(check)
 
 
 async def _check_keys(config: ServerConfig) -> None:
@@ -117,7 +126,10 @@ async def _check_resource_manager(config: ServerConfig) -> None:
         await (await open_listener(config.rm_host, config.rm_port)).aclose()
 
 
-_CHECKS: tuple[tuple[str, Callable[[ServerConfig], Awaitable[None]], str], ...] = (
+_WAY_OUT_OF_LOSS: Final = (
+    "put back what is damaged or missing from a copy before a start, which sets it aside as lost.*"
+)
+_CHECKS: tuple[tuple[str, Callable[[ServerConfig], Awaitable[str | None]], str], ...] = (
     ("start: pool", _check_pool, "correct pool_path or dax_path, or end the server that has it"),
     ("start: journal", _check_journal, "another pool_path, or what it says"),
     ("start: keys", _check_keys, "correct curve_key_file and curve_clients_file"),

@@ -16,7 +16,10 @@ from click.testing import CliRunner
 
 from maru import ConfigError, MaruError, open_server
 from maru._config import server_config
-from maru._journal.segments import Header, pack_header
+from maru._directory.records import RegionAdded, SessionOpened, encode
+from maru._journal.journal import Journal
+from maru._journal.segments import Header, current_boot_id, pack_header
+from maru._pool.state_directory import identity_of
 from maru.cli import main
 from maru.exception_groups import leaves
 from maru.server_cli import main as server_main
@@ -284,6 +287,55 @@ def test_what_keeps_a_server_from_starting_the_doctor_says_before(place, name):
         assert code == 1, output
         assert reason in [one["found"] for one in findings if one["verdict"] == "fail"]
         assert all(one["way_out"] for one in findings if one["verdict"] == "fail")
+
+
+def damaged_pool(place: Path) -> Path:
+    """A pool with a region of a session that lives, and a flipped bit in its journal behind that; its directory."""
+    home = place / "pool"
+    assert start(write(place)) == ""
+    for path in home.glob("snapshot.*"):
+        path.unlink()
+    (home / "maru_1.dat").write_bytes(bytes(2 << 20))
+    journal = Journal(home, pool_id=identity_of(home), boot_id=current_boot_id(), segment_bytes=300)
+    journal.append([encode(SessionOpened(1, b"t" * 16, "i", "", False, 60.0)), encode(RegionAdded(1, 2 << 20, 1, "i"))])
+    for number in range(2, 12):
+        journal.append([encode(SessionOpened(number, b"%016d" % number, "i", "", False, 60.0))])
+    journal.close()
+    data = bytearray((home / "journal.2").read_bytes())
+    data[150] ^= 4
+    (home / "journal.2").write_bytes(data)
+    return home
+
+
+def test_what_a_start_would_give_up_the_doctor_says_before(place, caplog):
+    home = damaged_pool(place)
+    files = {path.name: path.read_bytes() for path in home.iterdir()}
+    code, output, findings = doctor(write(place))
+    assert code == 0, output  # a server starts
+    [said] = [one for one in findings if one["name"] == "start: journal"]
+    assert said["verdict"] == "warn" and "lost.*" in said["way_out"]
+    loss, _, cost = said["found"].partition("; ")
+    assert loss.startswith(f"{home}/journal.2 is damaged at byte")
+    assert cost == "a start gives up 1 of 1 regions, and 0 of 0 keys"
+    assert [one["verdict"] for one in findings if one["name"] == "start"] == ["ok"]
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == files
+    assert (start(write(place)), loss in caplog.text) == ("", True)
+    assert not (home / "maru_1.dat").exists()
+    assert "start: journal" not in [one["name"] for one in doctor(write(place))[2]]
+
+
+def test_what_cannot_be_read_for_want_of_memory_the_doctor_says_too(place, monkeypatch):
+    damaged_pool(place)
+
+    def refuse(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("maru._journal.replay.decode", refuse)
+        code, _, findings = doctor(write(place))
+        reason = start(write(place))
+    assert (code, "no memory is left" in reason) == (1, True)
+    assert reason in [one["found"] for one in findings if one["verdict"] == "fail"]
 
 
 @pytest.mark.parametrize(
