@@ -250,9 +250,15 @@ def device_facts(fd: int) -> tuple[int, int]:
     try:
         with open(f"{about}/size") as file:
             size = int(file.read())
-    except (OSError, ValueError) as exc:
+    except (FileNotFoundError, ValueError) as exc:
         raise PoolUnusable(f"not a DAX device: its size is not in {about}/size") from exc
+    except OSError as exc:
+        raise PoolUnusable(f"its size cannot be read now: {exc}") from exc
     align = ALIGN_BYTES
-    with contextlib.suppress(OSError, ValueError), open(f"{about}/align") as file:  # older kernels do not say
-        align = max(align, int(file.read()))
+    # Older kernels do not say. That it cannot be read once is another thing: the spans of before are those of one alignment.
+    try:
+        with contextlib.suppress(FileNotFoundError, ValueError), open(f"{about}/align") as file:
+            align = max(align, int(file.read()))
+    except OSError as exc:
+        raise PoolUnusable(f"its alignment cannot be read now: {exc}") from exc
     return size, align

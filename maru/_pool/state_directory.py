@@ -298,5 +298,5 @@ def _boot_id() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # as in a sandbox, at each start; anything else may be over soon
         return "unknown"

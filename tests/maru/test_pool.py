@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import stat
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from maru import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
 from maru._pool import state_directory as state_module
-from maru._pool.device import Device
+from maru._pool.device import Device, device_facts
 from maru._pool.files import Files
 from maru._pool.pool import MEMFD, Pool, open_pool
 from maru._pool.spans import ALIGN_BYTES as MIB2
@@ -243,6 +244,25 @@ async def test_a_damaged_state_costs_no_start_and_brings_no_id_back(tmp_path, st
         assert (pool.secret, pool.pool_id) == (secret, pool_id)
         assert pool.rebooted  # nobody knows: what is found has to be verified
     assert ("is damaged" in caplog.text) == (state is not None)
+
+
+@pytest.mark.parametrize(("code", "is_over_soon"), [(errno.EMFILE, True), (errno.ENOENT, False), (errno.EACCES, False)])
+async def test_a_boot_that_cannot_be_read_now_is_no_reboot(tmp_path, monkeypatch, code, is_over_soon):
+    async with a_pool(tmp_path / "pool"):
+        pass
+
+    def refuse(path):
+        raise OSError(code, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "open", refuse, raising=False)
+        if is_over_soon:
+            with pytest.raises(PoolUnusable, match="refused"):
+                state_module.StateDirectory(tmp_path / "pool")
+        else:  # as it is at each start there
+            assert state_module._boot_id() == "unknown"
+    async with a_pool(tmp_path / "pool") as pool:
+        assert not pool.rebooted
 
 
 async def test_a_state_that_is_lost_again_and_again_brings_no_id_back(tmp_path):
@@ -983,6 +1003,28 @@ def test_a_device_of_a_coarser_alignment_is_given_out_in_its_steps(tmp_path, dev
             assert [(await pool.allocate(1)).offset for _ in range(2)] == [0, 4 * MIB2]
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("refused", ["size", "align"])
+def test_facts_of_a_device_that_cannot_be_read_now_are_not_guessed(monkeypatch, refused):
+    said = {"size": "16777216", "align": "4194304"}
+
+    def read(path):
+        name = os.path.basename(path)
+        if name not in said:
+            raise FileNotFoundError(path)
+        if name == refused:
+            raise OSError(errno.EMFILE, "no descriptor")
+        return io.StringIO(said[name])
+
+    monkeypatch.setattr("maru._pool.device.open", read, raising=False)
+    with open("/dev/null") as file:
+        with pytest.raises(PoolUnusable, match=f"{refused[:5]}.*cannot be read now.*no descriptor"):
+            device_facts(file.fileno())
+        refused = ""
+        assert device_facts(file.fileno()) == (8 * MIB2, 2 * MIB2)
+        del said["align"]  # as an older kernel does
+        assert device_facts(file.fileno()) == (8 * MIB2, MIB2)
 
 
 # --- spans, against a naive model ---------------------------------------------------------------------------------
