@@ -142,7 +142,11 @@ class Device:
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
         fd = os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
-        (may_write if write else may_read)(fd, region.offset, region.length)
+        try:
+            (may_write if write else may_read)(fd, region.offset, region.length)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def peek(self, region_id: int) -> memoryview | None:

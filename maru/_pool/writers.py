@@ -13,12 +13,15 @@ Rule 3. A descriptor to read carries a lock as well, of the same span far behind
         device would cost a step of its memory and a message; a quiet time would be as long as the longest lease of any server
         before.) A span of its own goes with its last pin, whoever has it mapped still.
 
+Rule 4. A kernel that is short of memory for a lock has not said that there is none: the span counts as used until it says so,
+        and no descriptor goes out without its lock.
+
 Published clients map a device by its path and have no lock: with them a device is as unsafe as it was made.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -27,12 +30,18 @@ _LOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, and a process id that must be 0."""
 
 
+_NOT_NOW = frozenset({errno.ENOLCK, errno.ENOMEM})
+"""Errors of a kernel without memory for a lock. What knows no locks at all answers otherwise."""
 _TO_READ = 1 << 61
 """Where the locks of readers lie: behind every device, and as far from the greatest offset that the kernel takes."""
 
 
 def may_read(fd: int, offset: int, length: int) -> None:
-    """Lock this span with a descriptor: its holders, and those of its copies, may read the span from now on."""
+    """Lock this span with a descriptor: its holders, and those of its copies, may read the span from now on.
+
+    Raises:
+        OSError: the kernel has no memory for the lock.
+    """
     may_write(fd, _TO_READ + offset, length)
 
 
@@ -42,9 +51,16 @@ def read(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
 
 
 def may_write(fd: int, offset: int, length: int) -> None:
-    """Lock this span with a descriptor: its holders, and those of its copies, may write the span from now on."""
-    with contextlib.suppress(OSError):  # what cannot be locked is not protected
+    """Lock this span with a descriptor: its holders, and those of its copies, may write the span from now on.
+
+    Raises:
+        OSError: the kernel has no memory for the lock.
+    """
+    try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, offset, length, 0))
+    except OSError as exc:  # what knows no locks is not protected
+        if exc.errno in _NOT_NOW:
+            raise
 
 
 def written(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
@@ -57,7 +73,9 @@ def written(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
             continue
         try:
             answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0))
-        except OSError:  # as above
+        except OSError as exc:  # as above
+            if exc.errno in _NOT_NOW:
+                found.append((start, end - start))
             continue
         kind, _, at, size, _ = _LOCK.unpack(answer)
         if kind == fcntl.F_UNLCK:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -264,6 +266,28 @@ def test_locks_are_found_part_by_part(locked: list[tuple[int, int]], tmp_path: P
         for fd in fds:
             os.close(fd)
         assert written(asking.fileno(), 0, 100) == []
+
+
+def test_a_span_whose_locks_cannot_be_asked_for_now_counts_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device").write_bytes(bytes(100))
+    codes = {fcntl.F_OFD_GETLK: errno.ENOMEM, fcntl.F_OFD_SETLK: errno.ENOLCK}
+
+    def refuse(fd: int, command: int, lock: bytes) -> bytes:
+        raise OSError(codes[command], "not now")
+
+    with open(tmp_path / "device", "r+b") as device:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "fcntl", refuse)
+            assert (written(device.fileno(), 10, 20), read(device.fileno(), 10, 20)) == ([(10, 20)], [(10, 20)])
+            for lock in (may_read, may_write):
+                with pytest.raises(OSError, match="not now"):
+                    lock(device.fileno(), 10, 20)
+            codes = dict.fromkeys(codes, errno.EINVAL)  # as of a kernel that knows no such locks
+            assert (written(device.fileno(), 10, 20), read(device.fileno(), 10, 20)) == ([], [])
+            may_write(device.fileno(), 10, 20)
+        assert (written(device.fileno(), 10, 20), read(device.fileno(), 10, 20)) == ([], [])
 
 
 def test_locks_of_readers_and_writers_are_apart(tmp_path: Path) -> None:
