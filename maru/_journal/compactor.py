@@ -71,8 +71,8 @@ async def _compact(journal: Journal, directory: Directory) -> Outcome:
             _log.error("%r: a closed segment cannot be read; a snapshot from memory replaces it", journal)
             return Outcome.DONE if await write_from_memory(journal, directory) else Outcome.FAILED
         journal.survey()
-    except (JournalFailed, OSError) as exc:
-        _log.warning("%r cannot be compacted now: %s", journal, exc)
+    except (JournalFailed, OSError, MemoryError) as exc:
+        _log.warning("%r cannot be compacted now: %s", journal, str(exc) or "no memory is left")
         return Outcome.FAILED
     return outcome
 

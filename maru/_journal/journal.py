@@ -312,8 +312,8 @@ class Journal:
             else:
                 try:
                     await self._flush()
-                except NoThread as exc:  # nothing was flushed, so nothing is lost: unlike a failed fsync (rule 2)
-                    _log.warning("%r waits to be flushed: %s", self, exc)
+                except (NoThread, MemoryError) as exc:  # nothing was flushed, so nothing is lost: not as in rule 2
+                    _log.warning("%r waits to be flushed: %s", self, str(exc) or "no memory is left")
                     await trio.sleep(_PAUSE)
 
     async def _flush(self) -> None:

@@ -124,7 +124,12 @@ class Indexes:
 
     def publish(self) -> None:
         """The journal has all that was registered: let it be found. To be called before the answers leave."""
-        if self._indexes.publish() and any(map(self._is_too_small, self._files)):
+        try:
+            is_news = self._indexes.publish()
+        except MemoryError:  # an index that lacks a name would say that it is not there
+            self._drop_all("no memory is left for what was stored")
+            return
+        if is_news and any(map(self._is_too_small, self._files)):
             self._due.set()
 
     def statistics(self) -> IndexesStatistics:
@@ -173,17 +178,14 @@ class Indexes:
                     if tenant in self._files:
                         self._drop(tenant)
                     fd = await self._open(tenant)
-        except OSError as exc:
-            raise CannotMap(f"no index can be made: {exc}") from exc
+        except (OSError, MemoryError) as exc:
+            raise CannotMap(f"no index can be made: {str(exc) or 'no memory is left'}") from exc
         self._handed_out += 1
         return fd
 
     def give_way(self) -> None:
         """Drop all indexes: the journal has no room. Clients look up by message until there is room again."""
-        if self._files:
-            _log.warning("%d indexes are dropped, since the disk of %s is full", len(self._files), self._home)
-        for tenant in list(self._files):
-            self._drop(tenant)
+        self._drop_all(f"the disk of {self._home} is full")
 
     async def run(self, committer: Committer) -> None:
         """Fill what was made, make what is too small larger, and remove what nobody needs, until cancelled."""
@@ -191,11 +193,19 @@ class Indexes:
             with trio.move_on_after(_LOOK):
                 await self._due.wait()
             self._due = trio.Event()
-            async with self._making:
-                await self._drop_unused()
+            try:
+                async with self._making:
+                    await self._drop_unused()
+            except MemoryError:  # at the next look
+                continue
             for tenant in list(self._files):
-                await self._fill(tenant, committer)
-                await self._grow(tenant, committer)
+                try:
+                    await self._fill(tenant, committer)
+                    await self._grow(tenant, committer)
+                except MemoryError:  # it lacks names, and would never be filled
+                    _log.warning("the index of tenant %r is dropped, since no memory is left for its names", tenant)
+                    if tenant in self._files:
+                        self._drop(tenant)
 
     # --- below ----------------------------------------------------------------------------------------------------
 
@@ -208,9 +218,10 @@ class Indexes:
             raise CannotMap(f"{len(self._boards)} sessions have a board already, and no other can")
         try:
             fd, memory = make_board()
-        except OSError as exc:
-            _log.warning("no board can be made: %s", exc)
-            raise CannotMap(f"no board can be made: {exc}") from exc
+        except (OSError, MemoryError) as exc:
+            reason = f"no board can be made: {str(exc) or 'no memory is left'}"
+            _log.warning("%s", reason)
+            raise CannotMap(reason) from exc
         self._boards.open(holder, tenant, memory)
         self._directory.heed(self._boards)
         return fd
@@ -240,6 +251,12 @@ class Indexes:
         self._unneeded.append(self._files.pop(tenant).number)
         self._indexes.drop(tenant)
         self._due.set()
+
+    def _drop_all(self, reason: str) -> None:
+        if self._files:
+            _log.warning("%d indexes are dropped, since %s", len(self._files), reason)
+        for tenant in list(self._files):
+            self._drop(tenant)
 
     def _has_room(self) -> bool:
         """Whether one tenant more may have an index."""
@@ -294,8 +311,8 @@ class Indexes:
             _log.warning("indexes can be made in %s again", self._home)
         before = self._files.get(tenant)
         self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
-        self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
         try:
+            self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
             self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
         except MemoryError:
             self._unneeded.append(number)

@@ -138,8 +138,8 @@ class RelaySupervisor:
                     nursery.start_soon(_hand_over, ours, listening)
                     await self._listen(process)
                     status = await process.wait()
-        except OSError as exc:
-            return f"it cannot be started: {exc}"
+        except (OSError, MemoryError) as exc:
+            return f"it cannot be started: {str(exc) or 'no memory is left'}"
         finally:
             self._pid = 0
         return f"status {status}"

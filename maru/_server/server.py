@@ -497,15 +497,16 @@ class MaruServer:
         failed, lost = False, 0
         while True:
             await trio.sleep(LOOK)
-            with suppress(OSError):  # no thread
+            with suppress(OSError, MemoryError):  # no thread
                 self._descriptors_open = await run_in_thread(find_descriptors)
             try:
                 made, without = await self._pool.renew()
                 made += self._renew_sockets(runtime)
                 if await self._renew_journal():
                     made.append(f"{self._pool.home}/journal")
-            except (PoolUnusable, JournalFailed, OSError) as exc:
-                self._unlinked = f"files of this server were removed, and cannot be made again yet: {exc}"
+            except (PoolUnusable, JournalFailed, OSError, MemoryError) as exc:
+                reason = str(exc) or "no memory is left"
+                self._unlinked = f"files of this server were removed, and cannot be made again yet: {reason}"
                 if not failed:
                     failed = True
                     _log.error("%s", self._unlinked)
@@ -553,8 +554,8 @@ class MaruServer:
         reason = "the server is leaving"
         try:
             region = await self._make_region(allocation.size)
-        except (MaruError, OSError) as exc:  # whatever it is: one request fails, and the server goes on
-            reason = str(exc)
+        except (MaruError, OSError, MemoryError) as exc:  # whatever it is: one request fails, and the server goes on
+            reason = str(exc) or "no memory is left"
         finally:  # cancelled, too: whoever waits is told
             if region is None:
                 answer = service.not_allocated(ticket, reason)
@@ -680,7 +681,7 @@ class MaruServer:
 
 
 async def _find_version() -> None:
-    with suppress(OSError):  # there is no thread to be had: who asks first waits
+    with suppress(OSError, MemoryError):  # there is no thread to be had: who asks first waits
         await run_in_thread(_version, abandon_on_cancel=True)
 
 

@@ -367,6 +367,72 @@ async def test_indexes_give_way_to_a_full_journal(pool: Path, monkeypatch: pytes
         assert len((await filled(handler)).find(["k", "l"])) == 2
 
 
+@pytest.fixture
+def short_once(monkeypatch: pytest.MonkeyPatch):
+    """Have a method of an object find no memory, once."""
+
+    def patch(owner: object, name: str) -> None:
+        method, calls = getattr(owner, name), []
+
+        def short(*args: object) -> object:
+            if not calls:
+                calls.append(args)
+                raise MemoryError
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, short)
+
+    return patch
+
+
+@pytest.mark.parametrize("what", ["fill", "end_filling"])
+async def test_an_index_that_finds_no_memory_for_names_goes_alone(
+    pool: Path, caplog: pytest.LogCaptureFixture, short_once, what: str
+) -> None:
+    async with (
+        open_server(config(pool)) as server,
+        client(pool, tenant="good") as good,
+        client(pool, tenant="short") as short,
+    ):
+        await put(good, ["k"])
+        await put(short, ["k"])
+        stays = await filled(good)
+        short_once(server._indexes._indexes, what)
+        gone = await fetch(short)
+        await until(lambda: gone.is_retired)
+        assert await short.exists("k")  # by message
+        assert len((await filled(short)).find(names_of(short, ["k"]))) == 1
+        assert not stays.is_retired and len(stays.find(names_of(good, ["k"]))) == 1
+    assert caplog.text.count("the index of tenant 'short' is dropped") == 1
+
+
+async def test_indexes_without_memory_for_what_was_stored_go_and_the_store_is_answered(
+    pool: Path, caplog: pytest.LogCaptureFixture, short_once
+) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        gone = await filled(handler)
+        short_once(server._indexes._indexes, "publish")
+        await put(handler, ["k"])
+        assert gone.is_retired and await handler.exists("k")
+        assert len((await filled(handler)).find(["k"])) == 1
+    assert caplog.text.count("no memory is left") == 1
+
+
+async def test_an_index_for_which_there_is_no_memory_is_refused(pool: Path, short_once) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        short_once(server._indexes, "_count_keys")
+        with pytest.raises(ServerRefused, match="no memory is left"):
+            await fetch(handler)
+        await filled(handler)
+
+
+async def test_a_region_for_which_there_is_no_memory_is_refused_alone(pool: Path, short_once) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        short_once(server, "_make_region")
+        assert await handler.batch_put(["k"], [bytes(PAGE)]) == [Stored.FULL]
+        await put(handler, ["l"])
+
+
 # --- restarts -----------------------------------------------------------------------------------------------------
 
 

@@ -536,6 +536,22 @@ async def test_those_who_come_while_a_flush_runs_share_the_next_one(tmp_path, mo
     assert fsync.most == 1
 
 
+async def test_a_flush_that_finds_no_memory_is_tried_again(tmp_path, monkeypatch, caplog):
+    journal, refusals = open_journal(tmp_path, fsync=True), [MemoryError()]
+    run_in_thread = journal_module.run_in_thread
+
+    async def short(*args, **options):
+        if refusals:
+            raise refusals.pop()
+        await run_in_thread(*args, **options)
+
+    monkeypatch.setattr(journal_module, "run_in_thread", short)
+    monkeypatch.setattr(journal_module, "_PAUSE", 0)
+    journal.append([b"x"])
+    await journal.sync()
+    assert journal.statistics().flushes == 1 and "no memory is left" in caplog.text
+
+
 async def test_a_flush_takes_closed_segments_and_new_names_along(tmp_path, monkeypatch):
     fsync = Fsync(monkeypatch)
     names = []

@@ -1243,20 +1243,23 @@ async def test_no_snapshot_is_taken_of_a_directory_that_is_ahead_of_its_journal(
     assert (recovered.directory.dump(), recovered.lost) == (server.image(), ())
 
 
+@pytest.mark.parametrize(
+    ("refusal", "text"), [(OSError(11, "no process"), "no process"), (MemoryError(), "no memory is left")]
+)
 async def test_the_task_survives_a_compaction_that_fails_and_ends_with_the_journal(
-    tmp_path, monkeypatch, caplog, autojump_clock
+    tmp_path, monkeypatch, caplog, autojump_clock, refusal, text
 ):
     server = small_history(tmp_path)
     for i in range(30):
         server.store(server.here, (f"more-{i}", server.its_region, i % PAGES))
-    outcomes = [OSError(11, "no process"), Outcome.FAILED, Outcome.BUSY, Outcome.DONE]
+    outcomes = [refusal, Outcome.FAILED, Outcome.BUSY, Outcome.DONE]
     asked = []
 
     async def fake(path):
         asked.append(trio.current_time())
         await trio.sleep(1)
         outcome = outcomes.pop(0)
-        if isinstance(outcome, OSError):
+        if isinstance(outcome, BaseException):
             raise outcome
         if outcome is Outcome.DONE:
             compact(path)
@@ -1270,7 +1273,7 @@ async def test_the_task_survives_a_compaction_that_fails_and_ends_with_the_journ
         assert [b - a for a, b in itertools.pairwise(asked)] == [11.0, 11.0, 11.0]
         assert not server.journal.compaction_due
         server.journal.close()
-    assert "no process" in caplog.text
+    assert text in caplog.text
 
 
 async def test_compaction_for_waiting_records_does_not_rest(tmp_path, monkeypatch, autojump_clock):
