@@ -5,7 +5,8 @@ Rule 1. What is to go is *claimed* first: its sequence is marked in the index, t
         what does stays.
 Rule 2. A board counts until it is closed, which is when the lease of its client has ended. What it says is checked against
         what is registered: garbage holds nothing.
-Rule 3. There are so many boards at most, each of so many cells: looking at all of them is bounded, whatever stands there.
+Rule 3. There are so many boards at most, each of so many cells: looking at all of them is bounded, whatever stands there. Who
+        opens sessions has a share of them, so that the boards of one do not keep others from reading without a message.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from .tenants import TenantIndexes
 MOST_BOARDS: Final = 256
 """Clients that hold without a message; all others pin by message. So many full boards are looked at in some ten
 milliseconds."""
+SHARE: Final = 8
+"""Part of them that sessions of one opener have at most: a client opens one, so a host has room for many."""
 
 
 @attrs.frozen
 class _Open:
     tenant: str
     board: BoardReader
+    opener: object
 
 
 class Boards:
@@ -53,9 +57,28 @@ class Boards:
         """Whether there are as many as there may be."""
         return len(self._open) >= MOST_BOARDS
 
-    def open(self, holder: int, tenant: str, memory: Any) -> None:
-        """From now on this session, of this tenant, holds what stands on a board there."""
-        self._open[holder] = _Open(tenant, BoardReader(memory))
+    def why_not(self, holder: int, opener: object) -> str:
+        """Return why this session, which this one has opened, can have no board; empty if it can."""
+        if holder in self._open:
+            return ""
+        if self.is_full:
+            return f"{len(self._open)} sessions have a board already, and no other can"
+        own, share = [one.opener for one in self._open.values()].count(opener), MOST_BOARDS // SHARE
+        if own >= share:
+            return f"{own} sessions of one connection have a board already, of at most {share}"
+        return ""
+
+    def open(self, holder: int, tenant: str, memory: Any, opener: object = None) -> None:
+        """From now on this session, of this tenant, holds what stands on a board there.
+
+        Args:
+            holder: the session.
+            tenant: whose names its client reads.
+            memory: of the board.
+            opener: who has opened the session. The board counts among its own until it is closed, which may be after the
+                session has ended. ``None``: nobody else has.
+        """
+        self._open[holder] = _Open(tenant, BoardReader(memory), holder if opener is None else opener)
 
     def close(self, holder: int) -> None:
         """It holds nothing any more."""

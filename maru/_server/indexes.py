@@ -88,6 +88,7 @@ class Indexes:
         most_keys: that a file is made for.
         is_on: whether there are to be any.
         keep_free: bytes that a new file leaves in its file system.
+        opener_of: over which connection a session was opened; ``None``: it is its own.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Indexes:
         most_keys: int,
         is_on: bool,
         keep_free: Callable[[], int] = lambda: 0,
+        opener_of: Callable[[int], object] = lambda session: None,
     ) -> None:
         self.why_not = why_not_here() if is_on else "index = off"
         """Why there are none; empty if there may be."""
@@ -111,6 +113,7 @@ class Indexes:
         self._indexes = TenantIndexes()
         self._boards = Boards(self._indexes, _fence)
         self._keep_free = keep_free
+        self._opener_of = opener_of
         self._files: dict[str, _File] = {}
         self._unneeded: list[int] = []
         """Numbers of files to be removed."""
@@ -214,15 +217,17 @@ class Indexes:
         holder, tenant = self._directory.session_of(session), self._directory.tenant_of(session)
         if holder is None or tenant is None or self.why_not:
             raise CannotMap(self.why_not or "there is no such session")
-        if holder not in self._boards and self._boards.is_full:
-            raise CannotMap(f"{len(self._boards)} sessions have a board already, and no other can")
+        opener = self._opener_of(holder)
+        reason = self._boards.why_not(holder, opener)
+        if reason:
+            raise CannotMap(reason)
         try:
             fd, memory = make_board()
         except (OSError, MemoryError) as exc:
             reason = f"no board can be made: {str(exc) or 'no memory is left'}"
             _log.warning("%s", reason)
             raise CannotMap(reason) from exc
-        self._boards.open(holder, tenant, memory)
+        self._boards.open(holder, tenant, memory, opener)
         self._directory.heed(self._boards)
         return fd
 

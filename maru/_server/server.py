@@ -153,6 +153,7 @@ class MaruServer:
             most_keys=config.max_entries,
             is_on=config.index == "auto",
             keep_free=lambda: 0 if storage.journal is None else storage.journal.room_bytes,
+            opener_of=service.opener_of,
         )
         self._committer = Committer(
             storage.journal, config.journal_sync, self._send, self._indexes.publish, self._indexes.give_way

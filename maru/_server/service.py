@@ -443,6 +443,10 @@ class Service:
         peer.opened[session_id] = None
         self._openers[session_id] = peer
 
+    def opener_of(self, session_id: int) -> Peer | None:
+        """The connection over which a session was opened, or else, after a restart, over which it is back."""
+        return self._openers.get(session_id) or next(iter(self._peers_of.get(session_id, ())), None)
+
     def why_no_session(self, peer: Peer, now: float) -> str:
         """Return why this connection may open no session; empty if it may. If there is no room, a silent one ends for it."""
         most = self.config.max_sessions

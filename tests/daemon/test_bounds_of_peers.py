@@ -15,9 +15,11 @@ import trio
 import zmq
 
 import maru
+from maru._pool.descriptors import fetch_board_descriptor
 from maru._relay.relay import MAX_PENDING_HANDSHAKES
 from maru._wire import (
     BeatRequest,
+    CloseRequest,
     Code,
     DropRequest,
     ErrorReply,
@@ -540,6 +542,24 @@ async def fill_indexes(server, stack):
     assert not await other.exists("key")  # by message
 
 
+async def fill_boards(server, stack):
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr("maru._index.boards.MOST_BOARDS", 32)
+
+    def get_boards():
+        asks = ask_from_thread(server, stack)
+        tokens = [asks.session(f"reader{at}")[0] for at in range(5)]
+        for token in tokens[:4]:
+            os.close(fetch_board_descriptor(server.descriptors_path, token, 10.0))
+        asks.ask(Code.CLOSE, CloseRequest(tokens[0], 0))  # its board counts until its lease is over
+        with pytest.raises(maru.ServerRefused, match="4 sessions of one connection have a board already, of at most 4"):
+            fetch_board_descriptor(server.descriptors_path, tokens[4], 10.0)
+        assert not asks.ask(Code.FIND, FindRequest(tokens[4], 0, ["key"], True, False)).positions  # by message
+
+    await trio.to_thread.run_sync(get_boards)
+    good = await stack.enter_async_context(a_client(server))
+    os.close(await server._indexes.open_fd(good._state.token, True))
+
+
 OF_PAGE_STORES = {
     "unacknowledged returns of a session": (fill_returns, {}),
     "readers of KV events that are answered": (fill_readers, {"kv_events": "ipc"}),
@@ -557,6 +577,7 @@ OF_PAGE_STORES = {
     "listings of keys of a page store, 8 bytes a key": (fill_listings, {}),
     "keys of a page store": (fill_entries, {"max_entries": 64, "quota_instance_bytes": "1 MiB"}),
     "bytes of the shared indexes of a page store": (fill_indexes, {}),
+    "boards of a page store": (fill_boards, {}),
 }
 
 

@@ -23,7 +23,7 @@ from maru._index import (
     header_of_board,
 )
 from maru._index.board import AT_TOP, AT_WRITTEN, CELLS, USES, BoardReader
-from maru._index.boards import MOST_BOARDS
+from maru._index.boards import MOST_BOARDS, SHARE
 
 NAMES = [f"n{number}" for number in range(8)]
 
@@ -248,6 +248,19 @@ def test_there_are_so_many_boards_at_most(host: Host) -> None:
         assert not host.boards.is_full
         host.boards.open(number, "", a_board())
     assert host.boards.is_full
+
+
+def test_sessions_of_one_opener_have_a_share_of_the_boards(host: Host) -> None:
+    share, opener = MOST_BOARDS // SHARE, object()
+    for number in range(share):
+        assert not host.boards.why_not(number, opener)
+        host.boards.open(number, "", a_board(), opener)
+    assert f"{share} sessions of one connection" in host.boards.why_not(share, opener)
+    assert not host.boards.why_not(0, opener)  # in place of its own
+    for other in (object(), None):
+        assert not host.boards.why_not(share, other)
+    host.boards.close(0)
+    assert not host.boards.why_not(share, opener)
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, struct.pack("=Q", 1 << 40), struct.pack("=Q", MARK | 1)])
