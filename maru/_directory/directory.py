@@ -39,7 +39,7 @@ from .regions import Region, RegionState
 from .registrar import Registrar
 from .remover import Remover
 from .sessions import Leases, Session
-from .slices import SESSIONS_AT_ONCE, Slices, finish
+from .slices import SESSIONS_AT_ONCE, USES_AT_ONCE, Slices, finish
 from .state import State
 from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, facts_of, statistics_of, usage_of
 
@@ -573,13 +573,17 @@ class Directory:
         """From now on what clients hold by these boards stays as if it were pinned, and what they note there was used."""
         self._guard.boards = boards
 
-    def note_uses(self, by: int | None = None) -> None:
+    def note_uses(self, by: int | None = None, most: int = USES_AT_ONCE) -> None:
         """Count what was used without a message since this was called last, by this session or by all.
 
         Evictions do so themselves, for all.
+
+        Args:
+            by: the session; ``None``: all, in turn.
+            most: uses that are counted at once. Of all, the rest is a chore; of one session, it waits for the next call.
         """
         self.settle()
-        self._evictor.note_uses(by)
+        self._evictor.note_uses(by, most)
 
     def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
         """Those of these keys that are here, where they lie, and whether they may be read without a pin. No use of them."""

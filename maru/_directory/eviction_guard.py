@@ -49,8 +49,12 @@ class Holds(Protocol):
         """These were claimed, are not held, and stay all the same."""
         ...
 
-    def take_uses(self, by: int | None = None) -> Iterable[Sequence[str]]:
-        """What was used by this session, or by all; for each client the deepest of a prefix first."""
+    def has_uses(self) -> bool:
+        """Return whether something was used that was not taken yet."""
+        ...
+
+    def take_uses(self, by: int | None, most: int) -> Iterable[Sequence[str]]:
+        """Take some of what was used by this session, or by all in turn; for each client the deepest of a prefix first."""
         ...
 
 
@@ -228,9 +232,13 @@ class EvictionGuard:
         held = 0 if boards is None or location is None else boards.holders(location.generation)
         return self.pinned.get(key, 0) + held
 
-    def take_uses(self, by: int | None = None) -> Iterable[Sequence[str]]:
-        """What this session, or all, used without a message: for each client, the deepest of a prefix first."""
-        return () if self.boards is None else self.boards.take_uses(by)
+    def has_uses(self) -> bool:
+        """Return whether something was used without a message that was not taken yet."""
+        return self.boards is not None and self.boards.has_uses()
+
+    def take_uses(self, by: int | None, most: int) -> Iterable[Sequence[str]]:
+        """Take some of what this session, or all in turn, used without a message; for each the deepest of a prefix first."""
+        return () if self.boards is None else self.boards.take_uses(by, most)
 
     # --- quiet time -----------------------------------------------------------------------------------------------
 

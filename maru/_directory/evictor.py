@@ -10,12 +10,15 @@ from .eviction_guard import EvictionGuard
 from .pins import Held
 from .regions import Region
 from .sessions import Session
-from .slices import AT_ONCE, LOOKS_AT_ONCE, Slices
+from .slices import AT_ONCE, LOOKS_AT_ONCE, USES_AT_ONCE, Slices
 from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
 _LONG_SEARCH: Final = 10_000
 _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
+
+_MOST_TURNS: Final = 256
+"""Slices in which uses are counted: one for each client. Who notes without end has what is left counted later."""
 
 MOST_FOR_ROOM: Final = 2_048
 """Keys that go for the quota of one registration. One that needs more has the rest refused; asked again, it finds more room."""
@@ -29,6 +32,8 @@ class Evictor:
         self._state = changes.state
         self._guard = guard
         self._counters = counters
+        self._is_noting = False
+        """Whether uses are counted in slices."""
 
     def evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> int:
         """Evict the ``n`` least recently used keys of this owner that are not held, nor among ``also``; how many went.
@@ -116,10 +121,33 @@ class Evictor:
                 wanted_bytes -= region.length
         return chosen if wanted_bytes <= 0 else []
 
-    def note_uses(self, by: int | None = None) -> None:
-        """Count what this session, or all, read without a message, before something is chosen by the order of use."""
+    def note_uses(self, by: int | None = None, most: int = USES_AT_ONCE) -> None:
+        """Count what this session, or all, read without a message, before something is chosen by the order of use.
+
+        So much at once. What all have read beyond that is counted in slices: until those are done, nothing is in this way.
+        """
+        if by is not None:
+            self._note_some(by, most)
+        elif not self._is_noting:
+            self._note_some(None, most)
+            if self._guard.has_uses():
+                self._is_noting = True
+                self._state.chores.append(self._note_in_slices())
+
+    def _note_in_slices(self) -> Slices[None]:
+        try:
+            for _ in range(_MOST_TURNS):
+                yield
+                self._changes.settle()
+                self._note_some(None, USES_AT_ONCE)
+                if not self._guard.has_uses():
+                    return
+        finally:
+            self._is_noting = False
+
+    def _note_some(self, by: int | None, most: int) -> None:
         located = self._state.located
-        for names in self._guard.take_uses(by):
+        for names in self._guard.take_uses(by, most):
             there = [name for name in reversed(names) if name in located]
             self._state.use(there, [located[name] for name in there])
             self._counters.found += len(there)

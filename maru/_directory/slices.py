@@ -25,6 +25,9 @@ HOLDERS_AT_ONCE: Final = 8
 LOOKS_AT_ONCE: Final = 4_096
 """Held keys that a search for victims passes over in one slice: half a microsecond each."""
 
+USES_AT_ONCE: Final = 4_096
+"""Uses without a message that are counted in one slice: half a microsecond each. As many as one client notes at most."""
+
 
 def finish(slices: Slices[T], now: float) -> T:
     """Do all slices at once; what came of them."""

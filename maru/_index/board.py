@@ -136,13 +136,22 @@ class BoardReader:
         top: int = min(self._words[AT_TOP], CELLS)
         return self._words[_CELLS_AT : _CELLS_AT + top].tolist()
 
-    def take_uses(self) -> list[tuple[int, int]]:
-        """What was used since this was called last, in that order: a word of the index, and the low half of a generation."""
+    @property
+    def has_uses(self) -> bool:
+        """Whether something was used that was not taken yet."""
+        return bool(self._words[AT_WRITTEN] > self._seen)
+
+    def take_uses(self, most: int = USES) -> list[tuple[int, int]]:
+        """Return the next uses that were not taken yet, in their order: a word of the index, and half a generation.
+
+        Args:
+            most: so many at most. Those that were noted longest ago come first, the rest when this is called again.
+        """
         words, written = self._words, self._words[AT_WRITTEN]
         first = max(self._seen, written - USES)
         if not 0 < written - first <= USES:  # nothing, or it counts downwards
             self._seen = written
             return []
-        self._seen = written
-        uses = [words[_USES_AT + at % USES] for at in range(first, written)]
+        last = self._seen = min(written, first + most)
+        uses = [words[_USES_AT + at % USES] for at in range(first, last)]
         return [(use & _LOW, use >> 32) for use in uses]

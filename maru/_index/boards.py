@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import attrs
 
-from .board import BoardReader
+from .board import USES, BoardReader
 from .tenants import TenantIndexes
 
 MOST_BOARDS: Final = 256
@@ -121,11 +121,26 @@ class Boards:
         """These were claimed and stay after all: they can be held again."""
         self._indexes.unmark(names, generations)
 
-    def take_uses(self, by: int | None = None) -> list[list[str]]:
-        """The names that this session, or each, has used since they were taken last: the deepest of a prefix first."""
-        boards = self._open.values() if by is None else filter(None, [self._open.get(by)])
-        return [
-            names
-            for one in boards
-            if (uses := one.board.take_uses()) and (names := self._indexes.names_at(one.tenant, uses))
-        ]
+    def has_uses(self) -> bool:
+        """Return whether somebody has used something that was not taken yet."""
+        return any([one.board.has_uses for one in self._open.values()])
+
+    def take_uses(self, by: int | None = None, most: int = USES) -> list[list[str]]:
+        """Return names that this session, or each, has used since they were taken last: the deepest of a prefix first.
+
+        Args:
+            by: the session; ``None``: each in its turn, so that one that has used much leaves a turn to others.
+            most: uses that are taken at most. What is left is taken next time.
+        """
+        found = []
+        for holder in list(self._open) if by is None else [by] if by in self._open else []:
+            one = self._open[holder]
+            uses = one.board.take_uses(most)
+            if uses:
+                self._open[holder] = self._open.pop(holder)  # behind all others
+                if names := self._indexes.names_at(one.tenant, uses):
+                    found.append(names)
+                most -= len(uses)
+                if not most:
+                    break
+        return found

@@ -27,7 +27,7 @@ from .._config import ServerConfig
 from .._directory import Directory, DirectoryStatistics
 from .._directory.locations import Location
 from .._directory.records import encode
-from .._directory.slices import Slices
+from .._directory.slices import USES_AT_ONCE, Slices
 from .._errors import BadFrame, BadMessage
 from .._wire import (
     HEADER_BYTES,
@@ -616,10 +616,13 @@ class Service:
 
         What is evicted comes with their next answer.
         """
+        most = USES_AT_ONCE // max(
+            1, len(self.stored)
+        )  # of many that store in one step, much read is counted at the next look
         while self.stored:
             session_id, _ = self.stored.popitem()
             # Behind what it has stored: so the head of a prefix is used later than the end of it, as it has to be.
-            self.directory.note_uses(session_id)
+            self.directory.note_uses(session_id, max(1, most))
             self.directory.keep_ahead(session_id, now)
 
     # --- what the shell takes -------------------------------------------------------------------------------------

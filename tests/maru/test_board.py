@@ -196,6 +196,18 @@ def test_uses_of_one_client_can_be_taken_alone(host: Host) -> None:
     assert host.boards.take_uses() == [["n0"]]
 
 
+def test_so_many_uses_are_taken_at_once_of_each_client_in_its_turn(host: Host) -> None:
+    much, little = host.client(1), host.client(2)
+    for name in NAMES:
+        much.note_used(host.reader.find([name]))
+    little.note_used(host.reader.find(["n5"]))
+    assert host.boards.take_uses(most=3) == [NAMES[:3]]
+    much.note_used(host.reader.find(["n0"]))
+    assert host.boards.take_uses(most=3) == [["n5"], NAMES[3:5]] and host.boards.has_uses()
+    assert host.boards.take_uses(1, 2) == [NAMES[5:7]]
+    assert host.boards.take_uses() == [["n7", "n0"]] and not host.boards.has_uses()
+
+
 def test_of_more_uses_than_the_ring_has_the_latest_are_seen(host: Host) -> None:
     client = host.client()
     every = host.reader.find(NAMES)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from maru._directory import Directory, Limits
-from maru._directory.slices import AT_ONCE, FORGOTTEN_AT_ONCE, LOOKS_AT_ONCE, Slices
+from maru._directory.slices import AT_ONCE, FORGOTTEN_AT_ONCE, LOOKS_AT_ONCE, USES_AT_ONCE, Slices
 from maru._wire import (
     AllocRequest,
     BeatRequest,
@@ -318,6 +318,50 @@ def test_many_pins_are_let_go_of_in_slices(how):
     kept = [0, 2] if how == "end" else [0, 1, 2]
     assert [at for at in range(LARGE) if world.inspect(LARGE_NAMES[at]).pins] == kept
     assert world.directory._state.regions[1].pinned == len(kept)
+
+
+def noted(clients: int) -> tuple[World, Shared, list[int]]:
+    """A world of which so many clients have read all that their boards can note; and their sessions."""
+    world = World()
+    world.store(world.session(region=1), "ab")
+    index = Shared(world)
+    readers = [world.session() for _ in range(clients)]
+    for reader in readers:
+        index.hold(reader, "")
+        for _ in range(4):
+            index.pins[reader].note_used(index.reader.find(["a"] * (USES_AT_ONCE // 4)))
+    return world, index, readers
+
+
+def test_what_all_clients_have_read_is_counted_in_slices():
+    world, index, readers = noted(4)
+    world.note_uses()
+    assert world.statistics().found == USES_AT_ONCE
+    index.pins[readers[0]].note_used(index.reader.find(["b"]))
+    for _ in range(2):  # the rest is a chore already
+        world.note_uses()
+        assert world.reclaim(world.session(), 1) == 0
+        assert world.statistics().found == USES_AT_ONCE
+    [chore] = world.take_chores()
+    for slices in range(1, 5):
+        next(chore, None)
+        assert world.statistics().found <= slices * USES_AT_ONCE + 1
+    assert next(chore, None) is None and world.statistics().found == 4 * USES_AT_ONCE + 1
+    assert world.take_chores() == []
+
+
+def test_uses_that_are_noted_without_end_keep_no_chore_and_leave_others_their_turn(monkeypatch):
+    monkeypatch.setattr("maru._directory.evictor._MOST_TURNS", 8)
+    world, index, [*noisy, other] = noted(3)
+    world.note_uses()
+    [chore] = world.take_chores()
+    much, turns = index.reader.find(["a"] * USES_AT_ONCE), 0
+    for _ in chore:
+        turns += 1
+        for reader in noisy:
+            index.pins[reader].note_used(much)
+    assert turns == 8 and world.statistics().found == 9 * USES_AT_ONCE
+    assert index.boards.take_uses(other) == [] != index.boards.take_uses()
 
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
