@@ -45,12 +45,13 @@ class Changes:
     def end_session(self, number: int) -> None:
         """This session is over; its regions are orphans, or dropped."""
         session = self.state.sessions[number]
-        keys = [list(region.keys_at.values()) for region in session.regions.values()]
+        returning = [region.returning for region in session.regions.values()]
+        keys = session.forgetting + sum([len(region.keys_at) for region in session.regions.values()])
         self.state.end_session(number)
         self.records.append(SessionEnded(number))
         # Freed slice by slice, and not with the session: the order of use of many keys is as many pieces of memory.
-        if sum(map(len, keys)) + len(session.outbox) > FORGOTTEN_AT_ONCE:
-            self._forget_order(session, [key for some in keys for key in some])
+        if keys + sum(map(len, returning)) + len(session.outbox) > FORGOTTEN_AT_ONCE:
+            self.state.chores.append(_free_in_slices(session, returning))
 
     def add_region(self, region_id: int, length: int, session: Session) -> None:
         """A new region of this session, or an orphan that is owned again."""
@@ -78,11 +79,13 @@ class Changes:
         region = self.state.regions[region_id]
         session = region.session
         later = session is not None and len(region.keys_at) > FORGOTTEN_AT_ONCE
-        keys = list(region.keys_at.values()) if later else []
+        keys, returning = list(region.keys_at.values()) if later else [], region.returning
         self.state.return_region(region_id, discard=not later)
         self.records.append(RegionReturned(region_id))
         if session is not None and later:
             self._forget_order(session, keys)
+        if len(returning) > FORGOTTEN_AT_ONCE:
+            self.state.chores.append(_empty_in_slices(returning))
 
     def _forget_order(self, session: Session, keys: list[str]) -> None:
         session.forgetting += len(keys)  # from now on
@@ -90,7 +93,7 @@ class Changes:
 
     def _forget_in_slices(self, session: Session, keys: list[str]) -> Slices[None]:
         """Have the order of use of this session forget keys that lie in no region of it any more."""
-        located, pages = self.state.located, session.outbox.pages
+        located = self.state.located
         for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
             yield
             self.settle()
@@ -104,10 +107,6 @@ class Changes:
                     if place is None or place.region_id not in session.regions
                 ]
             )
-        while pages and self.state.sessions.get(session.number) is not session:
-            yield
-            for _ in range(min(len(pages), FORGOTTEN_AT_ONCE)):
-                pages.popleft()
 
     def drop_region(self, region_id: int) -> int:
         """This region is gone, with every key in it; how many."""
@@ -229,3 +228,28 @@ class Changes:
                 state.end_session(number)
             case ReadUnpinned():
                 state.read_unpinned = True
+
+
+def _free_in_slices(session: Session, returning: list[dict[int, int]]) -> Slices[None]:
+    """Free what belonged to a session that has ended: its order of use, and pages that were on the way back to it.
+
+    The order gives up its own keys, which are nobody's victims any more: so none of them has to be looked for.
+    """
+    are_more = True
+    while are_more:
+        yield
+        are_more = len(session.policy.make_room((), FORGOTTEN_AT_ONCE, ())[0]) == FORGOTTEN_AT_ONCE
+    pages = session.outbox.pages
+    while pages:
+        yield
+        for _ in range(min(len(pages), FORGOTTEN_AT_ONCE)):
+            pages.popleft()
+    for places in returning:
+        yield from _empty_in_slices(places)
+
+
+def _empty_in_slices(places: dict[int, int]) -> Slices[None]:
+    while places:
+        yield
+        for _ in range(min(len(places), FORGOTTEN_AT_ONCE)):
+            places.popitem()

@@ -191,7 +191,7 @@ class State:
         del session.regions[region.region_id]
         session.charge(-region.length, -region.used_bytes)
         region.session, region.state = None, state
-        region.returning.clear()
+        region.returning = {}  # whoever has this done frees the one before in slices
         self.abandoned[region.region_id] = region
         if not region.keys_at:
             self._drop(region)

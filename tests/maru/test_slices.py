@@ -280,6 +280,53 @@ def test_the_order_of_a_session_that_ended_is_freed_in_slices():
     assert world.make_room(LARGE * PAGE, world.now) == [1]
 
 
+class Unread(dict):
+    """What lies in a region, of which only the number is asked."""
+
+    def _refuse(self, *_):
+        raise AssertionError("this takes as long as there are keys")
+
+    __iter__ = keys = values = items = clear = _refuse
+
+
+@pytest.mark.parametrize("how", ["end", "expire"])
+def test_the_end_of_a_session_looks_at_none_of_its_keys(how):
+    world, a = crowded()
+    world.directory.add_region(a, 2, LARGE * PAGE)
+    world.store(a, [f"l{at}" for at in range(LARGE)], region=2)
+    world.delete(a, [f"l{at}" for at in range(LARGE)])
+    session, region, emptied = (
+        world.directory._state.sessions[a],
+        world.directory._state.regions[1],
+        world.directory._state.regions[2],
+    )
+    plain, region.keys_at = region.keys_at, Unread(region.keys_at)
+    emptied.returning = places = Unread(emptied.returning)
+    if how == "end":
+        world.end_session(a, world.now)
+    else:
+        world.now += 1_000.0
+        assert world.expire(world.now) == [a]
+    region.keys_at = plain
+    assert len(session.policy) == len(places) == LARGE
+    chores = world.take_chores()
+    for chore in chores:
+        left = len(session.policy) + len(session.outbox.pages) + len(places)
+        for _ in chore:
+            before, left = left, len(session.policy) + len(session.outbox.pages) + len(places)
+            assert before - left <= FORGOTTEN_AT_ONCE
+    assert not len(session.policy) and not session.outbox.pages and not len(places)
+    assert world.there(LARGE_NAMES) == "".join(LARGE_NAMES)
+
+
+def test_pages_on_the_way_back_of_a_region_handed_back_are_freed_in_slices():
+    world, a = crowded()
+    world.delete(a, LARGE_NAMES[1:])
+    places = world.directory._state.regions[1].returning
+    assert world.give_back_region(a, 1).name == "DEFERRED" and len(places) == LARGE - 1
+    assert do_chores(world) == 3 and not places
+
+
 def test_keys_of_a_region_owned_again_are_used_in_slices():
     world = World()
     theirs = world.connection("p", region=1, pages=LARGE)
