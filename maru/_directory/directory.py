@@ -19,7 +19,7 @@ Rule 5. A session that needs room pays for it: its own least recently used keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from .._wire.messages_own import Returns, StoreStatus
 from ..eviction import LRU, EvictionPolicy
@@ -35,7 +35,7 @@ from .pool_map import PoolMap, map_pool
 from .published import Published
 from .reader import Reader
 from .records import AnyRecord
-from .regions import Region, RegionState
+from .regions import Region, RegionState, keys_in_pieces
 from .registrar import Registrar
 from .remover import Remover
 from .sessions import Leases, Session
@@ -558,6 +558,14 @@ class Directory:
         """All keys, in the order in which they came."""
         self.settle()
         return list(self._located)
+
+    def keys_in_pieces(self, size: int) -> Iterator[list[str]]:
+        """Yield all keys that are there from now until their turn, so many at most at a time, by regions.
+
+        Anything may happen between two pieces: some of a piece may have gone.
+        """
+        self.settle()
+        return keys_in_pieces(list(self._state.regions.values()), size)
 
     def watch_keys(self, watcher: KeyWatcher[str]) -> Callable[[], None]:
         """Tell ``watcher`` which keys come and go, until the returned function is called. A new start has no watchers."""

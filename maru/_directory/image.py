@@ -15,7 +15,7 @@ import msgspec
 from ..eviction import EvictionPolicy
 from .limits import Limits
 from .locations import Location
-from .regions import Region, RegionState
+from .regions import Region, RegionState, keys_in_pieces
 from .sessions import Fences, Outbox, Session
 from .slices import LOOKS_AT_ONCE, Slices
 from .state import State, depths_of
@@ -94,16 +94,16 @@ def dumping(state: State) -> Slices[Callable[[], DirectoryImage]]:
     owned = [region for _, region in sorted(state.regions.items()) if region.session is not None]
     regions = [_image_of_region(region) for region in [*owned, *state.abandoned.values()]]
     generation, last_session, read_unpinned = state.generation, state.last_session, state.read_unpinned
-    located, names = state.located, list(state.located)
+    located, begun = state.located, False
     assert state.gone is None
     gone = state.gone = []
     keys: list[str] = []
     locations: list[Location] = []  # of each key; not in pairs, which would be as many pieces of memory
     try:
-        for start in range(0, len(names), LOOKS_AT_ONCE):
-            if start:
+        for some in keys_in_pieces(list(state.regions.values()), LOOKS_AT_ONCE):
+            if begun:
                 yield
-            some = names[start : start + LOOKS_AT_ONCE]
+            begun = True
             for name, at in zip(some, map(located.get, some), strict=True):
                 if at is not None and at.generation <= generation:
                     keys.append(name)

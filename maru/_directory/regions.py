@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import attrs
@@ -82,3 +83,21 @@ class Region:
         session = self.session
         if session is not None:
             session.charge(0, more_bytes)
+
+
+def keys_in_pieces(regions: Iterable[Region], size: int) -> Iterator[list[str]]:
+    """Yield the keys of these regions, so many at most at a time: those of each as they are when its turn comes.
+
+    Anything may happen between two pieces. What comes into a region behind its turn is left out, and what has gone since then
+    may be named: whoever asks knows of both, and looks at each key again.
+    """
+    piece: list[str] = []
+    for region in regions:
+        keys = list(region.keys_at.values())
+        for start in range(0, len(keys), size):
+            piece += keys[start : start + size]
+            if len(piece) >= size:
+                yield piece[:size]
+                piece = piece[size:]
+    if piece:
+        yield piece

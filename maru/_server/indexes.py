@@ -330,24 +330,24 @@ class Indexes:
     async def _fill(self, tenant: str, committer: Committer) -> None:
         if tenant not in self._files or not self._indexes.is_filling(tenant):
             return
-        names, number = self._directory.list_keys(), self._files[tenant].number
-        for start in range(0, len(names), _PIECE):
+        number = self._files[tenant].number
+        for names in self._directory.keys_in_pieces(_PIECE):
             while not committer.writable:
                 await committer.wait_writable()
             if not self._is_of(
                 tenant, number
             ):  # it gave way; there may be another one, which is filled from the beginning
                 return
-            self._indexes.fill(tenant, self._directory.locate(names[start : start + _PIECE]))
+            self._indexes.fill(tenant, self._directory.locate(names))
             await trio.lowlevel.checkpoint()
         if self._is_of(tenant, number):
             self._indexes.end_filling(tenant)
 
     async def _count_keys(self, tenant: str) -> int:
         """Return the number of keys that this tenant has. Others have their turn meanwhile."""
-        names, count = self._directory.list_keys(), 0
-        for start in range(0, len(names), _COUNTED):
-            count += sum([tenant_of(name) == tenant for name in names[start : start + _COUNTED]])
+        count = 0
+        for names in self._directory.keys_in_pieces(_COUNTED):
+            count += sum([tenant_of(name) == tenant for name in names])
             await trio.lowlevel.checkpoint()
         return count
 

@@ -1635,6 +1635,27 @@ def test_an_image_in_slices_is_of_the_time_at_which_it_began(monkeypatch):
     assert make() == before
 
 
+def test_keys_are_listed_in_pieces_those_of_a_region_in_its_turn():
+    directory = Directory()
+    by = directory.open_session(b"one", "", "", 10.0, 0.0)
+    for region in (1, 2, 3, 4):
+        directory.add_region(by, region, 1 << 20)
+    for region in (1, 2, 4):
+        directory.register(by, Columns(region, [f"{region}.{at}" for at in range(5)], list(range(5)), 1), 0.0)
+    pieces = directory.keys_in_pieces(4)
+    listed = [next(pieces)]
+    directory.delete(by, ["1.4", "2.0"], 0.0)
+    directory.register(by, Columns(4, ["4.5"], [5], 1), 0.0)
+    listed += pieces
+    assert [len(piece) for piece in listed] == [4, 4, 4, 3]
+    assert [key for piece in listed for key in piece] == [
+        *(f"1.{at}" for at in range(5)),
+        *(f"2.{at}" for at in range(1, 5)),
+        *(f"4.{at}" for at in range(6)),
+    ]
+    assert list(Directory().keys_in_pieces(4)) == []
+
+
 def test_an_image_that_is_given_up_leaves_nothing(monkeypatch):
     monkeypatch.setattr("maru._directory.image.LOOKS_AT_ONCE", 1)
     directory = Directory()
