@@ -7,6 +7,8 @@ Rule 3. Each reader is answered by itself, a part at a time, and a bounded numbe
         seconds gets no more, and where others wait for its place, the one that has taken none for the longest leaves it. Who
         waits for the list of what is held has been offered none, and stays.
 Rule 4. What is held is listed for one reader at a time, and for a bounded share of the time: that alone grows with the books.
+Rule 5. An epoch begins with what is held, named and told a part at a time. What changes meanwhile is told behind it, in its
+        order, and only then is a reader answered: nobody is told that a key went, or is back, before it came.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Final
@@ -24,7 +27,7 @@ import trio
 from ..exception_groups import raise_unwrapped
 from ..transport import Message, SocketOptions, TrioSocket, open_socket
 from ._books import KeyBook
-from ._log import EventLog
+from ._log import MOST_HASHES, EventLog
 from ._messages import Answer, BadEvent, BlockHash, Replay, Request, unpack_request
 
 _GATHER_TIME: Final = 0.005
@@ -90,6 +93,8 @@ class EventPublisher:
         self._books: Mapping[str, KeyBook[Any]] = {}
         self._name_of: NameOf = same_name
         self._news = trio.Event()
+        self._early: deque[tuple[Callable[[str, Sequence[BlockHash]], None], str, list[BlockHash]]] | None = None
+        """Changes that came before what the books held was told; ``None`` once that is."""
         self._answering: dict[bytes, _Answering] = {}
         self._place = trio.lowlevel.ParkingLot()
         self._listing = trio.Lock()
@@ -131,14 +136,42 @@ class EventPublisher:
         self._log, self._news = self._new_log(), trio.Event()
         self._books, self._name_of = books, name_of
         with ExitStack() as stack:
+            self._early = deque()
+            held: dict[str, Sequence[Any]] = {}
             for medium, book in books.items():
-                self._log.stored(medium, self._names(book.list_keys()))
+                held[medium] = book.list_keys()
                 stack.callback(book.watch_keys(_Collector(self, medium)))
-            self._tell()
+            await self._tell_held(held)
             task_status.started()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._keep_telling)
                 nursery.start_soon(self._answer_requests)
+
+    async def _tell_held(self, held: Mapping[str, Sequence[Any]]) -> None:
+        """Tell what the books held, a part at a time; then what has changed meanwhile, which is kept back until then."""
+        self._tell()
+        for medium, keys in held.items():
+            for start in range(0, len(keys), MOST_HASHES):
+                self._log.stored(medium, self._names(keys[start : start + MOST_HASHES]))
+                self._tell()
+                await trio.lowlevel.checkpoint()
+        early = self._early
+        assert early is not None
+        while early:
+            record, medium, names = early.popleft()
+            record(medium, names)
+            self._tell()
+            await trio.lowlevel.checkpoint()
+        self._early = None
+
+    def _collect(self, record: Callable[[str, Sequence[BlockHash]], None], medium: str, keys: Sequence[Any]) -> None:
+        """Record a change in the log, or keep it back as long as the log lacks what it has changed."""
+        names = self._names(keys)
+        if self._early is None:
+            record(medium, names)
+        else:
+            self._early.append((record, medium, names))
+        self._news.set()
 
     # --- publishing -----------------------------------------------------------------------------------------------
 
@@ -250,14 +283,10 @@ class _Collector:
     medium: str
 
     def stored(self, keys: Sequence[Any]) -> None:
-        publisher = self.publisher
-        publisher._log.stored(self.medium, publisher._names(keys))
-        publisher._news.set()
+        self.publisher._collect(self.publisher._log.stored, self.medium, keys)
 
     def removed(self, keys: Sequence[Any]) -> None:
-        publisher = self.publisher
-        publisher._log.removed(self.medium, publisher._names(keys))
-        publisher._news.set()
+        self.publisher._collect(self.publisher._log.removed, self.medium, keys)
 
 
 @asynccontextmanager

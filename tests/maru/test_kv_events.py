@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import zmq
 from backends.blocks import BlockPool
 from maru._config import ServerConfig
 from maru._errors import ConfigError, MaruError, NoAnswer
-from maru.kv_events import EventMirror, EventPublisher, open_mirror, publish_events
+from maru.kv_events import EventMirror, EventPublisher, open_mirror, open_publisher, publish_events
 from maru.kv_events._messages import Snapshot, hash_of_hex, pack_request
 from maru.transport import open_socket
 from tests.support.maru_actors import Client, client
@@ -168,6 +168,53 @@ async def test_a_large_book_comes_in_parts_and_changes_meanwhile_are_not_lost(pl
             host.delete(keys[number - 10_000 : number - 9_975])
             await trio.lowlevel.checkpoint()
         await mirror.wait(holds(host=host.list_keys()))
+
+
+async def test_what_is_held_at_first_is_told_in_steps_and_changes_of_that_while_behind_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, disk = BlockPool(20_000), BlockPool(64)
+    keys = [number.to_bytes(4, "big") for number in range(5_000)]
+    put(host, *keys[:4_000])
+    put(disk, *keys[:10])
+    told: list[tuple[int, dict[str, Any]]] = []
+    steps = 0
+
+    class Steps(trio.abc.Instrument):
+        def before_task_step(self, task: trio.lowlevel.Task) -> None:
+            nonlocal steps
+            steps += 1
+
+    def note(publisher: EventPublisher, frames: Sequence[bytes]) -> None:
+        told.extend((steps, event) for event in msgspec.msgpack.decode(frames[-1])[1])
+
+    monkeypatch.setattr(EventPublisher, "_send", note)
+    trio.lowlevel.add_instrument(Steps())
+    async with open_publisher(*place.addresses) as publisher, trio.open_nursery() as nursery:
+        nursery.start_soon(publisher.publish, {"host": host, "disk": disk})
+        while not any(event["type"] == "BlockStored" for _, event in told):
+            await trio.lowlevel.checkpoint()
+        host.delete([keys[3_999]])  # not told yet
+        put(host, keys[4_000])
+        host.delete([keys[4_000]])
+        put(host, keys[3_999])
+        disk.delete([keys[0]])
+        while len(told) < 11:
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    parts = [step for step, event in told if event["type"] == "BlockStored"]
+    assert len(set(parts)) == len(parts)
+    kinds = [
+        (event["type"].removeprefix("Block"), event.get("medium"), len(event.get("block_hashes", ())))
+        for _, event in told
+    ]
+    assert kinds == [
+        ("AllBlocksCleared", None, 0),
+        *[("Stored", "host", size) for size in (1024, 1024, 1024, 928)],
+        ("Stored", "disk", 10),
+        *[(kind, "host", 1) for kind in ("Removed", "Stored", "Removed", "Stored")],
+        ("Removed", "disk", 1),
+    ]
 
 
 class LargeBook:
