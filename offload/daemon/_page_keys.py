@@ -6,7 +6,7 @@ counts, by whichever process it was written; a name that is no key of a daemon i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -26,6 +26,14 @@ class PageKeys:
     def list_keys(self) -> list[Key]:
         """All keys that it has."""
         return _keys(self.names.list_keys())
+
+    def keys_in_pieces(self, size: int) -> Iterator[list[Key]]:
+        """Yield all keys that it has now, the last ones first, of so many names at a time."""
+        names = list(self.names.list_keys())
+        while names:
+            piece = _keys(names[-size:])
+            del names[-size:]
+            yield piece
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
         """See :class:`maru.kv_events.KeyBook`."""

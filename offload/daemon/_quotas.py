@@ -12,13 +12,15 @@ Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is belie
         deletion may be older than what has come since. In one that does not, such as a page store, a block counts until it is
         deleted, or is missing when it is its turn to go: there, what is counted is never too little. At the start it
         is asked to list what it has.
-Rule 4. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
+Rule 4. A tenant that gets a quota while engines are served is charged in steps; what a tier tells meanwhile is newer than its
+        list.
+Rule 5. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -27,10 +29,13 @@ import attrs
 from backends.abc import Deletion, Key
 from maru.kv_events import KeyBook
 
+from ._page_keys import PageKeys
 from ._tenants import PREFIX_BYTES, prefix_of
 
 REASON: Final = "quota"
 """Why a block was refused, as its engine is told."""
+_CHARGED: Final = 2_048
+"""Keys that are looked at in one step: some 3 us each."""
 _UNTOLD: Final = 1
 """The bit of all tiers that do not tell of their keys."""
 
@@ -45,6 +50,8 @@ class Account:
     """Blocks that did not fit, although what may go was gone."""
     evicted: int = 0
     """Blocks that went to make room for others of this tenant."""
+    is_charged: bool = False
+    """Whether the keys of the tiers that tell of them count."""
     is_listed: bool = False
     """Whether the tiers that list their keys, but do not tell of them, were asked what they have of it."""
     _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
@@ -115,6 +122,16 @@ class Account:
             there.move_to_end(key)
             self._new.discard(key)
 
+    def listed(self, keys: Iterable[Key], place: int) -> None:
+        """Count keys that a tier has had since before: they are less recently used than all others."""
+        there = self._there
+        for key in keys:
+            is_new = key not in there
+            there[key] = there.get(key, 0) | place
+            if is_new:
+                there.move_to_end(key, last=False)
+            self._new.discard(key)
+
     def removed(self, keys: Iterable[Key], place: int) -> None:
         """A tier does not have these any more."""
         for key in keys:
@@ -151,6 +168,8 @@ class Quotas:
         self._accounts: dict[bytes, Account] = {}  # by the prefix of the tenant's keys
         self._books: list[KeyBook[Key]] = []
         self._watching = False
+        self._gone: tuple[int, set[Key]] = (0, set())
+        """Keys that have left the tier that is being listed since that began, with its bit."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(list(self._accounts.values()))
@@ -160,17 +179,15 @@ class Quotas:
         return self._accounts.get(prefix_of(tenant)) if self._accounts else None
 
     def configure(self, quotas: Mapping[str, int]) -> None:
-        """Have these quotas from now on, in bytes by tenant. A tenant that had none is charged with what is there."""
+        """Have these quotas from now on, in bytes by tenant. A tenant that had none is to be charged: :meth:`charging`."""
         before, self._accounts = self._accounts, {}
-        new: dict[bytes, Account] = {}
         for tenant, quota_bytes in quotas.items():
             prefix = prefix_of(tenant)
             account = before.get(prefix)
             if account is None:
-                account = new[prefix] = Account(tenant, quota_bytes)
+                account = Account(tenant, quota_bytes)
             account.quota_bytes = quota_bytes
             self._accounts[prefix] = account
-        self._charge(new)
         self._watch()
 
     def open(self, block_bytes: int, books: Iterable[KeyBook[Key]], *, all_told: bool) -> None:
@@ -184,8 +201,9 @@ class Quotas:
         self.block_bytes = block_bytes
         self._books = list(books)
         self.all_told = all_told
-        self._charge(self._accounts)
         self._watch()
+        for _ in self.charging():  # at once: nobody is served yet
+            pass
 
     def listed(self, account: Account, keys: Iterable[Key]) -> None:
         """Charge an account with keys that a tier has listed."""
@@ -227,24 +245,31 @@ class Quotas:
 
     # --- what tiers tell --------------------------------------------------------------------------------------------
 
-    def _charge(self, accounts: Mapping[bytes, Account]) -> None:
-        """Charge accounts with what the tiers have. In one pass for all, since nobody is served meanwhile."""
+    def charging(self) -> Iterator[None]:
+        """Charge the accounts that were not charged yet, a step at a time: rule 4. One at a time."""
+        accounts = {prefix: account for prefix, account in self._accounts.items() if not account.is_charged}
         if not accounts:
             return
         for at, book in enumerate(self._books):
-            found: dict[bytes, list[Key]] = {prefix: [] for prefix in accounts}
-            for key in book.list_keys():
-                if (its := found.get(key[:PREFIX_BYTES])) is not None:
-                    its.append(key)
-            for prefix, keys in found.items():
-                accounts[prefix].stored(keys, _bit(at))
+            _, gone = self._gone = (_bit(at), set())
+            for keys in _in_pieces(book):
+                found: dict[bytes, list[Key]] = {}
+                for key in keys:
+                    if key[:PREFIX_BYTES] in accounts and key not in gone:
+                        found.setdefault(key[:PREFIX_BYTES], []).append(key)
+                for prefix, its in found.items():
+                    accounts[prefix].listed(reversed(its), _bit(at))
+                yield
+        self._gone = (0, set())
+        for account in accounts.values():
+            account.is_charged = True
 
     def _watch(self) -> None:
         """Follow the tiers from the first quota on: without one, what comes and goes costs nothing here."""
         if self._accounts and self._books and not self._watching:
             self._watching = True
             for at, book in enumerate(self._books):
-                book.watch_keys(_Watcher(self._by_account, _bit(at)))
+                book.watch_keys(_Watcher(self, _bit(at)))
 
     def _by_account(self, keys: Iterable[Key]) -> Iterable[tuple[Account, list[Key]]]:
         found: dict[Account, list[Key]] = {}
@@ -259,17 +284,35 @@ def _bit(at: int) -> int:
     return _UNTOLD << 1 + at
 
 
+def _in_pieces(book: KeyBook[Key]) -> Iterator[Sequence[Key]]:
+    """Yield the keys of a tier, the last ones first."""
+    if isinstance(book, PageKeys):
+        yield from book.keys_in_pieces(_CHARGED)
+        return
+    keys = list(book.list_keys())
+    while keys:
+        piece = keys[-_CHARGED:]
+        del keys[-_CHARGED:]
+        yield piece
+
+
 @attrs.frozen(eq=False)
 class _Watcher:
     """Follows the keys of one tier."""
 
-    _by_account: Callable[[Iterable[Key]], Iterable[tuple[Account, list[Key]]]]
+    _quotas: Quotas
     _place: int
 
     def stored(self, keys: Sequence[Key]) -> None:
-        for account, its in self._by_account(keys):
+        place, gone = self._quotas._gone
+        if place == self._place:
+            gone.difference_update(keys)
+        for account, its in self._quotas._by_account(keys):
             account.stored(its, self._place)
 
     def removed(self, keys: Sequence[Key]) -> None:
-        for account, its in self._by_account(keys):
+        place, gone = self._quotas._gone
+        if place == self._place:
+            gone.update(keys)
+        for account, its in self._quotas._by_account(keys):
             account.removed(its, self._place)

@@ -188,6 +188,8 @@ class Service:
         try:
             while not all(account.is_listed for account in self.quotas):
                 if self._engine.engine is not None:
+                    for _ in self.quotas.charging():
+                        await trio.lowlevel.checkpoint()
                     await self._charge(self._engine.engine)
                     self.stores.trim()
                 await trio.sleep(_LIST_AGAIN)

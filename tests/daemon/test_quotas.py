@@ -14,6 +14,7 @@ from offload.client import SharedBlocks, SharedMemory, open_client, open_connect
 from offload.daemon import DaemonConfig
 from offload.daemon._config import read_tenants
 from offload.daemon._messages import Cancel, Cancelled, Counters, Explain, Explained, Stats, Store, Stored, packed
+from offload.daemon._page_keys import PageKeys
 from offload.daemon._quotas import Account, Quotas
 from offload.daemon._tenants import Tenants, prefix_of, stored_keys
 from tests.daemon import test_serve
@@ -176,7 +177,9 @@ def test_what_a_tier_has_kept_from_before_counts_for_its_tenant():
     quotas.open(SIZE, [Book([*his, *hers, b"of nobody"]), Book(his)], all_told=True)
     assert quotas.counters()["tenant.a.used_bytes"] == 3 * SIZE
     quotas.configure({"a": 8 * SIZE, "b": SIZE})
+    assert len(list(quotas.charging())) == 2, "a step of each tier"
     assert quotas.counters()["tenant.b.used_bytes"] == 2 * SIZE
+    assert not list(quotas.charging())
     quotas.configure({"b": SIZE})
     assert quotas.of("a") is None
 
@@ -195,8 +198,31 @@ def test_all_new_quotas_are_charged_in_one_pass():
     book, quotas = Counted([key for name in names for key in stored_keys(name, keys_of(3))]), Quotas()
     quotas.open(SIZE, [book], all_told=True)
     quotas.configure(dict.fromkeys(names, 8 * SIZE))
+    list(quotas.charging())
     assert book.asked == 1
     assert {quotas.counters()[f"tenant.{name}.used_bytes"] for name in names} == {3 * SIZE}
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["tier", "page store"])
+def test_news_of_a_tier_counts_more_than_its_older_list(monkeypatch, pages):
+    monkeypatch.setattr("offload.daemon._quotas._CHARGED", 2)
+    his = stored_keys("a", keys_of(9))
+    book, quotas = Book([key.hex() for key in his[:6]] if pages else his[:6]), Quotas()
+
+    def tell(news, keys):
+        getattr(watcher, news)([key.hex() for key in keys] if pages else keys)
+
+    quotas.open(SIZE, [PageKeys(book) if pages else book], all_told=True)
+    quotas.configure({"a": 99 * SIZE})
+    [watcher] = book.watchers
+    charging = quotas.charging()
+    next(charging)  # counts 4 and 5
+    tell("removed", [his[0], his[1], his[5]])
+    tell("stored", [his[1], his[7], his[8]])
+    tell("removed", [his[8]])
+    assert len(list(charging)) == 2
+    there = quotas.of("a").victims(99, ())
+    assert there == [his[at] for at in (2, 3, 4, 1, 7)], "what was stored since is used last"
 
 
 def test_tiers_are_followed_from_the_first_quota_on_and_once():
