@@ -39,9 +39,10 @@ docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build
 bench: $(VENV)/.usable  ## each figure beside its limit
 	$(BIN)/offload bench all $(ARGS)
 
-figures: $(VENV)/.usable  ## how much there is to read, and how many files one operation passes; ARGS="--at REVISION" compares
+figures: $(VENV)/.ready  ## how much there is to read, beside its budget; ARGS="--at REVISION" compares with a commit
 	$(BIN)/python tests/support/code_figures.py $(ARGS)
-	$(BIN)/python tests/support/path_of_a_block.py --counts
+	$(BIN)/python -m tests.support.budget
+	$(BIN)/python -m tests.support.prose
 
 trace: $(VENV)/.usable  ## write docs/path-of-a-block.md anew: the files and functions that an operation passes
 	$(BIN)/python tests/support/path_of_a_block.py

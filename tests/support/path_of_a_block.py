@@ -1,7 +1,6 @@
 """The path of a block, as a page of the documentation: which files and functions each operation passes.
 
     python tests/support/path_of_a_block.py            write docs/path-of-a-block.md
-    python tests/support/path_of_a_block.py --counts   only how many files and functions
 
 A profile hook notes each of our functions that is called, in the calling thread and in those that copy. Each operation is
 done a few times before, so that what happens once (imports, connections, the first region) does not count; then it is recorded
@@ -354,16 +353,10 @@ def differences(page: str, paths: dict[str, Recording]) -> list[str]:
 
 
 def main() -> None:
-    """Write the page, or print the counts."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--counts", action="store_true", help="print only how many files and functions")
-    asked = parser.parse_args()
+    """Write the page."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     with page_store() as endpoint:
         paths = trio.run(measure, endpoint)
-    if asked.counts:
-        for name, path in paths.items():
-            print(f"{name}: {count(path.always)}")
-        return
     where = PAGE.relative_to(ROOT)
     if PAGE.exists() and not differences(PAGE.read_text(), paths):
         print(f"{where} is up to date")
