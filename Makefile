@@ -25,6 +25,9 @@ demo: $(VENV)/.usable  ## the main job on real input, verified, in under a minut
 	$(BIN)/offload demo $(ARGS)
 
 test: $(VENV)/.ready  ## the tests, without those marked long
+	@# In a new checkout two processes compile the tests first; else each worker would compile all of them.
+	@test -d tests/maru/__pycache__ \
+	    || ls -d tests/*/ | xargs -P 2 -n 8 $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not long" $(ARGS)
 
 test-long: $(VENV)/.ready  ## all tests

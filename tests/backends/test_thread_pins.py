@@ -205,5 +205,6 @@ def read_in_threads(seed: int, turns: int) -> int:
     return sum(read_blocks)
 
 
-def test_blocks_that_threads_read_while_others_come_and_go_are_right() -> None:
-    assert read_in_threads(seed=1, turns=20_000) > 0
+@pytest.mark.parametrize("turns", [6_000, pytest.param(60_000, marks=pytest.mark.long)])
+def test_blocks_that_threads_read_while_others_come_and_go_are_right(turns: int) -> None:
+    assert read_in_threads(seed=1, turns=turns) > 0
