@@ -619,7 +619,7 @@ def test_a_tier_that_is_broken_is_named_and_nothing_waits_for_it(caplog):
 
 def test_a_tier_that_is_silent_costs_a_request_its_lookup_timeout_and_is_named():
     tier = FakeTier(64, SIZE)
-    with instance(tier, lookup_timeout=0.1) as vllm:
+    with instance(tier, lookup_timeout=1.0) as vllm:
         stored(vllm)
 
         async def silent(keys: Sequence[bytes]) -> Any:

@@ -256,7 +256,7 @@ async def test_readers_that_read_nothing_delay_no_other(place: Place, readers: i
 
 async def test_readers_that_wait_for_a_list_stay(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing large books takes longer for all that ask at once than a reader may leave a part untaken."""
-    monkeypatch.setattr("maru.kv_events._publisher._PATIENCE", 0.01)
+    monkeypatch.setattr("maru.kv_events._publisher._PATIENCE", 0.25)
     listed = 0.0
 
     class SlowBook(LargeBook):
@@ -268,7 +268,7 @@ async def test_readers_that_wait_for_a_list_stay(place: Place, monkeypatch: pyte
     readers = [context.socket(zmq.DEALER) for _ in range(24)]
     try:
         async with place.publish({"host": SlowBook(16, 8)}) as publisher:
-            listed = 0.003
+            listed = 0.02
             for reader in readers:
                 reader.linger = 0
                 reader.connect(publisher.answers_endpoint)

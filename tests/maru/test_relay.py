@@ -603,7 +603,7 @@ async def test_a_server_that_is_not_there_costs_its_peer_the_connection(tmp_path
 
 async def test_who_does_not_read_is_not_read_for(tmp_path):
     """What the server says to him waits at the server, whose queues are bounded."""
-    async with relaying_here(tmp_path) as place, await place.dial() as deaf, await place.dial() as good:
+    async with relaying_here(tmp_path) as place, await place.dial() as deaf:
         deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await deaf.send_all(claim(b"") + b"\x00\x01d")
         identity, _ = await place.router.receive()
@@ -613,13 +613,14 @@ async def test_who_does_not_read_is_not_read_for(tmp_path):
                 await trio.lowlevel.checkpoint()
                 place.router.send_nowait([identity, bytes(1 << 20)])
                 sent += 1 << 20
-        await good.send_all(claim(b"") + b"\x00\x01g")
-        another, message = await place.router.receive()
-        assert message == b"g"
-        await place.router.send([another, b"x"])
-        said = b""
-        while not said.endswith(b"\x00\x01x"):
-            said += await good.receive_some()
+        async with await place.dial() as good:  # only now: who is silent for long is hung up on
+            await good.send_all(claim(b"") + b"\x00\x01g")
+            another, message = await place.router.receive()
+            assert message == b"g"
+            await place.router.send([another, b"x"])
+            said = b""
+            while not said.endswith(b"\x00\x01x"):
+                said += await good.receive_some()
 
 
 STAGES = ["connected", "greeted", "connecting", "relayed", "deaf"]
