@@ -483,7 +483,8 @@ async def test_a_store_without_room_names_its_knobs() -> None:
     keys = keys_of(BLOCKS + 1)
     async with open_test_server(capacity_bytes=BLOCKS * BLOCK, high_watermark=1.0) as server:
         tier = MaruTier(handler_to(server.endpoints[0], auto_expand=True, pool_size=4 * BLOCK))
-        source, config = memory(keys), offload.PipelineConfig(destination_timeout=0.05)
+        # A busy machine may take the tenth of a second that a question about presence has by default.
+        source, config = memory(keys), offload.PipelineConfig(destination_timeout=0.05, policy_timeout=60.0)
         async with offload.open_engine(source, [tier], config=config) as engine:
             handle = await engine.store(source.weak(keys[:BLOCKS]), precondition=offload.NO_WAIT)
             assert (await handle.wait()).status is offload.Status.COMPLETE
