@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import trio
 
-from maru._all_bytes import read_head, write_all
 from maru._errors import PoolUnusable
-from maru._files import open_input
+from maru._files import OutputKind, open_input
 from maru._private_directory import open_private_directory
 from maru.transport import ChannelServer
 from maru.transport._channel_blocking import is_served
@@ -67,8 +65,7 @@ _MAX_FRAME_BYTES: Final = 1 << 20
 """More than the largest request."""
 _KEYS_OF_A_COPY: Final = 4
 _LEAST_TOKEN_BYTES: Final = 16
-_MARK: Final = b"of-a-daemon-"
-"""Begins each token that a daemon has made: such a file may be replaced."""
+_TOKEN: Final = OutputKind("a token of a daemon", b"of-a-daemon-", private=True)
 _LAST_ANSWERS: Final = 1.0
 """Seconds that the listener stays when a reload ends it: an operator may have asked for that reload."""
 
@@ -112,55 +109,35 @@ class OwnToken:
 
     def __init__(self, path: str) -> None:
         self.path: str = path
-        self.token: bytes = _MARK + secrets.token_hex().encode()
+        self.token: bytes = _TOKEN.begins + secrets.token_hex().encode()
 
     def check(self) -> None:
         """Raise unless the file may be written.
 
         Raises:
             offload.ConfigError: there is a file that no daemon has made.
+            OSError: there is a file that cannot be read now.
         """
-        if not self._is_token() and os.path.lexists(self.path):
-            raise ConfigError(
-                "daemon.admin_token_file",
-                "",
-                f"{self.path} is there, and no daemon has made it: name it, if it is the token; or choose another name for "
-                "the socket of operators (admin)",
-            )
+        if why := _TOKEN.why_not(self.path):
+            why = f"{self.path} {why.partition(':')[0]}: set this to its path if operators show it, or change daemon.admin"
+            raise ConfigError("daemon.admin_token_file", "", why)
 
     def write(self) -> None:
-        """Write the file, in place of that of a daemon of before.
+        """Write the file, or replace that of an earlier daemon.
 
         Raises:
             offload.ConfigError: there is a file that no daemon has made.
+            OSError: it cannot be written.
         """
         self.check()
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write_all(descriptor, self.token + b"\n")
-        finally:
-            os.close(descriptor)
+        _TOKEN.write(self.path, self.token + b"\n")
 
     def remove(self) -> None:
         """Remove the file, if it is there and has this token."""
-        with suppress(FileNotFoundError):
-            if self._is_token(self.token):
+        # One that is left begins as a token of a daemon does, and is replaced at the next start.
+        with suppress(OSError), open_input(self.path) as file:
+            if file.read(len(self.token)) == self.token:
                 os.unlink(self.path)
-
-    def _is_token(self, token: bytes = _MARK) -> bool:
-        """Return whether the file has this token, or begins as one of a daemon."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            return stat.S_ISREG(os.fstat(descriptor).st_mode) and read_head(descriptor, len(token)) == token
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

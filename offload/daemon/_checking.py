@@ -136,7 +136,8 @@ def _check_names(settings: Settings) -> None:
         if before != knob:
             raise ConfigError(knob, path, f"is a path of {before} already: choose another one")
     if operators and not config.admin_token_file:
-        OwnToken(config.token_path(directory)).check()
+        with _naming("daemon.admin_token_file", config.token_path(directory)):
+            OwnToken(config.token_path(directory)).check()
 
 
 def _check_directory(knob: str, path: str) -> None:

@@ -144,8 +144,8 @@ class DaemonConfig:
         "",
         "a path",
         r"[^\x00]*",
-        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: admin.token beside their "
-        "socket, which the daemon writes at its start.",
+        "A file with the token of operators, closed to other users. Read again at SIGHUP. Empty: a file beside their "
+        "socket, named as that is (admin.sock: admin.token), which the daemon writes at its start.",
     )
     status: str = _knob.text(
         "",

@@ -1,5 +1,6 @@
 """The operators' listener: who is let in, what each message does, and that nobody else can."""
 
+import errno
 import logging
 import os
 import shutil
@@ -280,7 +281,7 @@ async def test_a_file_that_no_daemon_made_is_no_place_for_its_token(path):
     os.makedirs(f"{path}-ops", 0o700)
     token = trio.Path(f"{path}-ops/it.token")
     await token.write_bytes(TOKEN)
-    with pytest.raises(ConfigError, match=r"it.token is there, and no daemon has made it"):
+    with pytest.raises(ConfigError, match=r"it.token is there already, and is not a token of a daemon"):
         async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
             pass
     assert await token.read_bytes() == TOKEN
@@ -290,6 +291,23 @@ async def test_a_file_that_no_daemon_made_is_no_place_for_its_token(path):
         assert own.startswith(b"of-a-daemon-") and b"killed" not in own
         await token.write_bytes(b"of-a-daemon-" + b"2" * 64)
     assert await token.exists() and own != await token.read_bytes(), "it was not this daemon's any more"
+
+
+async def test_a_token_that_cannot_be_read_now_is_not_taken_for_anothers(path, monkeypatch):
+    os.makedirs(f"{path}-ops", 0o700)
+    token = trio.Path(f"{path}-ops/it.token")
+    await token.write_bytes(b"of-a-daemon-that was killed")
+    real = open
+
+    def refuse(name, *args, **options):
+        if name == str(token):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        async with daemon(path, admin=f"ipc://{path}-ops/it.sock"):
+            pass
 
 
 async def test_a_daemon_that_finds_its_socket_taken_leaves_the_token(path):

@@ -50,7 +50,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "ours").mkdir(mode=0o700)
     (tmp_path / "small").mkdir(mode=0o700)
     (tmp_path / "small" / "maru").touch()
-    (tmp_path / "small" / "maru.token").touch()
+    (tmp_path / "small" / "maru.token").write_text("precious\n")
     return tmp_path
 
 
@@ -132,7 +132,7 @@ def port():
         ),
         (
             '[daemon]\nruntime_dir = "ours"\nadmin = "ipc://small/maru.sock"\n',
-            ("daemon.admin_token_file", "small/maru.token is there, and no daemon has made it"),
+            ("daemon.admin_token_file", "small/maru.token is there already"),
         ),
         ('[daemon]\nruntime_dir = "kv"\n' + DISK, ("engine.tiers.disk.directory", "a path of daemon.runtime_dir")),
         (
