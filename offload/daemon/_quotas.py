@@ -202,6 +202,8 @@ class Quotas:
         self._books = list(books)
         self.all_told = all_told
         self._watch()
+        for account in self:
+            account.is_charged = False  # with these books
         for _ in self.charging():  # at once: nobody is served yet
             pass
 

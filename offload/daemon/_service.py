@@ -152,7 +152,8 @@ class Service:
         self._admit = admit
         self._nursery = nursery
         self._last_memory = 0
-        self._charging = False
+        self._new_quotas: trio.Event | None = None
+        """Wakes the task that charges quotas, if there is one."""
         self.shares: Shares = shares
         self._trio = trio.lowlevel.current_trio_token()
         self.devices: Devices = Devices(self._lose_soon)
@@ -181,20 +182,22 @@ class Service:
             self._nursery.start_soon(self.charge_later)
 
     async def charge_later(self) -> None:
-        """Charge the quotas that were not charged yet with what page stores list, until all are. In one task at a time."""
-        if self._charging:
+        """Charge new quotas, and list keys of page stores for them until all are listed. One task at a time does it."""
+        if self._new_quotas is not None:
+            self._new_quotas.set()
             return
-        self._charging = True
         try:
             while not all(account.is_listed for account in self.quotas):
+                new = self._new_quotas = trio.Event()
                 if self._engine.engine is not None:
                     for _ in self.quotas.charging():
                         await trio.lowlevel.checkpoint()
                     await self._charge(self._engine.engine)
                     self.stores.trim()
-                await trio.sleep(_LIST_AGAIN)
+                with trio.move_on_after(_LIST_AGAIN):
+                    await new.wait()
         finally:
-            self._charging = False
+            self._new_quotas = None
 
     async def _charge(self, engine: Engine) -> None:
         for account in self.quotas:

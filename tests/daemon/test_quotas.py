@@ -425,6 +425,20 @@ async def test_page_store_that_does_not_list_is_asked_again(path, tmp_path, monk
             await until(lambda: running.statistics()["tenant.a.used_bytes"] == 8 * SIZE)
 
 
+async def test_a_new_quota_is_charged_while_a_page_store_does_not_list(path, tmp_path, monkeypatch):
+    server, tiers = beside(tmp_path)
+    file = tenants(tmp_path, 8 * SIZE)
+    async with open_server(server) as page_store:
+        monkeypatch.setattr(page_store._service.directory, "list_keys", refuse)
+        async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+            await trio.testing.wait_all_tasks_blocked()
+            charged = []
+            monkeypatch.setattr(running._service.quotas, "charging", lambda: charged.append(True) or ())
+            running.reload(DaemonConfig(runtime_dir=path, tenants_file=file))
+            with trio.fail_after(5):  # not after half a minute
+                await until(lambda: charged)
+
+
 async def test_a_block_that_was_used_stays_and_one_that_was_not_goes(path, tmp_path):
     async with daemon(path, tenants_file=tenants(tmp_path, 8 * SIZE)) as server:
         cache = cache_of()
