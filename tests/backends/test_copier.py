@@ -288,14 +288,19 @@ def test_an_error_of_a_copy_keeps_no_memory():
             gc.enable()
 
 
+def store_without_an_end(there):
+    """Store a block, and again, where neither the event nor the stream can be synchronized."""
+    there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+    begun = len(there.fake.calls)
+    there.fake.fail(begun + 2)  # the synchronization
+    there.fake.fail(begun + 3)  # and the one behind it
+    with pytest.raises(Unproven):
+        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+
+
 def test_a_copy_whose_end_is_not_proven_says_so_and_ends_the_copier():
     with device() as there:
-        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
-        begun = len(there.fake.calls)
-        there.fake.fail(begun + 2)  # the synchronization
-        there.fake.fail(begun + 3)  # and the one behind it
-        with pytest.raises(Unproven):
-            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        store_without_an_end(there)
         with pytest.raises(DeviceLost):
             there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
         there.copier.load(there.pieces.of([0], there.pages.part(0, 1)))  # the other way has a stream of its own
@@ -311,12 +316,7 @@ def test_the_buffer_of_a_copy_whose_end_is_not_proven_is_kept(monkeypatch):
 
     with device(registered=False) as there:
         monkeypatch.setattr("backends.copier._copier.new_pages", noted)
-        there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
-        begun = len(there.fake.calls)
-        there.fake.fail(begun + 2)  # the synchronization
-        there.fake.fail(begun + 3)  # and the one behind it
-        with pytest.raises(Unproven):
-            there.copier.store(there.pieces.of([0], there.pages.part(0, 1)))
+        store_without_an_end(there)
     del there  # the copier has the error, whose frames have the buffer
     gc.collect()
     [buffer] = made
