@@ -63,7 +63,10 @@ class Writing:
             self.directory.sync([name for at, name in enumerate(names) if at not in copy.failed])
 
     def _keep_if_awaited(self, name: str) -> None:
-        """Remove a published file if the store was cancelled meanwhile: its removal may have come before it was there."""
+        """Remove a published file if its store was cancelled meanwhile.
+
+        The task that gave the store up may have removed the name before the file had it.
+        """
         if self.abandoned:
             self.directory.remove(name)
 

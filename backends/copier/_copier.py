@@ -93,7 +93,10 @@ class Copier:
             del job  # its error has this frame, and would keep the caller's memory until a garbage collection
 
     def close(self) -> None:
-        """End the threads, and give back what they hold. In a forked child, which has none, nothing."""
+        """End the threads and release their streams and buffers.
+
+        Do nothing in a forked child, which has no threads.
+        """
         for way in self._ways if os.getpid() == self._pid else ():
             way.close()
 

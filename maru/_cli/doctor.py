@@ -103,7 +103,10 @@ def _ask(target: ServerOptions) -> tuple[Finding, Description | None]:
 
 
 def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
-    """Find why a server would not start, or what it would lose. If nothing keeps it from that, this is one finding, too."""
+    """Find the reasons that keep a server from starting, and the losses of a start.
+
+    If there is no such reason, the first finding is "ok".
+    """
     import trio
 
     from .._server.start_checks import refusals

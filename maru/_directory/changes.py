@@ -231,7 +231,7 @@ class Changes:
 
 
 def _free_in_slices(session: Session, returning: list[dict[int, int]]) -> Slices[None]:
-    """Free what belonged to a session that has ended: its order of use, and pages that were on the way back to it.
+    """Free the order of use and the returning pages of an ended session.
 
     The order gives up its own keys, which are nobody's victims any more: so none of them has to be looked for.
     """

@@ -560,9 +560,9 @@ class Directory:
         return list(self._located)
 
     def keys_in_pieces(self, size: int) -> Iterator[list[str]]:
-        """Yield all keys that are there from now until their turn, so many at most at a time, by regions.
+        """Yield all registered keys in pieces of at most ``size``, region by region.
 
-        Anything may happen between two pieces: some of a piece may have gone.
+        Keys may come and go between two pieces; some keys of a piece may be gone already.
         """
         self.settle()
         return keys_in_pieces(list(self._state.regions.values()), size)

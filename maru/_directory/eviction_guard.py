@@ -54,7 +54,10 @@ class Holds(Protocol):
         ...
 
     def take_uses(self, by: int | None, most: int) -> Iterable[Sequence[str]]:
-        """Take some of what was used by this session, or by all in turn; for each client the deepest of a prefix first."""
+        """Take at most ``most`` uses of one session, or of all in turn.
+
+        The uses of a client come with the deepest block of a prefix first.
+        """
         ...
 
 
@@ -237,7 +240,7 @@ class EvictionGuard:
         return self.boards is not None and self.boards.has_uses()
 
     def take_uses(self, by: int | None, most: int) -> Iterable[Sequence[str]]:
-        """Take some of what this session, or all in turn, used without a message; for each the deepest of a prefix first."""
+        """Take at most ``most`` uses without a message, as :meth:`Holds.take_uses`."""
         return () if self.boards is None else self.boards.take_uses(by, most)
 
     # --- quiet time -----------------------------------------------------------------------------------------------

@@ -122,9 +122,10 @@ class Evictor:
         return chosen if wanted_bytes <= 0 else []
 
     def note_uses(self, by: int | None = None, most: int = USES_AT_ONCE) -> None:
-        """Count what this session, or all, read without a message, before something is chosen by the order of use.
+        """Count uses without a message of one session, or of all, before victims are chosen.
 
-        So much at once. What all have read beyond that is counted in slices: until those are done, nothing is in this way.
+        At most ``most`` are counted at once. Of all sessions, the rest is counted in slices; until these are done, further
+        calls for all sessions count nothing.
         """
         if by is not None:
             self._note_some(by, most)

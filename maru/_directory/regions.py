@@ -86,10 +86,10 @@ class Region:
 
 
 def keys_in_pieces(regions: Iterable[Region], size: int) -> Iterator[list[str]]:
-    """Yield the keys of these regions, so many at most at a time: those of each as they are when its turn comes.
+    """Yield the keys of these regions in pieces of at most ``size``.
 
-    Anything may happen between two pieces. What comes into a region behind its turn is left out, and what has gone since then
-    may be named: whoever asks knows of both, and looks at each key again.
+    The keys of a region are listed when its turn comes. Keys that are registered in it later are left out, and keys that go
+    later may still be in a piece, so the caller must look up each key again.
     """
     piece: list[str] = []
     for region in regions:

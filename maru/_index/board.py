@@ -142,10 +142,13 @@ class BoardReader:
         return bool(self._words[AT_WRITTEN] > self._seen)
 
     def take_uses(self, most: int = USES) -> list[tuple[int, int]]:
-        """Return the next uses that were not taken yet, in their order: a word of the index, and half a generation.
+        """Take the oldest uses that were not taken yet, in their order.
 
         Args:
-            most: so many at most. Those that were noted longest ago come first, the rest when this is called again.
+            most: uses to return at most; the next call returns the rest.
+
+        Returns:
+            Pairs of an index word and the low half of a generation.
         """
         words, written = self._words, self._words[AT_WRITTEN]
         first = max(self._seen, written - USES)

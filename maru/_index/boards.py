@@ -58,7 +58,12 @@ class Boards:
         return len(self._open) >= MOST_BOARDS
 
     def why_not(self, holder: int, opener: object) -> str:
-        """Return why this session, which this one has opened, can have no board; empty if it can."""
+        """Return the reason why a session can have no board; empty if it can.
+
+        Args:
+            holder: the session.
+            opener: the connection that opened it.
+        """
         if holder in self._open:
             return ""
         if self.is_full:
@@ -69,14 +74,14 @@ class Boards:
         return ""
 
     def open(self, holder: int, tenant: str, memory: Any, opener: object = None) -> None:
-        """From now on this session, of this tenant, holds what stands on a board there.
+        """Open the board of a session: the pages noted on it count as held.
 
         Args:
             holder: the session.
-            tenant: whose names its client reads.
-            memory: of the board.
-            opener: who has opened the session. The board counts among its own until it is closed, which may be after the
-                session has ended. ``None``: nobody else has.
+            tenant: the tenant that its client belongs to.
+            memory: the memory of the board.
+            opener: the connection that opened the session, whose share the board counts for until it is closed; that may be
+                after the end of the session. ``None``: the session itself.
         """
         self._open[holder] = _Open(tenant, BoardReader(memory), holder if opener is None else opener)
 

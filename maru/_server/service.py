@@ -444,7 +444,7 @@ class Service:
         self._openers[session_id] = peer
 
     def opener_of(self, session_id: int) -> Peer | None:
-        """The connection over which a session was opened, or else, after a restart, over which it is back."""
+        """Return the connection that opened a session, or after a restart one that uses it."""
         return self._openers.get(session_id) or next(iter(self._peers_of.get(session_id, ())), None)
 
     def why_no_session(self, peer: Peer, now: float) -> str:

@@ -262,7 +262,7 @@ class Reads:
         return hit
 
     async def let_go(self, hit: Any) -> None:
-        """Release a hit that is in no table any more. Errors of tiers are logged: other holds are released all the same.
+        """Release a hit that is in no table any more, and log errors of its tiers.
 
         Cancelled, it is released as well: nobody else would.
         """

@@ -99,7 +99,7 @@ class HeldKeys:
                     del counts[key]
 
     def fitting(self, tier: str, keys: Sequence[Key], most: int) -> int:
-        """How many of some keys, from the first on, may be held in a tier beside those that are: at most ``most`` together."""
+        """Count the leading keys that may be held in a tier next to the held ones, ``most`` together."""
         counts: Mapping[Key, int] = self._in_tier.get(tier, {})
         new: set[Key] = set()
         for at, key in enumerate(keys):
