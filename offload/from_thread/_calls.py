@@ -262,6 +262,7 @@ class Hit:
     def __del__(self) -> None:
         if not hasattr(self, "_released"):  # a signal has struck while it was made: it holds nothing
             return
-        if not self._released and self.keys and self._worker.refusal is None:
-            warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
-        self.release()
+        dropped = repr(self) if not self._released and self.keys and self._worker.refusal is None else ""
+        self.release()  # first: the warning may be an error
+        if dropped:
+            warnings.warn(f"{dropped} was dropped without being released", ResourceWarning, stacklevel=2, source=self)

@@ -410,6 +410,7 @@ class EngineWorker(ThreadBoundary):
         value: Any = None
         error: BaseException | None = None
         assert call.scope is not None
+        assert call.stop is not None
         if not call.to_the_end:
             call.scope.deadline = trio.current_time() + max(0.0, call.deadline - time.monotonic())
         try:
@@ -419,6 +420,10 @@ class EngineWorker(ThreadBoundary):
             error = exc
         if call.scope.cancelled_caught:
             error = CallCancelled("it was cancelled") if call._cancelled else WaitTimeout(_OUT_OF_TIME)
+        elif call.stop.is_set() and call.dispose is not None and error is None:
+            # The cancel came in the step of the answer, and found nothing to release: nobody else will.
+            call.dispose(value)
+            value, error = None, CallCancelled("it was cancelled")
         if not self._end_call(call, value, error) and call.dispose is not None and value is not None:
             call.dispose(value)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import select
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -41,6 +42,16 @@ class SlowToPin(FakeTier):
         if self.gate is not None:
             await self.gate.wait()
         return await super().pin(keys)
+
+
+class SlowToAnswer(SlowToPin):
+    """Has pinned, and waits for its gate before it returns: no checkpoint lies behind it."""
+
+    async def pin(self, keys):
+        lease = await FakeTier.pin(self, keys)
+        if self.gate is not None:
+            await self.gate.wait()
+        return lease
 
 
 def slow_to_pin(n: int) -> tuple[FakeTier, SlowToPin, list[Key]]:
@@ -319,6 +330,38 @@ def test_a_cancelled_lookup_lets_go_what_it_pinned(when):
             with pytest.raises(from_thread.CallCancelled):
                 future.result(SOON)
         future.cancel(SOON)  # again
+        at_rest(engine, host, disk)
+
+
+def test_a_lookup_cancelled_in_the_step_of_its_answer_holds_nothing():
+    host, _, keys = tiers(8)
+    disk = SlowToAnswer(8)
+    with from_thread.open_engine(host, [disk]) as engine:
+        stored(engine, host, keys)
+        gate = engine.call(closed_gate, disk)
+        future = engine.begin_lookup(keys)
+        engine.call(len, ())  # it has begun by then
+
+        def answer_and_cancel() -> None:
+            gate.set()
+            future.request_cancel()
+            future._cancel()  # before the task that has its answer runs
+
+        engine.call(answer_and_cancel)
+        with pytest.raises(from_thread.CallCancelled):
+            future.result(SOON)
+        at_rest(engine, host, disk)
+
+
+def test_a_dropped_hit_is_released_where_warnings_are_errors():
+    host, disk, keys = tiers(8)
+    with from_thread.open_engine(host, [disk]) as engine:
+        stored(engine, host, keys)
+        hit = engine.lookup(keys)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResourceWarning)
+            with pytest.raises(ResourceWarning, match="without being released"):
+                hit.__del__()
         at_rest(engine, host, disk)
 
 

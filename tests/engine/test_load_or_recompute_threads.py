@@ -174,7 +174,7 @@ async def test_in_trio_what_is_read_at_once_is_measured_and_left_out_as_well() -
         known.note_late("slow", 0.0)
         assert await request() == 4  # what is suspect is left out
         with trio.fail_after(SOON):
-            while await request() < 8:  # noqa: ASYNC110
+            # A probe counts once it has ended; a rate that it has measured in parts is used before.
+            while await request() < 8 or not engine.statistics().load_or_recompute.probes.get("measured"):  # noqa: ASYNC110
                 await trio.sleep(0.001)
-        assert engine.statistics().load_or_recompute.probes["measured"] >= 1
     assert (fast.statistics().held_blocks, slow.statistics().held_blocks) == (0, 0)
