@@ -320,15 +320,15 @@ MUCH = program(
     stores("a{0..3}", per=2),
     stores("waits", per=2, after=[After(event="go")]),
     stores("unwanted", per=2, after=[After(do="never")]),
-    Step(at_ms=120, fire="go"),
-    Step(at_ms=240, load=LoadStep(keys="a0.0, a3.1, waits.0, unwanted.0")),
-    Step(at_ms=260, delete=KeysStep(keys="a0.0")),
+    Step(at_ms=400, fire="go"),
+    Step(at_ms=800, load=LoadStep(keys="a0.0, a3.1, waits.0, unwanted.0")),
+    Step(at_ms=900, delete=KeysStep(keys="a0.0")),
     tier={"host": TierSpec(latency_ms=2)},
     pipeline={"main": PipelineSpec(to="host", policies=[PolicySpec(do="reject", keys="a1.1", reason="dull")])},
     faults=[
         Fault(do="cancel", who="a2", at_hook="before_copy"),
-        Fault(do="cancel", who="unwanted", at_ms=100),
-        Fault(do="cancel_waiter", who="waits", at_ms=80),
+        Fault(do="cancel", who="unwanted", at_ms=300),
+        Fault(do="cancel_waiter", who="waits", at_ms=200),
     ],
     expect=[
         Expect(
