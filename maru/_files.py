@@ -114,7 +114,6 @@ class OutputKind:
 
 
 SCENARIO: Final = OutputKind("a scenario", b"format = ")
-TIMELINE: Final = OutputKind("a timeline", b"<!DOCTYPE html>")
 PERFETTO: Final = OutputKind("a trace for Perfetto", b'{"displayTimeUnit"')
 RUN_TRACE: Final = OutputKind("a trace of a run", b"# offload trace ")
 JUNIT: Final = OutputKind("JUnit XML", b"<?xml ")

@@ -12,7 +12,7 @@ import click
 
 from maru._commands import FiniteRange, output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
-from maru._files import JUNIT, PERFETTO, RUN_TRACE, TIMELINE
+from maru._files import JUNIT, PERFETTO, RUN_TRACE
 from offload.testing.scenarios._players import Playing
 from offload.testing.scenarios._summary import Case, Played, Suite, Summary, reachable, to_junit
 from offload.testing.scenarios._trace import Report
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _HERE_BELOW = 40
 """With fewer runs than this, all are made in this process: a worker takes as long to start."""
-_KINDS: Final = {"--timeline": TIMELINE, "--trace": PERFETTO, "--save-trace": RUN_TRACE}
+_KINDS: Final = {"--trace": PERFETTO, "--save-trace": RUN_TRACE}
 
 
 @click.command()
@@ -64,9 +64,6 @@ _KINDS: Final = {"--timeline": TIMELINE, "--trace": PERFETTO, "--save-trace": RU
 @system_option
 @processes_option
 @watchdog_option
-@click.option(
-    "--timeline", type=output_file(TIMELINE), metavar="OUT.html", help="Draw containers against time. For a single run."
-)
 @click.option(
     "--trace",
     type=output_file(PERFETTO),
@@ -97,7 +94,6 @@ def command(
     system: str,
     processes: int | None,
     watchdog: float,
-    timeline: str | None,
     trace: str | None,
     save_trace: str | None,
     junit: str | None,
@@ -118,7 +114,7 @@ def command(
     check_system(system)
     found, left_out = _playable(files_in(files, system, real=real), real=real)
     plan = _RunPlan(tuple(found), seed if seed is not None else seeds, system, real, pace)
-    outputs = {"--timeline": timeline, "--trace": trace, "--save-trace": save_trace}
+    outputs = {"--trace": trace, "--save-trace": save_trace}
     pictures = {option: path for option, path in outputs.items() if path is not None}
     if pictures and len(plan) != 1:
         raise BadInput(f"{next(iter(pictures))} shows one run, not {len(plan):,}: name one file and one --seed")
@@ -139,7 +135,7 @@ def command(
     for option, path in pictures.items():
         if runs.report is None:  # it was interrupted
             break
-        write_output(path, _picture(option, runs.report, plan.repeat(0)), _KINDS[option])
+        write_output(path, _picture(option, runs.report), _KINDS[option])
     if junit is not None:
         write_output(junit, to_junit(runs.suites()), JUNIT)
     if as_json:
@@ -172,11 +168,7 @@ def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tu
     return [file for file, reason in both if not reason], [(file, reason) for file, reason in both if reason]
 
 
-def _picture(option: str, report: Report, repeat: str) -> str:
-    if option == "--timeline":
-        from offload.testing.scenarios._timeline import timeline
-
-        return timeline(report, repeat=repeat)
+def _picture(option: str, report: Report) -> str:
     if option == "--trace":
         import json
 

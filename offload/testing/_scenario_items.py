@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from maru._files import TIMELINE
+from maru._files import PERFETTO
 
 if TYPE_CHECKING:
     from .scenarios._program import Scenario, Seam
@@ -157,21 +158,21 @@ def judge(config: pytest.Config, report: Report, name: str, repeat: str) -> None
     lines += [f"  {violation.rule}: {violation.text.rstrip()}" for violation in report.violations[:_SHOWN]]
     lines += [f"  and {count - _SHOWN} more"] if count > _SHOWN else []
     lines += [f"repeat it: {repeat}"] if repeat else []
-    directory: Path | None = config.getoption("--scenario-timeline")
+    directory: Path | None = config.getoption("--scenario-trace")
     if directory is not None:
-        lines.append(f"timeline: {_save_timeline(config.invocation_params.dir / directory, report, name, repeat)}")
+        lines.append(f"trace: {_save_trace(config.invocation_params.dir / directory, report, name)}")
     elif repeat:
-        lines.append("see it: add --timeline out.html to that line, or --scenario-timeline DIR to pytest's")
+        lines.append("see it: add --trace out.json to that line, or --scenario-trace DIR to pytest's")
     raise ScenarioFailed("\n".join(lines), report)
 
 
-def _save_timeline(directory: Path, report: Report, name: str, repeat: str) -> str:
-    from .scenarios._timeline import timeline
+def _save_trace(directory: Path, report: Report, name: str) -> str:
+    from .scenarios._perfetto import trace_events
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".html")
-        TIMELINE.write(path, timeline(report, repeat=repeat).encode())
+        path = directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".json")
+        PERFETTO.write(path, json.dumps(trace_events(report)).encode())
     except OSError as error:
         return f"could not be saved: {error}"  # what was wrong with the run matters more
     return str(path)

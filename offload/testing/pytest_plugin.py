@@ -62,10 +62,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "trio-offload",
     )
     group.addoption(
-        "--scenario-timeline",
+        "--scenario-trace",
         metavar="DIR",
         type=Path,
-        help="Save there a picture of every scenario that fails: a page that any browser opens.",
+        help="Write the trace of each failing scenario to this directory, for Perfetto (ui.perfetto.dev).",
     )
     parser.addini(
         "scenario_files",

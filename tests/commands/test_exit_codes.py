@@ -218,7 +218,6 @@ def test_a_soft_limit_of_descriptors_is_raised(here: Path) -> None:
         ("replay", "trace.jsonl", "--record"),
         ("replay", "trace.jsonl", "--compare-eviction", "--picture"),
         ("scenario", "run", "plain.scenario.toml", "--junit"),
-        ("scenario", "run", "plain.scenario.toml", "--timeline"),
         ("scenario", "run", "plain.scenario.toml", "--trace"),
         ("scenario", "run", "plain.scenario.toml", "--save-trace"),
         ("scenario", "explore", "plain.scenario.toml", "--only", "x", "--save"),

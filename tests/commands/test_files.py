@@ -45,7 +45,6 @@ def invoke(*arguments: str) -> Result:
 WRITES: Final = (
     ("replay", "trace.jsonl", "--record"),
     ("scenario", "run", "plain.scenario.toml", "--junit"),
-    ("scenario", "run", "plain.scenario.toml", "--timeline"),
     ("scenario", "run", "plain.scenario.toml", "--trace"),
     ("scenario", "run", "plain.scenario.toml", "--save-trace"),
     ("scenario", "explore", "plain.scenario.toml", "--only", "x", "--save"),

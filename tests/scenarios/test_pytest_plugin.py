@@ -6,6 +6,7 @@ What depends on how pytest is started runs in a process of its own; the rest in 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 # A run inside this process forgets the modules that it was first to import, and the next one imports them anew: with half of
 # them here already, there would be two of each class.
-from offload.testing.scenarios import from_sync, judged_pipeline, play, timeline, unroll  # noqa: F401
+from offload.testing.scenarios import from_sync, judged_pipeline, play, unroll  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
@@ -114,19 +115,20 @@ def _generated(result: pytest.RunResult) -> str:
     return next(line for line in result.outlines if "generated xml file" in line).split(": ")[1].split(" ")[0]
 
 
-def test_a_picture_of_each_failure_is_saved_where_it_was_asked_for(run, pytester: pytest.Pytester) -> None:  # type: ignore[no-untyped-def]
-    result = run("--scenario-timeline=out/pictures", files={"bad.scenario.toml": BAD, "good.scenario.toml": GOOD})
+def test_the_trace_of_each_failure_is_saved(run, pytester: pytest.Pytester) -> None:  # type: ignore[no-untyped-def]
+    result = run("--scenario-trace=out/traces", files={"bad.scenario.toml": BAD, "good.scenario.toml": GOOD})
     result.assert_outcomes(passed=1, failed=1)
-    (picture,) = (pytester.path / "out" / "pictures").iterdir()
-    result.stdout.fnmatch_lines([f"timeline: {picture}"])
-    assert picture.name == "bad.scenario.toml-seed7.html"
-    assert "one is cancelled" in picture.read_text() and "--seed 7" in picture.read_text()
+    (trace,) = (pytester.path / "out" / "traces").iterdir()
+    result.stdout.fnmatch_lines([f"trace: {trace}"])
+    assert trace.name == "bad.scenario.toml-seed7.json"
+    about = json.loads(trace.read_text())["otherData"]
+    assert (about["name"], about["seed"]) == ("one is cancelled", 7)
 
 
-def test_a_picture_that_cannot_be_saved_hides_nothing(run, pytester: pytest.Pytester) -> None:  # type: ignore[no-untyped-def]
+def test_a_trace_that_cannot_be_saved_hides_nothing(run, pytester: pytest.Pytester) -> None:  # type: ignore[no-untyped-def]
     (pytester.path / "taken").write_text("a file")
-    result = run("--scenario-timeline=taken", files={"bad.scenario.toml": BAD})
-    result.stdout.fnmatch_lines(["*expect: *", "timeline: could not be saved: *"])
+    result = run("--scenario-trace=taken", files={"bad.scenario.toml": BAD})
+    result.stdout.fnmatch_lines(["*expect: *", "trace: could not be saved: *"])
     result.assert_outcomes(failed=1)
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ._trace import Moment as Moment
     from ._trace import Violation as Violation
     from ._shrink import shrink as shrink
-    from ._timeline import timeline as timeline
     from ._perfetto import trace_events as trace_events
     from ._pipeline_system import open_pipelines as open_pipelines
     from ._incident import from_incident as from_incident
@@ -111,7 +110,6 @@ _HOMES = {
     "Moment": "._trace",
     "Violation": "._trace",
     "shrink": "._shrink",
-    "timeline": "._timeline",
     "trace_events": "._perfetto",
     "open_pipelines": "._pipeline_system",
     "from_incident": "._incident",

@@ -1,22 +1,17 @@
-"""What a trace says of each container, copy and cancel: spans between moments, and where a picture puts them. Pure.
+"""Spans of containers, copies and cancels in the trace of a run. Pure.
 
 A span begins at one moment and ends at another, and is kept as the positions of the two in the trace: several moments often
 have the same virtual time, and their order is what a reader wants to see.
 
-Rule 1. Hooks of other systems are stages too, under their own names; ours are told apart by :data:`STAGES`.
+Rule 1. A hook of another system is a stage of its own, with the hook's name; hooks of ours that share a stage are in
+        :data:`STAGE_AFTER`.
 Rule 2. What never ended reaches to the end of the trace, and says so.
-Rule 3. On a timeline an instant of virtual time is a column, as wide as it has moments, which stand in it in the order in
-        which they happened: virtual time stands still while many things happen, and then jumps. Between two instants there is
-        a gap that grows with the logarithm of the time in between.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Final
 
 import attrs
@@ -24,19 +19,6 @@ import attrs
 from ._names import keys_of, stores_of
 from ._program import Scenario
 from ._trace import Moment, Report
-
-STAGES: Final[Mapping[str, str]] = {
-    "room": "waits for room in the budget",
-    "queue": "taken in, waits for admission",
-    "admission": "policies are asked",
-    "awaiting": "waits for its precondition",
-    "batching": "ready, waits for a batch",
-    "transfer": "in a batch: room is reserved, the last sweep",
-    "committed": "claimed: the copy can no longer be prevented",
-    "copying": "its blocks are copied",
-    "settling": "the copy is over, what it held is released",
-}
-"""The stages of a path through one of our pipelines, in order, and what happens in each."""
 
 STAGE_AFTER: Final[Mapping[str, str]] = {
     "admission": "admission",
@@ -49,7 +31,7 @@ STAGE_AFTER: Final[Mapping[str, str]] = {
     "xfer_start": "copying",
     "xfer_end": "settling",
 }
-"""The stage that a hook begins, or goes on with."""
+"""The stage that a hook of ours begins, or continues."""
 
 _LAST_HOOK: Final = "settled"
 _REFUSALS: Final = {"refused": "REFUSED", "abandoned": "ABANDONED"}
@@ -305,63 +287,3 @@ def instants_of(moments: Sequence[Moment]) -> list[Instant]:
         else:
             found.append(Instant(moment.at_ms, position, 1))
     return found
-
-
-# --- from left to right -----------------------------------------------------------------------------------------------
-
-
-_UNSEEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-
-
-def text_of(text: str) -> str:
-    """Text as HTML; what cannot be shown is replaced."""
-    return escape(_UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
-
-
-def ms(at: float) -> str:
-    """A virtual time as text."""
-    return f"{at:,.3f}".rstrip("0").rstrip(".")
-
-
-@attrs.frozen
-class Column:
-    """An instant on paper."""
-
-    at_ms: float
-    left: float
-    width: float
-
-
-class Axis:
-    """Where the moments of a trace are, from left to right."""
-
-    def __init__(self, moments: Sequence[Moment]) -> None:
-        self.step = max(4.0, min(20.0, 1_000 / max(1, len(moments))))
-        self.columns: list[Column] = []
-        self._x: list[float] = []
-        left, previous = 0.0, None
-        for instant in instants_of(moments):
-            if previous is not None:
-                left += 5 + (4 + self.step / 2) * math.log2(1 + instant.at_ms - previous)
-            width = self.step * (instant.count + 1)
-            self._x += [left + self.step * (1 + place) for place in range(instant.count)]
-            self.columns.append(Column(instant.at_ms, left, width))
-            left, previous = left + width, instant.at_ms
-        self.width = math.ceil(left + 90)  # the last word of a row stands behind it
-
-    def x(self, position: int) -> float:
-        """Where the moment at this position of the trace is."""
-        return self._x[position]
-
-
-def axis_of(axis: Axis) -> str:
-    """The times of the instants; those for which there is no room are left out."""
-    parts: list[str] = []
-    free_from = 0.0
-    for column in axis.columns:
-        parts.append(f'<line x1="{column.left:.1f}" x2="{column.left:.1f}" y1="17" y2="24"/>')
-        words = ms(column.at_ms)
-        if column.left >= free_from:
-            parts.append(f'<text x="{column.left:.1f}" y="13">{words}</text>')
-            free_from = column.left + (len(words) + 2) * 7
-    return "".join(parts)
