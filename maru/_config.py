@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
 
+from ._addresses import IPC_NAME, is_loopback
 from ._errors import ConfigError
 from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
 from .configuration import Knob as Knob
@@ -34,11 +35,6 @@ _TIB = 1 << 40
 _ANY = r"(?s).*"
 _PATH = r"[^\x00]*"
 _QUOTA = r"[^=]+=\s*[0-9]{1,18}\s*([KMGTkmgt]([iI]?[bB])?)?"
-
-IPC_NAME: Final = "maru.sock"
-"""The Unix socket of the protocol, in the runtime directory."""
-CHANNEL_NAME: Final = "channel.sock"
-"""The Unix socket of clients of ours on this host, beside it: they use it where it is there."""
 
 HOW_TO_REACH: Final = (
     "start a server (maru-server; for published clients: --host 127.0.0.1 or --zmq-socket), or say where it is (--server or "
@@ -518,8 +514,3 @@ def client_config(
     """
     _knob.check_variables(("client", *others), environ)
     return _knob.load(MaruConfig, source, section="client", others=others, environ=environ, options=options)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach a socket bound to ``host``. Nothing is resolved: only ``localhost`` is known."""
-    return host in ("", "localhost", "::1", "[::1]") or (host.startswith("127.") and host.replace(".", "").isdigit())

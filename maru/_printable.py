@@ -8,6 +8,11 @@ Rule 2. A program that writes a log escapes every message once more (:class:`Lin
 from __future__ import annotations
 
 import logging
+from typing import Any, Final
+
+import msgspec
+
+_OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def printable(text: str) -> str:
@@ -37,3 +42,25 @@ class LineFormatter(logging.Formatter):
         """Indent a traceback."""
         text: str = super().formatException(ei)  # type: ignore[arg-type]
         return "\n".join([f"  {printable(line)}" for line in text.split("\n")])
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object: time, level, logger, message, and what was given as ``extra``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        line: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update((name, value) for name, value in vars(record).items() if name not in _OF_RECORDS)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return as_json(line)
+
+
+def as_json(line: dict[str, Any]) -> str:
+    """Encode a line of a log; any value that JSON has no form for as its text."""
+    return msgspec.json.encode(line, enc_hook=str).decode()

@@ -18,8 +18,9 @@ from typing import Any, Final
 import attrs
 import trio
 
+from ._addresses import CHANNEL_NAME, IPC_NAME
 from ._client.sockets import open_dealer
-from ._config import CHANNEL_NAME, IPC_NAME, MaruConfig, ServerConfig
+from ._config import MaruConfig, ServerConfig
 from ._errors import BadFrame
 from ._pool.placement import find_place
 from ._server.server import MaruServer, open_server

@@ -97,7 +97,7 @@ def _configure_logging(config: PinnedPoolConfig) -> None:
     """Write this package's log to the standard error."""
     formatter: logging.Formatter = LineFormatter()
     if config.json_logs:
-        from maru._server.main import JsonFormatter
+        from maru._printable import JsonFormatter
 
         formatter = JsonFormatter()
     handler = logging.StreamHandler(sys.stderr)

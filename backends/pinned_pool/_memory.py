@@ -26,7 +26,7 @@ from maru._errors import CannotMap
 from maru._memory.huge_pages import reserve_huge
 from maru._memory.memory import Memory
 from maru._memory.pinning import Pin as Registration
-from maru._pool.facts import memory_left
+from maru._pool.machine import memory_left
 
 from ._config import Pin
 from ._errors import PoolRefused

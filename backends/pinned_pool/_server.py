@@ -27,13 +27,13 @@ import trio
 
 from maru._errors import CannotMap, PoolInUse, PoolUnusable
 from maru._own_directory import LOOK, holder_of_lock
-from maru._pool.backing import RegionFile
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer
-from maru._pool.state_directory import open_private
+from maru._pool.region_file import RegionFile
 from maru._pool.threads import Workers
+from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer, SocketOptions, TrioSocket, is_channel_peer, open_socket
-from maru.transport._channel_blocking import is_served
+from maru.transport._packets import is_served
 
 from ._config import PinnedPoolConfig, default_directory
 from ._connection import channel_path
@@ -370,6 +370,11 @@ async def serve(
         await trio.sleep_forever()
 
 
+def _open_private(path: str) -> tuple[int, str]:
+    """Open the directory of a pool, made if need be; see :func:`maru._private_directory.open_private_directory`."""
+    return open_private_directory(path, PoolUnusable, purpose="the directory of a pool")
+
+
 def _directory(config: PinnedPoolConfig) -> str:
     """The directory of the Unix sockets.
 
@@ -377,7 +382,7 @@ def _directory(config: PinnedPoolConfig) -> str:
         PoolUnreachable: it cannot be made, or others may enter it.
     """
     try:
-        fd, path = open_private(config.runtime_dir or default_directory())
+        fd, path = _open_private(config.runtime_dir or default_directory())
     except PoolUnusable as exc:
         raise PoolUnreachable(str(exc)) from exc
     os.close(fd)
@@ -412,7 +417,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
 @asynccontextmanager
 async def _made_and_locked(directory: str) -> AsyncIterator[None]:
     """Hold the lock of a directory, made if it was removed."""
-    os.close(open_private(directory)[0])
+    os.close(_open_private(directory)[0])
     async with _locked(directory):
         yield
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from .._console import print_json as print_json
 from .._console import show as show
+from .._pool.findings import Finding, Verdict
 
 if TYPE_CHECKING:
     from rich.progress_bar import ProgressBar
 
+_COLOURS: Final[dict[Verdict, str]] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -53,3 +56,23 @@ def share(part: float, whole: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``1 region``, ``2 regions``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print the findings of a doctor, then the way out of each that is not well."""
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(rows: Iterable[tuple[Finding, str]]) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for one, text in rows:
+            table.add_row(Text(one.verdict, _COLOURS[one.verdict]), one.name, text)
+        return table
+
+    show(table((one, one.found) for one in findings))
+    troubles = [(one, f"needed: {one.needed}\n{one.way_out}") for one in findings if one.way_out]
+    if troubles:
+        show("\nwhat to do", table(troubles))

@@ -5,26 +5,26 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import attrs
 import click
 
-from .._config import IPC_NAME, ServerConfig, default_pool_path, is_loopback, server_config
+from .._addresses import IPC_NAME, is_loopback
+from .._config import ServerConfig, default_pool_path, server_config
 from .._errors import ConfigError, NoAnswer, ServerRefused
 from .._memory.pinning import why_no_driver
-from .._pool.doctor import Facts, Finding, Wanted, examine, worst
+from .._pool.doctor import Facts, Wanted, examine
 from .._pool.facts import read_facts
+from .._pool.findings import Finding, worst
 from .._pool.index_files import why_not_here
 from ._connection import ServerConnection, ServerOptions, probe_address, server_options, usage_errors
-from ._output import print_json, show
+from ._output import print_json, show_findings
 from .describe import Description, describe
 
 Sections: TypeAlias = Mapping[str, Mapping[str, object]]
-
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 class Place(NamedTuple):
@@ -193,23 +193,3 @@ def _sockets(server: Mapping[str, object]) -> list[str]:
 
 def _as_int(value: object) -> int:
     return value if isinstance(value, int) else 0
-
-
-def show_findings(findings: Sequence[Finding]) -> None:
-    """Print what was found, and below it what to do."""
-    from rich.table import Table
-    from rich.text import Text
-
-    def table(rows: Iterable[tuple[Finding, str]]) -> Table:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for one, text in rows:
-            table.add_row(Text(one.verdict, _COLOURS[one.verdict]), one.name, text)
-        return table
-
-    show(table((one, one.found) for one in findings))
-    troubles = [(one, f"needed: {one.needed}\n{one.way_out}") for one in findings if one.way_out]
-    if troubles:
-        show("\nwhat to do", table(troubles))

@@ -19,7 +19,6 @@ from .._index import BoardWriter, IndexReader
 from .._listeners import find_tcp_listener
 from .._memory.mapping import Mapping, map_region
 from .._peers import why_untrusted
-from .._pool.backing import region_file_name
 from .._pool.descriptors import (
     DescriptorRequest,
     fetch_board_descriptor,
@@ -27,6 +26,7 @@ from .._pool.descriptors import (
     fetch_index_descriptor,
 )
 from .._pool.index_files import map_board, map_index
+from .._pool.region_file import region_file_name
 from .._wire.resource_manager import (
     HEADER_BYTES,
     RmAccessRequest,

@@ -21,6 +21,7 @@ from typing import Literal, Protocol, TypeAlias
 import attrs
 
 from .._errors import PoolFull, PoolUnusable
+from .region_file import RegionFile
 from .spans import ALIGN_BYTES as ALIGN_BYTES
 
 Kind: TypeAlias = Literal["files", "memfd", "device"]
@@ -30,25 +31,6 @@ Reserve: TypeAlias = Callable[[int, int, int], object]
 STEP_BYTES = 1 << 30
 """Bytes between two checks for a cancelled wait."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG})
-
-
-@attrs.frozen
-class RegionFile:
-    """Where a region's memory is."""
-
-    region_id: int
-    """Never used for another region."""
-    length: int
-    """Bytes; a multiple of 2 MiB."""
-    path: str
-    """What a process of the same user opens to map it."""
-    offset: int
-    """Of its first byte in there."""
-
-
-def region_file_name(region_id: int) -> str:
-    """What the file of a region is called in its directory: also with the published server."""
-    return f"maru_{region_id}.dat"
 
 
 @attrs.frozen

@@ -32,7 +32,7 @@ from .._listeners import peer_uid
 from .._process_limits import DESCRIPTORS
 from ..transport._packet_listener import PacketListener, serve_briefly
 from ..transport._packets import descriptors_in, reachable
-from .backing import RegionFile
+from .region_file import RegionFile
 
 MAX_MESSAGE_BYTES: Final = 512
 MAX_CONNECTIONS: Final = 256

@@ -22,12 +22,12 @@ from .backing import (
     STEP_BYTES,
     Adoption,
     Kind,
-    RegionFile,
     Reserve,
     flags_for,
     full_is_an_answer,
     not_now,
 )
+from .region_file import RegionFile
 from .spans import Spans
 from .state_directory import StateDirectory
 from .writers import may_read, may_write, read, written

@@ -6,36 +6,18 @@ says what was found, what is needed, and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import attrs
 
+from .findings import Finding, PathFact, Verdict, examine_directory, examine_socket
 from .spans import ALIGN_BYTES
-
-Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
 _DESCRIPTORS_OF_ITS_OWN: Final = 64
 """Sockets, eventfds, journal, lock."""
 _TMPFS: Final = "tmpfs"
 _MIB: Final = 1 << 20
-
-
-@attrs.frozen
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    """What."""
-    verdict: Verdict
-    """``fail``: it will go wrong; ``warn``: it may, or it will be slow."""
-    found: str
-    """What is there."""
-    needed: str
-    """What should be there."""
-    way_out: str = ""
-    """What to do about it; empty where all is well."""
 
 
 @attrs.frozen
@@ -52,22 +34,6 @@ class Wanted:
     """Regions at once: one descriptor each, where they have no names."""
     curve: bool = False
     """Whether clients come from other hosts."""
-
-
-@attrs.frozen
-class PathFact:
-    """A directory or a socket."""
-
-    path: str
-    exists: bool = True
-    ours: bool = True
-    """Whether it belongs to this user."""
-    mode: int = 0o700
-    """Permission bits."""
-    has_parent: bool = True
-    """Whether the directory that it lies in, or would be made in, is there."""
-    empty: bool = False
-    """Whether it is a directory with nothing in it: then a server closes it to others."""
 
 
 @attrs.frozen
@@ -153,34 +119,6 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
 def examine_space(facts: Facts, wanted: Wanted) -> list[Finding]:
     """Of these, what is to be said about room for regions in a directory."""
     return [_space(facts, wanted), _memory(facts, wanted)]
-
-
-def worst(findings: Iterable[Finding]) -> Verdict:
-    """The verdict over all."""
-    verdicts = {finding.verdict for finding in findings}
-    return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "ok"
-
-
-def examine_directory(fact: PathFact, name: str = "pool directory") -> Finding:
-    """What is to be said about a directory that only its user may enter."""
-    needed = "ours, mode 0700"
-    if not fact.exists and not fact.has_parent:
-        parent = PurePath(fact.path).parent
-        found = f"{fact.path} is not there, nor is {parent}"
-        return Finding(name, "fail", found, needed, f"mount its disk, or mkdir -p {parent}")
-    if not fact.exists:
-        return Finding(name, "ok", f"{fact.path} is not there yet", needed)
-    if not fact.ours:
-        return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "choose another directory")
-    if fact.mode & 0o077 and fact.empty:
-        return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}, and is empty: a server closes it", needed)
-    if fact.mode & 0o077:
-        found = f"{fact.path} has mode {fact.mode:04o}"
-        shared = fact.mode & 0o1000  # as /tmp has it: not to be closed to the others
-        return Finding(
-            name, "fail", found, needed, f"a directory inside: {fact.path}/maru" if shared else f"chmod 700 {fact.path}"
-        )
-    return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}", needed)
 
 
 def _space(facts: Facts, wanted: Wanted) -> Finding:
@@ -306,21 +244,8 @@ def _curve(facts: Facts, wanted: Wanted) -> Finding:
     )
 
 
-def examine_socket(fact: PathFact) -> Finding:
-    """What is to be said about a socket that only its user may use."""
-    name, needed = f"socket {_last(fact.path)}", "ours, mode 0600"
-    if not fact.exists:
-        return Finding(name, "warn", f"{fact.path} is not there", needed, "start the server")
-    if not fact.ours:
-        return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "do not connect to it")
-    found = f"{fact.path} has mode {fact.mode:04o}"
-    if fact.mode & 0o177:
-        return Finding(name, "fail", found, needed, f"chmod 600 {fact.path}")
-    return Finding(name, "ok", found, needed)
-
-
 def _pool(fact: PoolFact) -> Finding:
-    name, needed = f"pool {_last(fact.path)}", "a server, or no pool"
+    name, needed = f"pool {PurePath(fact.path).name}", "a server, or no pool"
     held = f"{_size(fact.held_bytes)} in {fact.path}"
     if fact.served:
         return Finding(name, "ok", f"{held}, served", needed)
@@ -331,7 +256,3 @@ def _pool(fact: PoolFact) -> Finding:
 
 def _size(n: int) -> str:
     return f"{n / (1 << 30):.1f} GiB" if n >= 1 << 30 else f"{n / _MIB:.1f} MiB"
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+from .._addresses import LOCK
 from .._errors import CannotMap, PoolUnusable
 from .._forks import watch_forks
 from .._memory.memory import Memory
@@ -21,16 +22,15 @@ from .backing import (
     Adoption,
     Kind,
     Ledger,
-    RegionFile,
     Reserve,
     flags_for,
     full_is_an_answer,
     not_now,
-    region_file_name,
     reserve_all,
 )
 from .index_files import leave_free
-from .state_directory import LOCK, StateDirectory, in_use, lock, open_private
+from .region_file import RegionFile, region_file_name
+from .state_directory import StateDirectory, in_use, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

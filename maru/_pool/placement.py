@@ -17,8 +17,9 @@ from typing import Final
 import attrs
 
 from .._errors import PoolUnusable
-from .doctor import Facts, Finding, Wanted, examine_space
+from .doctor import Facts, Wanted, examine_space
 from .facts import read_facts
+from .findings import Finding
 
 MEMORY: Final = "/dev/shm"
 _JOURNAL_BYTES: Final = 4 << 20

@@ -24,9 +24,9 @@ from .._memory.huge_pages import reserve_huge
 from .backing import ALIGN_BYTES as ALIGN_BYTES
 from .backing import Adoption as Adoption
 from .backing import Backing, Kind, Reserve
-from .backing import RegionFile as RegionFile
 from .device import Device, open_device
 from .files import Files, Memfds
+from .region_file import RegionFile as RegionFile
 from .state_directory import StateDirectory, check_private, holder_of, identity_of, in_use
 from .threads import Workers
 

@@ -24,12 +24,12 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from .._addresses import LOCK
 from .._errors import PoolInUse, PoolUnusable
 from .._forks import watch_forks
 from .._own_directory import holder_of_lock, lock_directory, locked_inodes, renew_directory
 from .._private_directory import check_private_directory, open_private_directory
 
-LOCK = "maru.lock"
 _POOL = "maru.pool"
 _STATE = "maru.state"
 _FORMAT = 1

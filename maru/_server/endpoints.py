@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from .._config import IPC_NAME, ServerConfig
+from .._addresses import IPC_NAME
+from .._config import ServerConfig
 from .._errors import ConfigError
 from ..transport import CurveServer, SocketOptions, load_key_pair, load_public_keys
 

@@ -8,38 +8,17 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Final
 
-import msgspec
 import trio
 
 from .._commands import age, raise_descriptor_limit
 from .._config import ServerConfig
 from .._console import identifier
-from .._printable import LineFormatter
+from .._printable import JsonFormatter, LineFormatter, as_json
 from .garbage import short_collections
 from .server import MaruServer, open_server
 
 _log = logging.getLogger("maru.server")
-
-_OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and whatever was given as ``extra``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
-        line: dict[str, object] = {
-            "time": round(record.created, 6),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update((name, value) for name, value in vars(record).items() if name not in _OWN)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return _as_json(line)
 
 
 def configure_logging(config: ServerConfig) -> None:
@@ -91,7 +70,7 @@ def ready_line(server: MaruServer) -> str:
         "start": round(age(), 3),
     }
     if server.config.json_logs:
-        return _as_json({"event": "ready", **facts})
+        return as_json({"event": "ready", **facts})
     where = " ".join(server.endpoints)
     return (
         f"maru-server is ready at {where} (channel {'on' if server.channel_path else 'off'}, "
@@ -99,8 +78,3 @@ def ready_line(server: MaruServer) -> str:
         f"{server.rm_address or 'off'}, {directory.entries} keys in {directory.regions} regions, after {facts['start']} s, "
         f"pid {facts['pid']})"
     )
-
-
-def _as_json(line: dict[str, Any]) -> str:
-    """With what is here already: the json module would be another hundredth of the start."""
-    return msgspec.json.encode(line, enc_hook=str).decode()

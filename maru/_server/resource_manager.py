@@ -25,6 +25,7 @@ import trio
 from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NotOwner, PoolFull, PoolUnusable
 from .._pool.pool import Pool, RegionFile
 from .._relay.lookup import FindUser, may_enter
+from .._relay.tcp import address_of, is_loopback, open_listener
 from .._wire.capability import auth_token, verify_auth_token
 from .._wire.resource_manager import (
     HEADER_BYTES,
@@ -46,7 +47,6 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
-from .tcp import address_of, is_loopback, open_listener
 
 MAX_CONNECTIONS: Final = 1_000
 """Each is a task and a descriptor; a host has some hundred processes that map regions."""

@@ -31,8 +31,9 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
+from .._addresses import CHANNEL_NAME
 from .._budget import Door
-from .._config import CHANNEL_NAME, ServerConfig
+from .._config import ServerConfig
 from .._directory import PoolMap
 from .._errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted, write_from_memory
@@ -40,11 +41,12 @@ from .._journal.journal import JournalStatistics
 from .._memory import huge_pages
 from .._own_directory import LOOK
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
-from .._pool.facts import memory_limit
+from .._pool.machine import memory_limit
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._process_limits import DESCRIPTORS, MOST_OPEN, few_descriptors, find_descriptors
 from .._relay.lookup import find_user, tells_users
+from .._relay.supervisor import RelayStatistics, RelaySupervisor
 from .._served_time import ServedTime
 from .._threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
@@ -68,7 +70,6 @@ from .endpoints import (
 )
 from .indexes import Indexes, IndexesStatistics
 from .key_events import KeyEvents
-from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .service import Allocation, Fact, Service, ServiceStatistics
 from .storage import Storage, open_storage

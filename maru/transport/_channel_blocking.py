@@ -170,14 +170,3 @@ class BlockingChannel:
         if connection is not None:
             self.losses += 1
             connection.close()
-
-
-def is_served(path: str) -> bool:
-    """Return whether a server listens at this path. The socket of a dead one refuses connections."""
-    try:
-        ChannelConnection(path).close()
-    except (FileNotFoundError, ConnectionRefusedError):
-        return False
-    except OSError:
-        return True
-    return True

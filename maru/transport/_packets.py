@@ -190,6 +190,17 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
+def is_served(path: str) -> bool:
+    """Return whether a server listens at this path. The socket of a dead one refuses connections."""
+    try:
+        connect(path).close()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def listen(path: str) -> socket.socket:
     """A socket that listens at this path, mode 0600. What a dead server left there is replaced.
 

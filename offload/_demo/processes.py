@@ -125,7 +125,7 @@ def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
         DemoFailed: there is no room for a pool anywhere.
     """
     from maru._errors import PoolUnusable
-    from maru._pool.placement import find_place
+    from maru.doctor import find_place
 
     try:
         place = find_place(nbytes, [str(pool.parent)] if pool else ())

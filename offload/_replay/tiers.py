@@ -78,7 +78,7 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Read
     from backends.maru import MaruTier
     from maru import MaruHandler, ServerConfig, open_server
     from maru._errors import PoolUnusable
-    from maru._pool.placement import find_place
+    from maru.doctor import find_place
 
     try:
         place = find_place(nbytes + _REGION_STEP)

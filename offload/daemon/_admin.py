@@ -24,7 +24,7 @@ from maru._errors import PoolUnusable
 from maru._files import OutputKind, open_input
 from maru._private_directory import open_private_directory
 from maru.transport import ChannelServer
-from maru.transport._channel_blocking import is_served
+from maru.transport._packets import is_served
 
 from .._errors import ConfigError
 from ._admin_messages import (

@@ -23,7 +23,7 @@ from backends._blockfile import check_directory
 from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.plugins._registry import read_spec
-from maru._config import IPC_NAME
+from maru._addresses import IPC_NAME
 from maru._errors import excerpt
 from maru._private_directory import check_private_directory
 from maru.transport._packets import LONGEST_PATH

@@ -10,7 +10,7 @@ from typing import Final
 
 import attrs
 
-from maru._pool.doctor import Finding, PathFact, Verdict, examine_directory, examine_socket
+from maru._pool.findings import Finding, PathFact, Verdict, examine_directory, examine_socket
 
 from .._health.degradations import GRAVE
 from ._admin_messages import Fact, SessionFacts, TierFacts

@@ -8,10 +8,10 @@ import sys
 import attrs
 import click
 
-from maru._cli._output import print_json
-from maru._cli.doctor import show_findings
-from maru._pool.doctor import Finding, Wanted, examine, worst
-from maru._pool.facts import path_fact, read_facts
+from maru._cli._output import print_json, show_findings
+from maru._pool.findings import Finding, worst
+from maru._pool.machine import path_fact
+from maru.doctor import examine_pool
 
 from ._admin_messages import Describe, Described, ListQuarantine, Quarantines
 from ._config import HANDOVER_NAME
@@ -82,5 +82,5 @@ def _page_store(described: Described | None) -> list[Finding]:
     if not path:
         return []
     its_own = {"file descriptors", "populating"}  # of this command, and not of the daemon
-    findings = examine(read_facts(path, sockets=[f"{path}/channel.sock"]), Wanted(connections=8, regions=8))
+    findings = examine_pool(path, sockets=[f"{path}/channel.sock"], connections=8, regions=8)
     return list(examine_pairs([one for one in findings if one.name not in its_own], "page store"))

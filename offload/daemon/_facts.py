@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from maru._memory import huge_pages, pinning
-from maru._pool.facts import memlock_limit
+from maru._pool.machine import memlock_limit
 from maru._process_limits import find_descriptors
 from maru.configuration import as_size
 

@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
+from maru._addresses import CHANNEL_NAME as POOL_CHANNEL
+from maru._addresses import LOCK as POOL_LOCK
 from maru._errors import PoolUnusable
 from maru._own_directory import LOOK, lock_directory, renew_directory
-from maru._pool.state_directory import LOCK
 from maru._private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer
@@ -380,7 +381,7 @@ class Daemon:
         paths = [f"{self.directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, LOCK_NAME)]
         if self.admin is not None:
             paths.append(self.admin.url.removeprefix("ipc://"))
-        return paths + ([f"{self.pool_path}/{LOCK}", f"{self.pool_path}/channel.sock"] if self.pool_path else [])
+        return paths + ([f"{self.pool_path}/{POOL_LOCK}", f"{self.pool_path}/{POOL_CHANNEL}"] if self.pool_path else [])
 
     async def _look_for_silent(self) -> None:
         service = self._service

@@ -141,7 +141,7 @@ def test_an_eventfd_is_woken_and_cleared():
 _WHOLE_PACKETS = {
     "maru/_pool/descriptors.py",
     "maru/_relay/lookup.py",
-    "maru/_server/relay_supervisor.py",
+    "maru/_relay/supervisor.py",
     "maru/transport/_packets.py",
     "maru/_all_bytes.py",
     "maru/_client/driver_trio.py",

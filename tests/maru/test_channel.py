@@ -16,7 +16,7 @@ import trio.testing
 
 import maru
 from maru import HandlerClosed, PoolUnusable
-from maru._config import CHANNEL_NAME
+from maru._addresses import CHANNEL_NAME
 from maru.testing import open_test_server
 from maru.transport import BlockingChannel, ChannelServer, _packet_listener, _packets, is_channel_peer, open_channel
 from maru.transport._packets import INLINE_BYTES, BadPacket, PacketConnection, connect

@@ -20,10 +20,10 @@ import trio
 import zmq
 
 from maru._relay import lookup
+from maru._relay import supervisor as relay_supervisor
 from maru._relay.handshake import greeting, ready
 from maru._relay.relay import Relay
-from maru._server import relay_supervisor
-from maru._server.relay_supervisor import RelaySupervisor
+from maru._relay.supervisor import RelaySupervisor
 from maru.testing import open_test_server
 from maru.transport import open_socket
 from tests.support.maru_actors import client

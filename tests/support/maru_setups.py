@@ -12,8 +12,9 @@ import types
 
 from maru._directory.changes import Changes
 from maru._pool.pool import open_pool
+from maru._relay import supervisor as relay_supervisor
 from maru._served_time import ServedTime
-from maru._server import indexes, relay_supervisor, server, storage
+from maru._server import indexes, server, storage
 
 
 def stall(gate: str) -> None:

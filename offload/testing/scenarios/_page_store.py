@@ -36,7 +36,7 @@ import trio
 
 from maru._all_bytes import read_some
 from maru._errors import PoolUnusable
-from maru._pool.placement import find_place
+from maru.doctor import find_place
 from maru.testing import Code, Fate, LossyWire
 
 from ._program import FaultKind
