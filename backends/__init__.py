@@ -6,7 +6,7 @@ when a :class:`~backends.device.DeviceTier` is made. ``make_tier`` makes any tie
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 from ._errors import BackendError as BackendError
 from ._errors import BlockSizeError as BlockSizeError

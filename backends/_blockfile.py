@@ -31,10 +31,10 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from maru._all_bytes import read_head, read_up_to, write_all
-from maru._forks import belongs_to, watch_forks
-from maru._own_directory import lock_directory
-from maru._private_directory import check_private_directory, open_private_directory
+from maru.base.all_bytes import read_head, read_up_to, write_all
+from maru.base.forks import belongs_to, watch_forks
+from maru.base.own_directory import lock_directory
+from maru.base.private_directory import check_private_directory, open_private_directory
 
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
 from ._keys import MAX_STORED_BYTES

@@ -21,8 +21,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from maru._memory.memory import Memory
-from maru._memory.pinning import Pin, uses_cuda
+from maru.base.memory.memory import Memory
+from maru.base.memory.pinning import Pin, uses_cuda
 from maru.exception_groups import holds, leaves
 
 from ._errors import BlockSizeError, DamagedBlock, Unproven, UnreadableBlock

@@ -10,10 +10,10 @@ import errno
 import mmap
 from collections.abc import Sequence
 
-from maru._errors import CannotMap
-from maru._memory.huge_pages import make_huge
-from maru._memory.memory import MADV_POPULATE_WRITE, Memory, madvise
-from maru._memory.pinning import Pin, uses_cuda, why_no_driver
+from maru.base.errors import CannotMap
+from maru.base.memory.huge_pages import make_huge
+from maru.base.memory.memory import MADV_POPULATE_WRITE, Memory, madvise
+from maru.base.memory.pinning import Pin, uses_cuda, why_no_driver
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed

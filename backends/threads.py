@@ -29,8 +29,8 @@ from typing import Any, TypeVar, TypeVarTuple
 import attrs
 import trio
 
-from maru import _threads as maru_threads
-from maru._all_bytes import clear_wake, wake
+from maru.base import threads as maru_threads
+from maru.base.all_bytes import clear_wake, wake
 
 from ._errors import Unproven
 from ._unproven import kept_if_unproven as kept_if_unproven

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, TypeVarTuple
 
 import trio
 
-from maru._threads import start_thread
+from maru.base.threads import start_thread
 
 M = TypeVar("M")
 T = TypeVar("T")

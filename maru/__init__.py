@@ -9,27 +9,27 @@ sockets.
 
 from typing import TYPE_CHECKING
 
-from ._lazy import lazily
+from .base.lazy import lazily
 
-from ._errors import MaruError as MaruError
-from ._errors import NoAnswer as NoAnswer
-from ._errors import FateUnknown as FateUnknown
-from ._errors import ServerLost as ServerLost
-from ._errors import ServerRefused as ServerRefused
-from ._errors import UntrustedServer as UntrustedServer
-from ._errors import LeaseLost as LeaseLost
-from ._errors import Damaged as Damaged
-from ._errors import HandlerClosed as HandlerClosed
-from ._errors import NotOwner as NotOwner
-from ._errors import CannotMap as CannotMap
-from ._errors import PoolFull as PoolFull
-from ._errors import PoolInUse as PoolInUse
-from ._errors import PoolUnusable as PoolUnusable
-from ._errors import JournalFailed as JournalFailed
-from ._errors import ForeignJournal as ForeignJournal
-from ._errors import BadFrame as BadFrame
-from ._errors import BadMessage as BadMessage
-from ._errors import ConfigError as ConfigError
+from .base.errors import MaruError as MaruError
+from .base.errors import NoAnswer as NoAnswer
+from .base.errors import FateUnknown as FateUnknown
+from .base.errors import ServerLost as ServerLost
+from .base.errors import ServerRefused as ServerRefused
+from .base.errors import UntrustedServer as UntrustedServer
+from .base.errors import LeaseLost as LeaseLost
+from .base.errors import Damaged as Damaged
+from .base.errors import HandlerClosed as HandlerClosed
+from .base.errors import NotOwner as NotOwner
+from .base.errors import CannotMap as CannotMap
+from .base.errors import PoolFull as PoolFull
+from .base.errors import PoolInUse as PoolInUse
+from .base.errors import PoolUnusable as PoolUnusable
+from .base.errors import JournalFailed as JournalFailed
+from .base.errors import ForeignJournal as ForeignJournal
+from .base.errors import BadFrame as BadFrame
+from .base.errors import BadMessage as BadMessage
+from .base.errors import ConfigError as ConfigError
 
 if TYPE_CHECKING:
     from ._client.handler import MaruHandler as MaruHandler

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
 
-from ._addresses import IPC_NAME, is_loopback
-from ._errors import ConfigError
 from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
+from .base.addresses import IPC_NAME, is_loopback
+from .base.errors import ConfigError
 from .configuration import Knob as Knob
 from .configuration import Knobs, as_bytes, as_size
 

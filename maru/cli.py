@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import Commands
+from .base.commands import Commands
 
 
 @click.group(

@@ -4,7 +4,7 @@ A package declares its knobs with a :class:`Knobs` of its own, as fields of froz
 and the reason for both. :meth:`Knobs.load` reads all sources. Pure, but for the reading of a file.
 
 Rule 1. A knob is checked when its class is made, wherever the value came from: what exists is valid.
-Rule 2. What is wrong raises the package's :class:`~maru._errors.KnobError`: the knob, the value, the bound, and where it
+Rule 2. What is wrong raises the package's :class:`~maru.base.errors.KnobError`: the knob, the value, the bound, and where it
         was set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
 Rule 4. An argument wins over the environment, which wins over the file, which wins over the default.
@@ -27,8 +27,8 @@ from typing import Any, Final, TypeVar, get_args
 import attrs
 import msgspec
 
-from ._errors import KnobError
-from ._files import read_file
+from .base.errors import KnobError
+from .base.files import read_file
 
 C = TypeVar("C", bound=attrs.AttrsInstance)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ._pool.doctor import Wanted, examine
 from ._pool.facts import read_facts
-from ._pool.findings import Finding as Finding
 from ._pool.placement import Placement as Placement
 from ._pool.placement import find_place as find_place
+from .base.findings import Finding as Finding
 
 
 def examine_pool(

@@ -14,10 +14,10 @@ from typing import Any
 import attrs
 import click
 
-from ._commands import Program, given_knobs, knob_option
 from ._config import ServerConfig, knobs, server_config
-from ._ending import ExitCode
-from ._errors import ConfigError, MaruError
+from .base.commands import Program, given_knobs, knob_option
+from .base.ending import ExitCode
+from .base.errors import ConfigError, MaruError
 from .exception_groups import leaves
 
 _SECTION = "server"

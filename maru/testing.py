@@ -18,14 +18,14 @@ from typing import Any, Final
 import attrs
 import trio
 
-from ._addresses import CHANNEL_NAME, IPC_NAME
 from ._client.sockets import open_dealer
 from ._config import MaruConfig, ServerConfig
-from ._errors import BadFrame
 from ._pool.placement import find_place
 from ._server.server import MaruServer, open_server
 from ._wire import REPLY, read_header
 from ._wire import Code as Code
+from .base.addresses import CHANNEL_NAME, IPC_NAME
+from .base.errors import BadFrame
 from .transport import ChannelServer, Message, MessageSocket, TrioSocket, is_channel_peer, open_socket
 
 _CAPACITY_BYTES: Final = 64 << 20

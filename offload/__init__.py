@@ -6,7 +6,7 @@ every run where it is installed (our plugin is in it), and ``offload --help`` ne
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._keys import block_key as block_key

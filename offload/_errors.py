@@ -6,7 +6,7 @@ import math
 
 import trio
 
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 
 
 class OffloadError(Exception):

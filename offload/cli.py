@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from maru._commands import Commands as Commands
+from maru.base.commands import Commands as Commands
 
 
 @click.group(

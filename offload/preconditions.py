@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol, TypeGuard, cast, final
 
 import trio
 
-from maru._memory.cuda import CudaError, find_driver
-from maru._threads import start_thread
+from maru.base.memory.cuda import CudaError, find_driver
+from maru.base.threads import start_thread
 
 from .abc import Precondition, PreconditionLike
 

@@ -9,7 +9,7 @@ import logging
 
 import click
 
-from maru._commands import Commands
+from maru.base.commands import Commands
 
 _PLACE = "offload._scenario"
 

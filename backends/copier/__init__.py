@@ -3,7 +3,7 @@
 :mod:`._pieces` decides which copies that takes, in numpy columns; :mod:`._copier` has the device make them.
 """
 
-from maru._memory.cuda import Event as Event
+from maru.base.memory.cuda import Event as Event
 
 from ._copier import Copier as Copier
 from ._copier import DeviceLost as DeviceLost

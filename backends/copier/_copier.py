@@ -22,9 +22,9 @@ from typing import Final, TypeAlias
 
 import attrs
 
-from maru._memory import pinning
-from maru._memory.cuda import CudaError, Driver, Event, Stream, find_driver
-from maru._threads import start_thread
+from maru.base.memory import pinning
+from maru.base.memory.cuda import CudaError, Driver, Event, Stream, find_driver
+from maru.base.threads import start_thread
 
 from .._errors import BackendError, Unproven
 from .._unproven import kept_if_unproven

@@ -23,10 +23,10 @@ from typing import Final, TypeVar
 
 import attrs
 
-from maru._errors import MaruError
-from maru._forks import belongs_to, watch_forks
-from maru._memory.mapping import Mapping, map_region
-from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru.base.descriptors import DescriptorRequest, fetch_descriptor
+from maru.base.errors import MaruError
+from maru.base.forks import belongs_to, watch_forks
+from maru.base.memory.mapping import Mapping, map_region
 
 from ._connection import Connection, open_connection
 from ._errors import PinnedPoolError, PoolClosed, PoolForked, PoolLost, PoolRefused, PoolTimeout

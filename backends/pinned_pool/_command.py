@@ -12,9 +12,9 @@ from pathlib import Path
 import attrs
 import click
 
-from maru._commands import given_knobs, knob_option
-from maru._ending import ExitCode
-from maru._printable import LineFormatter
+from maru.base.commands import given_knobs, knob_option
+from maru.base.ending import ExitCode
+from maru.base.printable import LineFormatter
 from maru.configuration import as_size
 from maru.exception_groups import leaves
 
@@ -97,7 +97,7 @@ def _configure_logging(config: PinnedPoolConfig) -> None:
     """Write this package's log to the standard error."""
     formatter: logging.Formatter = LineFormatter()
     if config.json_logs:
-        from maru._printable import JsonFormatter
+        from maru.base.printable import JsonFormatter
 
         formatter = JsonFormatter()
     handler = logging.StreamHandler(sys.stderr)

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 import attrs
 
-from maru._addresses import is_loopback
+from maru.base.addresses import is_loopback
 from maru.configuration import Document, Knobs
 from maru.configuration import Knob as Knob
 

@@ -20,8 +20,8 @@ from ipaddress import ip_address
 from time import perf_counter, sleep
 from typing import Final, Protocol
 
-from maru._listeners import find_tcp_listener
-from maru._peers import why_untrusted
+from maru.base.listeners import find_tcp_listener
+from maru.base.peers import why_untrusted
 from maru.transport import BlockingDealer, ChannelConnection, SocketOptions
 
 from ._config import default_directory

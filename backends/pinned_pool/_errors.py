@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 
 from .._errors import BackendError, PlaceClosed
 

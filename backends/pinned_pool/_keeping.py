@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import attrs
 
-from maru._forks import belongs_to
+from maru.base.forks import belongs_to
 
 from ._client import PinnedPoolClient
 from ._config import Pin

@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from maru._errors import CannotMap
-from maru._memory.huge_pages import reserve_huge
-from maru._memory.memory import Memory
-from maru._memory.pinning import Pin as Registration
-from maru._pool.machine import memory_left
+from maru.base.errors import CannotMap
+from maru.base.machine import memory_left
+from maru.base.memory.huge_pages import reserve_huge
+from maru.base.memory.memory import Memory
+from maru.base.memory.pinning import Pin as Registration
 
 from ._config import Pin
 from ._errors import PoolRefused

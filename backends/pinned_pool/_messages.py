@@ -11,10 +11,10 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from maru._errors import BadFrame as BadFrame
-from maru._typed_frames import decoded
-from maru._typed_frames import packed as packed
-from maru._typed_frames import unpacked as unpacked
+from maru.base.errors import BadFrame as BadFrame
+from maru.base.typed_frames import decoded
+from maru.base.typed_frames import packed as packed
+from maru.base.typed_frames import unpacked as unpacked
 
 VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 512 << 10
@@ -121,7 +121,7 @@ class Allocated(_Message, tag=34, frozen=True):
 
     allocation_id: _Number
     chunk_indices: bytes
-    """As `maru._typed_frames.packed` makes them."""
+    """As `maru.base.typed_frames.packed` makes them."""
 
 
 class PoolFull(_Message, tag=35, frozen=True):

@@ -25,15 +25,15 @@ from typing import Any, Final
 import attrs
 import trio
 
-from maru._errors import CannotMap, PoolInUse, PoolUnusable
-from maru._own_directory import LOOK, holder_of_lock
-from maru._pool.descriptors import DescriptorRequest, DescriptorServer
-from maru._pool.region_file import RegionFile
-from maru._pool.threads import Workers
-from maru._private_directory import open_private_directory
+from maru.base.descriptors import DescriptorRequest, DescriptorServer
+from maru.base.errors import CannotMap, PoolInUse, PoolUnusable
+from maru.base.own_directory import LOOK, holder_of_lock
+from maru.base.packets import is_served
+from maru.base.private_directory import open_private_directory
+from maru.base.region_file import RegionFile
+from maru.base.workers import Workers
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer, SocketOptions, TrioSocket, is_channel_peer, open_socket
-from maru.transport._packets import is_served
 
 from ._config import PinnedPoolConfig, default_directory
 from ._connection import channel_path
@@ -371,7 +371,7 @@ async def serve(
 
 
 def _open_private(path: str) -> tuple[int, str]:
-    """Open the directory of a pool, made if need be; see :func:`maru._private_directory.open_private_directory`."""
+    """Open the directory of a pool, made if need be; see :func:`maru.base.private_directory.open_private_directory`."""
     return open_private_directory(path, PoolUnusable, purpose="the directory of a pool")
 
 

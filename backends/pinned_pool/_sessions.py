@@ -16,7 +16,7 @@ from typing import Final
 import attrs
 import trio
 
-from maru._printable import printable
+from maru.base.printable import printable
 
 from ._errors import PoolRefused
 from ._memory import PoolMemory

@@ -7,7 +7,7 @@ them as far as they allow.
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 from ._registry import make_tier as make_tier
 from ._registry import register_tier as register_tier

@@ -30,8 +30,8 @@ from typing import TypeAlias
 import attrs
 import trio
 
-from maru._all_bytes import read_some
-from maru._threads import start_thread
+from maru.base.all_bytes import read_some
+from maru.base.threads import start_thread
 
 from .._errors import PlaceClosed
 from ..abc import Key

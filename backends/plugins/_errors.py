@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 
 from .._errors import BackendError
 

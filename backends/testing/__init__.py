@@ -9,7 +9,7 @@
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 from ._fake import FakeTier as FakeTier
 from ._fake import Faults as Faults

@@ -19,8 +19,6 @@ import attrs
 import click
 
 from .._config import HOW_TO_REACH, MaruConfig, client_config
-from .._ending import BadInput, EnvironmentFault
-from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused, excerpt
 from .._wire import (
     HEADER_BYTES,
     Code,
@@ -34,6 +32,8 @@ from .._wire import (
     read_header,
     request,
 )
+from ..base.ending import BadInput, EnvironmentFault
+from ..base.errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused, excerpt
 
 T = TypeVar("T", bound=Reply)
 

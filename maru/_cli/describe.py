@@ -8,10 +8,10 @@ from typing import TypeAlias
 import attrs
 import click
 
-from .._console import identifier
 from .._wire import OWN_CODES, Code, StatsReply, UsageReply
+from ..base.console import identifier
+from ..base.output import duration, print_json, show, size
 from ._connection import ServerConnection, ServerOptions, open_connection, server_options
-from ._output import duration, print_json, show, size
 
 Fact: TypeAlias = bool | int | float | str | None
 

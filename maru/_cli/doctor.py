@@ -12,16 +12,16 @@ from typing import NamedTuple, TypeAlias
 import attrs
 import click
 
-from .._addresses import IPC_NAME, is_loopback
 from .._config import ServerConfig, default_pool_path, server_config
-from .._errors import ConfigError, NoAnswer, ServerRefused
-from .._memory.pinning import why_no_driver
 from .._pool.doctor import Facts, Wanted, examine
 from .._pool.facts import read_facts
-from .._pool.findings import Finding, worst
 from .._pool.index_files import why_not_here
+from ..base.addresses import IPC_NAME, is_loopback
+from ..base.errors import ConfigError, NoAnswer, ServerRefused
+from ..base.findings import Finding, worst
+from ..base.memory.pinning import why_no_driver
+from ..base.output import print_json, show_findings
 from ._connection import ServerConnection, ServerOptions, probe_address, server_options, usage_errors
-from ._output import print_json, show_findings
 from .describe import Description, describe
 
 Sections: TypeAlias = Mapping[str, Mapping[str, object]]

@@ -8,13 +8,13 @@ from time import perf_counter
 
 import click
 
-from .._commands import FiniteRange
-from .._console import identifier, say
-from .._ending import CheckFailed
-from .._errors import NoAnswer
 from .._wire import Code, HeartbeatReply
+from ..base.commands import FiniteRange
+from ..base.console import identifier, say
+from ..base.ending import CheckFailed
+from ..base.errors import NoAnswer
+from ..base.output import duration, plural, print_json
 from ._connection import ServerOptions, open_connection, probe_address, server_options
-from ._output import duration, plural, print_json
 
 
 @click.command()

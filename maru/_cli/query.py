@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import attrs
 import click
 
-from .._console import identifier, say
 from .._wire import Code, KeyRequest, ListReply, ListRequest, LookupReply, UsageReply
+from ..base.console import identifier, say
+from ..base.output import plural, print_json, show, size
 from ._connection import ServerConnection, ServerOptions, open_connection, server_options
-from ._output import plural, print_json, show, size
 
 
 @attrs.frozen

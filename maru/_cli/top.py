@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
-from .._commands import FiniteRange
-from .._console import console, identifier, keys_pressed
-from .._errors import NoAnswer
 from .._wire import Code, StatsReply, UsageReply
+from ..base.commands import FiniteRange
+from ..base.console import console, identifier, keys_pressed
+from ..base.errors import NoAnswer
+from ..base.output import duration, print_json, show, size
 from ._connection import ServerConnection, ServerOptions, explain_no_answer, open_connection, server_options
-from ._output import duration, print_json, show, size
 from ._rates import COUNTED, HELD, Rates, Sample, compute_rates
 from .usage import as_json, pool_line, table_of
 

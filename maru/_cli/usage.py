@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .._wire import Code, InstanceUsage, UsageReply
+from ..base.output import bar, plural, print_json, share, show, size
 from ._connection import ServerOptions, open_connection, server_options
-from ._output import bar, plural, print_json, share, show, size
 
 if TYPE_CHECKING:
     from rich.table import Table

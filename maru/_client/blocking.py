@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from .._config import MaruConfig
-from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost
-from .._forks import belongs_to, watch_forks
-from .._threads import start_thread
 from .._wire import Code
+from ..base.errors import HandlerClosed, MaruError, NoAnswer, ServerLost
+from ..base.forks import belongs_to, watch_forks
+from ..base.threads import start_thread
 from . import handler_operations as handler_operations
 from . import operations as operations
 from .answers import Deleted, Loaded, Stored

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._errors import HandlerClosed, LeaseLost
+from ..base.errors import HandlerClosed, LeaseLost
 from .answers import Stored
 from .keys import list_keys
 from .operations import (

@@ -22,8 +22,8 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
-from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer
 from .._wire import HEADER_BYTES, decode_reply, read_header, request
+from ..base.errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer
 from ..transport import BlockingSocket
 from .correlation import Correlation
 from .handler_base import CallStatistics

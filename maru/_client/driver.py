@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from .._wire import ErrorReply
+from ..base.errors import HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from ..transport import BlockingSocket
 from .connections import Connection, ConnectionPool
 from .operations import Alone, Call, ClientState, Effect, Identify, Map, MapIndex, Operation, Work

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import trio
 
-from .._errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
-from .._peers import Listener
-from .._threads import NoThread, run_in_thread
 from .._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
+from ..base.errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
+from ..base.peers import Listener
+from ..base.threads import NoThread, run_in_thread
 from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation

@@ -20,8 +20,8 @@ import msgspec
 import trio
 
 from .._config import MaruConfig
-from .._errors import MaruError, NoAnswer, ServerLost
 from .._wire import Code
+from ..base.errors import MaruError, NoAnswer, ServerLost
 from ..exception_groups import raise_unwrapped
 from ..transport import OpenMessageSocket
 from . import columns as columns

@@ -13,20 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
-from .._forks import watch_forks
 from .._index import BoardWriter, IndexReader
-from .._listeners import find_tcp_listener
-from .._memory.mapping import Mapping, map_region
-from .._peers import why_untrusted
-from .._pool.descriptors import (
-    DescriptorRequest,
-    fetch_board_descriptor,
-    fetch_descriptor,
-    fetch_index_descriptor,
-)
 from .._pool.index_files import map_board, map_index
-from .._pool.region_file import region_file_name
 from .._wire.resource_manager import (
     HEADER_BYTES,
     RmAccessRequest,
@@ -37,6 +25,13 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
+from ..base.descriptors import DescriptorRequest, fetch_board_descriptor, fetch_descriptor, fetch_index_descriptor
+from ..base.errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
+from ..base.forks import watch_forks
+from ..base.listeners import find_tcp_listener
+from ..base.memory.mapping import Mapping, map_region
+from ..base.peers import why_untrusted
+from ..base.region_file import region_file_name
 from .operations import BoardPins, Map, MapIndex
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import stat
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from .._addresses import CHANNEL_NAME, IPC_NAME
 from .._config import MaruConfig
-from .._listeners import find_listener, find_unix_listener
-from .._peers import Listener
+from ..base.addresses import CHANNEL_NAME, IPC_NAME
+from ..base.listeners import find_listener, find_unix_listener
+from ..base.peers import Listener
 from ..transport import BlockingChannel, open_channel
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .._errors import Damaged, HandlerClosed, LeaseLost
+from ..base.errors import Damaged, HandlerClosed, LeaseLost
 from .copying import sums
 from .operations import ClientState, Pin, Span
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .._errors import ForeignJournal
+from ..base.errors import ForeignJournal
 from .replay import REFUSED, replay
 from .segments import Header, last_begun, list_files, remove, superseded, try_lock, write_snapshot
 

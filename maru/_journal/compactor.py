@@ -18,8 +18,8 @@ import trio
 from .._directory import Directory
 from .._directory.image import encode_image
 from .._directory.slices import Slices
-from .._errors import JournalFailed
-from .._threads import run_process
+from ..base.errors import JournalFailed
+from ..base.threads import run_process
 from .compaction import Outcome
 from .journal import Journal
 

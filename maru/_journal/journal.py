@@ -32,9 +32,9 @@ from typing import Final
 import attrs
 import trio
 
-from .._all_bytes import write_some, write_with
-from .._errors import JournalFailed
-from .._threads import NoThread, run_in_thread
+from ..base.all_bytes import write_some, write_with
+from ..base.errors import JournalFailed
+from ..base.threads import NoThread, run_in_thread
 from .segments import (
     BEGINNING,
     HEADER_BYTES,

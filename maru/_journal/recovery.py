@@ -36,7 +36,7 @@ from xxhash import xxh3_64_intdigest
 from .._directory import Directory, Limits, Location
 from .._directory.image import DirectoryImage
 from .._directory.records import Deleted, RegionDropped, SessionEnded
-from .._errors import JournalFailed
+from ..base.errors import JournalFailed
 from ..eviction import LRU, EvictionPolicy
 from .registrations import recorded_columns
 from .replay import REFUSED, replay

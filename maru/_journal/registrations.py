@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._directory import Columns
-from .._errors import BadMessage
 from .._wire import BatchRegisterRequest, RegisterRequest, StoreRequest, decode_request
+from ..base.errors import BadMessage
 
 _REGISTERING = (RegisterRequest, BatchRegisterRequest, StoreRequest)
 

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from .._directory import Directory, Limits
 from .._directory.image import DirectoryImage
 from .._directory.records import decode
-from .._errors import ForeignJournal
+from ..base.errors import ForeignJournal
 from ..eviction import LRU, EvictionPolicy
 from .registrations import recorded_columns
 from .segments import (

@@ -32,8 +32,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from .._all_bytes import write_all
-from .._errors import ForeignJournal
+from ..base.all_bytes import write_all
+from ..base.errors import ForeignJournal
 
 FORMAT_VERSION: Final = 1
 """Of headers, frames, records and images together."""

@@ -20,8 +20,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import attrs
 
-from .._errors import PoolFull, PoolUnusable
-from .region_file import RegionFile
+from ..base.errors import PoolFull, PoolUnusable
+from ..base.region_file import RegionFile
 from .spans import ALIGN_BYTES as ALIGN_BYTES
 
 Kind: TypeAlias = Literal["files", "memfd", "device"]

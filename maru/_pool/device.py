@@ -14,9 +14,10 @@ import stat
 import threading
 from collections.abc import Callable, Iterable
 
-from .._errors import CannotMap, PoolFull, PoolInUse, PoolUnusable
-from .._forks import watch_forks
-from .._memory.memory import Memory
+from ..base.errors import CannotMap, PoolFull, PoolInUse, PoolUnusable
+from ..base.forks import watch_forks
+from ..base.memory.memory import Memory
+from ..base.region_file import RegionFile
 from .backing import (
     ALIGN_BYTES,
     STEP_BYTES,
@@ -27,7 +28,6 @@ from .backing import (
     full_is_an_answer,
     not_now,
 )
-from .region_file import RegionFile
 from .spans import Spans
 from .state_directory import StateDirectory
 from .writers import may_read, may_write, read, written

@@ -11,7 +11,7 @@ from typing import Final
 
 import attrs
 
-from .findings import Finding, PathFact, Verdict, examine_directory, examine_socket
+from ..base.findings import Finding, PathFact, Verdict, examine_directory, examine_socket
 from .spans import ALIGN_BYTES
 
 _DESCRIPTORS_OF_ITS_OWN: Final = 64

@@ -8,14 +8,14 @@ import re
 import resource
 from collections.abc import Iterator, Sequence
 
-from .._addresses import LOCK
-from .._errors import MaruError
-from .._memory.huge_pages import why_no_huge_pages
-from .._memory.memory import can_populate
-from .._own_directory import locked_inodes
+from ..base.addresses import LOCK
+from ..base.errors import MaruError
+from ..base.machine import available_memory, group_memory_left, memlock_limit, path_fact, read_text
+from ..base.memory.huge_pages import why_no_huge_pages
+from ..base.memory.memory import can_populate
+from ..base.own_directory import locked_inodes
 from .device import device_facts
 from .doctor import DeviceFact, Facts, PoolFact
-from .machine import available_memory, group_memory_left, memlock_limit, path_fact, read_text
 
 
 def read_facts(

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
-from .._addresses import LOCK
-from .._errors import CannotMap, PoolUnusable
-from .._forks import watch_forks
-from .._memory.memory import Memory
-from .._own_directory import renew_directory
+from ..base.addresses import LOCK
+from ..base.errors import CannotMap, PoolUnusable
+from ..base.forks import watch_forks
+from ..base.memory.memory import Memory
+from ..base.own_directory import renew_directory
+from ..base.region_file import RegionFile, region_file_name
 from .backing import (
     ALIGN_BYTES,
     Adoption,
@@ -29,7 +30,6 @@ from .backing import (
     reserve_all,
 )
 from .index_files import leave_free
-from .region_file import RegionFile, region_file_name
 from .state_directory import StateDirectory, in_use, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")

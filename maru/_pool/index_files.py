@@ -23,10 +23,10 @@ import stat
 import sys
 from typing import Final
 
-from .._all_bytes import write_all_at
-from .._errors import CannotMap
 from .._index import BOARD_BYTES, header_of_board
 from .._index.layout import AT_RETIRED, HEADER_BYTES
+from ..base.all_bytes import write_all_at
+from ..base.errors import CannotMap
 
 PREFIX: Final = "maru.index."
 _NAME: Final = re.compile(r"maru\.index\.[1-9][0-9]*")

@@ -16,10 +16,10 @@ from typing import Final
 
 import attrs
 
-from .._errors import PoolUnusable
+from ..base.errors import PoolUnusable
+from ..base.findings import Finding
 from .doctor import Facts, Wanted, examine_space
 from .facts import read_facts
-from .findings import Finding
 
 MEMORY: Final = "/dev/shm"
 _JOURNAL_BYTES: Final = 4 << 20

@@ -19,16 +19,16 @@ from types import TracebackType
 import attrs
 import trio
 
-from .._errors import CannotMap, HandlerClosed, PoolFull, PoolUnusable
-from .._memory.huge_pages import reserve_huge
+from ..base.errors import CannotMap, HandlerClosed, PoolFull, PoolUnusable
+from ..base.memory.huge_pages import reserve_huge
+from ..base.region_file import RegionFile as RegionFile
+from ..base.workers import Workers
 from .backing import ALIGN_BYTES as ALIGN_BYTES
 from .backing import Adoption as Adoption
 from .backing import Backing, Kind, Reserve
 from .device import Device, open_device
 from .files import Files, Memfds
-from .region_file import RegionFile as RegionFile
 from .state_directory import StateDirectory, check_private, holder_of, identity_of, in_use
-from .threads import Workers
 
 MEMFD = "memfd"
 """In place of a path: files without a name, which no restart survives."""

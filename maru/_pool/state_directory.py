@@ -24,11 +24,11 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from .._addresses import LOCK
-from .._errors import PoolInUse, PoolUnusable
-from .._forks import watch_forks
-from .._own_directory import holder_of_lock, lock_directory, locked_inodes, renew_directory
-from .._private_directory import check_private_directory, open_private_directory
+from ..base.addresses import LOCK
+from ..base.errors import PoolInUse, PoolUnusable
+from ..base.forks import watch_forks
+from ..base.own_directory import holder_of_lock, lock_directory, locked_inodes, renew_directory
+from ..base.private_directory import check_private_directory, open_private_directory
 
 _POOL = "maru.pool"
 _STATE = "maru.state"

@@ -19,8 +19,8 @@ from typing import Final, TypeAlias
 import trio
 
 from .._config import JournalSync
-from .._errors import JournalFailed
 from .._journal.journal import Journal
+from ..base.errors import JournalFailed
 
 Answer: TypeAlias = tuple[bytes, bytes]
 """To which connection, and the frame."""

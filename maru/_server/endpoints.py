@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from .._addresses import IPC_NAME
 from .._config import ServerConfig
-from .._errors import ConfigError
+from ..base.addresses import IPC_NAME
+from ..base.errors import ConfigError
 from ..transport import CurveServer, SocketOptions, load_key_pair, load_public_keys
 
 RELAYED_NAME: Final = "tcp.sock"

@@ -28,10 +28,10 @@ import attrs
 import trio
 
 from .._directory import Directory
-from .._errors import CannotMap
 from .._index import Boards, IndexStatistics, TenantIndexes, bytes_for, tenant_of
 from .._pool.index_files import make_board, make_index_file, open_index_file, remove_index_file, why_not_here
-from .._threads import run_in_thread
+from ..base.errors import CannotMap
+from ..base.threads import run_in_thread
 from .committer import Committer
 
 LEAST_KEYS: Final = 1 << 14

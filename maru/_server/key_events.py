@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from .._config import ServerConfig
-from .._relay.supervisor import RelaySupervisor
+from ..base.relay.supervisor import RelaySupervisor
 from ..kv_events import EventPublisher, KeyBook, PublisherStatistics, publish_events
 from ..kv_events._messages import hash_of_hex
 from .endpoints import ANSWERS_NAME, EVENTS_NAME, event_addresses, event_ports, socket_options

@@ -11,10 +11,10 @@ import time
 
 import trio
 
-from .._commands import age, raise_descriptor_limit
 from .._config import ServerConfig
-from .._console import identifier
-from .._printable import JsonFormatter, LineFormatter, as_json
+from ..base.commands import age, raise_descriptor_limit
+from ..base.console import identifier
+from ..base.printable import JsonFormatter, LineFormatter, as_json
 from .garbage import short_collections
 from .server import MaruServer, open_server
 

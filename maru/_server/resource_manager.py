@@ -22,10 +22,7 @@ from typing import Final, Protocol, assert_never
 import attrs
 import trio
 
-from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NotOwner, PoolFull, PoolUnusable
 from .._pool.pool import Pool, RegionFile
-from .._relay.lookup import FindUser, may_enter
-from .._relay.tcp import address_of, is_loopback, open_listener
 from .._wire.capability import auth_token, verify_auth_token
 from .._wire.resource_manager import (
     HEADER_BYTES,
@@ -47,6 +44,9 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
+from ..base.errors import BadFrame, BadMessage, HandlerClosed, MaruError, NotOwner, PoolFull, PoolUnusable
+from ..base.relay.lookup import FindUser, may_enter
+from ..base.relay.tcp import address_of, is_loopback, open_listener
 
 MAX_CONNECTIONS: Final = 1_000
 """Each is a task and a descriptor; a host has some hundred processes that map regions."""

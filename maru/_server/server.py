@@ -10,7 +10,7 @@ slices, one in a step of a task of its own, so that everybody else has a turn in
 Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
 Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
 Rule 3. The pool may stall: who waits for memory waits, and nobody else.
-Rule 4. Time that passes while nobody reads does not count (`maru._served_time`).
+Rule 4. Time that passes while nobody reads does not count (`maru.base.served_time`).
 Rule 5. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
         do not.
 """
@@ -31,24 +31,24 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
-from .._addresses import CHANNEL_NAME
-from .._budget import Door
 from .._config import ServerConfig
 from .._directory import PoolMap
-from .._errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted, write_from_memory
 from .._journal.journal import JournalStatistics
-from .._memory import huge_pages
-from .._own_directory import LOOK
-from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
-from .._pool.machine import memory_limit
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
-from .._process_limits import DESCRIPTORS, MOST_OPEN, few_descriptors, find_descriptors
-from .._relay.lookup import find_user, tells_users
-from .._relay.supervisor import RelayStatistics, RelaySupervisor
-from .._served_time import ServedTime
-from .._threads import run_in_thread
+from ..base.addresses import CHANNEL_NAME
+from ..base.budget import Door
+from ..base.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
+from ..base.errors import HandlerClosed, JournalFailed, MaruError, PoolFull, PoolUnusable
+from ..base.machine import memory_limit
+from ..base.memory import huge_pages
+from ..base.own_directory import LOOK
+from ..base.process_limits import DESCRIPTORS, MOST_OPEN, few_descriptors, find_descriptors
+from ..base.relay.lookup import find_user, tells_users
+from ..base.relay.supervisor import RelayStatistics, RelaySupervisor
+from ..base.served_time import ServedTime
+from ..base.threads import run_in_thread
 from ..kv_events import KeyBook, PublisherStatistics
 from ..transport import (
     ChannelServer,

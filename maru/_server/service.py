@@ -28,7 +28,6 @@ from .._directory import Directory, DirectoryStatistics
 from .._directory.locations import Location
 from .._directory.records import encode
 from .._directory.slices import USES_AT_ONCE, Slices
-from .._errors import BadFrame, BadMessage
 from .._wire import (
     HEADER_BYTES,
     Code,
@@ -42,6 +41,7 @@ from .._wire import (
     read_header,
 )
 from .._wire.capability import auth_token, verify
+from ..base.errors import BadFrame, BadMessage
 from . import service_own as own
 from . import service_v1 as v1
 from .peers import Peer, Refused, Word

@@ -17,17 +17,17 @@ from typing import Final, NamedTuple
 
 import trio
 
-from .._addresses import CHANNEL_NAME
 from .._config import ServerConfig, default_pool_path
 from .._directory.lazy_order import LazyOrder
-from .._errors import MaruError
 from .._journal.recovery import foresee
 from .._pool.pool import check_pool
 from .._pool.state_directory import ID_BYTES, check_private, identity_of
-from .._relay.tcp import open_listener
-from .._threads import run_in_thread
+from ..base.addresses import CHANNEL_NAME
+from ..base.errors import MaruError
+from ..base.packets import check_socket
+from ..base.relay.tcp import open_listener
+from ..base.threads import run_in_thread
 from ..transport import check_free
-from ..transport._packets import check_socket
 from .endpoints import DESCRIPTORS_NAME, addresses, event_addresses, socket_options, unix_address
 from .storage import limits_of
 

@@ -20,13 +20,13 @@ from .._directory import Directory
 from .._directory.lazy_order import LazyOrder
 from .._directory.limits import Limits
 from .._directory.records import encode
-from .._errors import PoolUnusable
 from .._journal.journal import ROOM_BYTES, Journal
 from .._journal.recovery import Recovered, recover
 from .._journal.segments import current_boot_id
 from .._pool.index_files import retire_left
 from .._pool.pool import Pool, open_pool
-from .._threads import run_in_thread
+from ..base.errors import PoolUnusable
+from ..base.threads import run_in_thread
 
 _PATIENCE: Final = 0.1
 """For threads of the pool that are stuck: they let go of it when they are done, or with the process."""

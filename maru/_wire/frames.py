@@ -14,7 +14,7 @@ import enum
 import struct
 from typing import Final, NamedTuple, TypeAlias
 
-from .._errors import BadFrame
+from ..base.errors import BadFrame
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from .._errors import BadFrame, BadMessage
+from ..base.errors import BadFrame, BadMessage
 
 HEADER_BYTES: Final = 12
 MAX_PAYLOAD_BYTES: Final = 8192

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from .._errors import BadMessage
+from ..base.errors import BadMessage
 from .frames import REPLY, Buffer, Code, frame_of
 from .messages_own import (
     AnyOwnReply,

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import click
 
-from .._commands import ProgramGroup
+from ..base.commands import ProgramGroup
 from ._measure import Effort
 from ._row import Row
 from ._shown import Bench, run, shared_options

@@ -19,7 +19,7 @@ from types import TracebackType
 
 import zmq
 
-from .._scratch import scratch
+from ..base.scratch import scratch
 from ._processes import PATIENCE, Child, Clock
 
 _PACKET_BYTES = 64 << 10

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
-from .._all_bytes import read_some
-from .._ending import EnvironmentFault
-from .._errors import PoolUnusable
 from .._pool.placement import find_place
-from .._scratch import scratch
+from ..base.all_bytes import read_some
+from ..base.ending import EnvironmentFault
+from ..base.errors import PoolUnusable
+from ..base.scratch import scratch
 
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import click
 
-from .._console import console, show
+from ..base.console import console, show
 from ._measure import Effort
 from ._row import Row, lines_of, noise_of, table_of
 

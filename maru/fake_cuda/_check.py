@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from .._memory.cuda import CudaError, Driver, Event, Stream
-from .._memory.memory import PAGE_BYTES
+from ..base.memory.cuda import CudaError, Driver, Event, Stream
+from ..base.memory.memory import PAGE_BYTES
 
 _NBYTES: Final = 4 * PAGE_BYTES
 

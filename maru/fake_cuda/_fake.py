@@ -11,7 +11,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
-from .._memory import cuda
+from ..base.memory import cuda
 from ._memory import Allocation, HostSpan, allocate, find, opened, permissions
 from ._orders import Choose, latest
 from ._streams import Event, Stream, Work

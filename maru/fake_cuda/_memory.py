@@ -10,7 +10,7 @@ from typing import Final
 
 import attrs
 
-from .._memory.memory import PAGE_BYTES, _mmap, _munmap
+from ..base.memory.memory import PAGE_BYTES, _mmap, _munmap
 
 _HANDLE: Final = struct.Struct("<QQQQ")
 """Process, descriptor in it, bytes, device: what a handle for other processes says."""

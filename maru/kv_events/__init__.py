@@ -14,7 +14,7 @@ Any reader of vLLM's KV events can follow it. One of ours also sees a restart, a
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazily
+from ..base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._books import KeyBook as KeyBook

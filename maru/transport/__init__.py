@@ -34,7 +34,7 @@ a reply that is not there yet make it one.
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazily
+from ..base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._channel_client import open_channel as open_channel

@@ -18,7 +18,7 @@ from typing import Final
 import attrs
 import zmq
 
-from .._errors import HandlerClosed
+from ..base.errors import HandlerClosed
 from ._contract import Message
 from ._descriptor_wait import DescriptorWait
 from ._frames import EVENTS, IN, OUT, Port, TooManyFrames

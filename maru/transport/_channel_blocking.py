@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Final
 
-from .._errors import HandlerClosed
+from ..base.errors import HandlerClosed
+from ..base.packets import PacketConnection, connect
 from ._channel_client import MAX_FRAME_BYTES, RECONNECT_MAX, longer
 from ._descriptor_wait import DescriptorWait
-from ._packets import PacketConnection, connect
 
 _NEVER: Final = float("inf")
 _BUSY_POLL: Final = 100e-6

@@ -18,9 +18,9 @@ from typing import Final
 
 import trio
 
+from ..base.packets import PacketConnection, connect
 from ..exception_groups import raise_unwrapped
 from ._contract import OnLost, OnMessages
-from ._packets import PacketConnection, connect
 from ._waiting import Expected, Watch
 
 MAX_FRAME_BYTES: Final = 16 << 20

@@ -7,8 +7,8 @@ Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each pe
         meets a bound and does not read is disconnected. The loop itself never waits for a peer.
 Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
         earlier, its last message would count as a new peer's.
-Rule 4. Connections are a share of the descriptors of this process (:mod:`maru._budget`). One that is not admitted and silent
-        is ended, and the most silent of those goes before a newcomer is refused: silence costs nobody else a place.
+Rule 4. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`). One that is not admitted and
+        silent is ended, and the most silent of those goes before a newcomer is refused: silence costs nobody else a place.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Final
 import attrs
 import trio
 
-from .._process_limits import DESCRIPTORS
+from ..base.packet_listener import PacketListener
+from ..base.packets import INLINE_BYTES, PacketConnection
+from ..base.process_limits import DESCRIPTORS
 from ._fair_share import FairShares, Share
-from ._packet_listener import PacketListener
-from ._packets import INLINE_BYTES, PacketConnection
 from ._waiting import Waiter, Watch
 
 _BATCH: Final = 64
@@ -100,7 +100,7 @@ class ChannelServer:
         peer_bytes: that may wait for one peer, beyond what the kernel holds in its socket (about 200 kB).
         all_bytes: the same for all peers together; the peer with the most goes first.
         on_gone: is told of each connection that has ended, once, after its last message.
-        weight: share of the process's descriptors: see :class:`maru._budget.Budget`.
+        weight: share of the process's descriptors: see :class:`maru.base.budget.Budget`.
         admission: seconds for which a connection may be silent until it is admitted (:meth:`admit`); ``inf``: it is admitted
             as soon as it is there.
 

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias
 
 import zmq
 
+from ..base.packets import LONGEST_PATH
 from ._contract import Message
 from ._options import SocketOptions, apply
-from ._packets import LONGEST_PATH
 
 Raw: TypeAlias = "zmq.Socket[bytes]"
 

@@ -16,8 +16,8 @@ from typing import Final
 import attrs
 import zmq
 
-from .._errors import ConfigError
-from .._files import open_input
+from ..base.errors import ConfigError
+from ..base.files import open_input
 
 _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = re.compile(rb"^\s*(public|secret)-key\s*=\s*[\"']?([^\"'\s]*)[\"']?\s*$", re.MULTILINE)

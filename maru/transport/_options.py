@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 import zmq
 
-from .._errors import ConfigError
+from ..base.errors import ConfigError
 from ..configuration import Knobs
 from ._keys import CurveClient, CurveServer
 

@@ -20,7 +20,7 @@ import attrs
 import trio
 import zmq
 
-from .._threads import NoThread, run_in_thread
+from ..base.threads import NoThread, run_in_thread
 from ._bounded import BoundedWriter
 from ._contract import Message, OnMessages
 from ._frames import EVENTS, IN, OUT, Port, TooManyFrames

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import trio
 
-from maru._commands import output_directory, refuse
-from maru._console import console, print_json
-from maru._ending import EnvironmentFault, ExitCode, lacking
+from maru.base.commands import output_directory, refuse
+from maru.base.console import console, print_json
+from maru.base.ending import EnvironmentFault, ExitCode, lacking
 
 from .display import show, show_progress
 from .document import document

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import trio
 
-from maru._scratch import scratch
+from maru.base.scratch import scratch
 from maru.exception_groups import raise_unwrapped
 
 from ..client import open_connection

@@ -17,8 +17,8 @@ import attrs
 import click
 import trio
 
-from maru._ending import EnvironmentFault
-from maru._scratch import scratch
+from maru.base.ending import EnvironmentFault
+from maru.base.scratch import scratch
 
 from .display import ProgressBars
 
@@ -124,7 +124,7 @@ def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
     Raises:
         DemoFailed: there is no room for a pool anywhere.
     """
-    from maru._errors import PoolUnusable
+    from maru.base.errors import PoolUnusable
     from maru.doctor import find_place
 
     try:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from backends.abc import Capabilities, ReadableTier, Source
 from backends.closing import close_beside
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 
 from .._errors import ConfigError
 from .._pipeline.page_hold import held_pages_of

@@ -40,7 +40,7 @@ import trio
 from backends.abc import Capabilities, Key, TenantTier
 from backends.closing import close, close_beside, closing
 from backends.forwarding import ForwardingTier
-from maru._threads import run_in_thread
+from maru.base.threads import run_in_thread
 
 from .._errors import TierTooSlow
 from .._health.faults import describe, is_absence

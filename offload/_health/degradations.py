@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import attrs
 
-from maru._process_limits import MOST_OPEN, few_descriptors
+from maru.base.process_limits import MOST_OPEN, few_descriptors
 from maru.configuration import as_size
 
 Name: TypeAlias = Literal[

@@ -19,7 +19,7 @@ import trio
 from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven, UnreadableBlock
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused, UntrustedServer
-from maru._printable import printable
+from maru.base.printable import printable
 from maru.exception_groups import unwrap
 
 from .._errors import TierBehindFailed, TierTooSlow, TierUnavailable

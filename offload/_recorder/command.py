@@ -7,10 +7,10 @@ import time
 import click
 import msgspec
 
-from maru._commands import FiniteRange, output_file
-from maru._console import say
-from maru._ending import BadInput, EnvironmentFault
-from maru._files import read_file
+from maru.base.commands import FiniteRange, output_file
+from maru.base.console import say
+from maru.base.ending import BadInput, EnvironmentFault
+from maru.base.files import read_file
 
 from .._errors import IncidentError
 from .layout import MOST_BYTES, RECORDING, SEGMENTS_AT

@@ -10,7 +10,7 @@ import struct
 from typing import Final
 from zlib import crc32
 
-from maru._files import OutputKind
+from maru.base.files import OutputKind
 
 MAGIC: Final = b"OFFLDREC"
 RECORDING: Final = OutputKind("a recording", MAGIC, private=True)

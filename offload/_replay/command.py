@@ -14,10 +14,10 @@ import click
 import trio
 
 from backends import BackendError
-from maru._commands import FiniteRange, given, output_file, refuse, write_output
-from maru._console import print_json
-from maru._ending import BadInput, EnvironmentFault, ExitCode
-from maru._files import PICTURE, SCENARIO
+from maru.base.commands import FiniteRange, given, output_file, refuse, write_output
+from maru.base.console import print_json
+from maru.base.ending import BadInput, EnvironmentFault, ExitCode
+from maru.base.files import PICTURE, SCENARIO
 
 from .._errors import OffloadError
 from .clock import SkippingClock

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from maru._console import console
-from maru._console import show as print_parts
+from maru.base.console import console
+from maru.base.console import show as print_parts
 
 from .report import Percentiles, ReplayReport
 from .units import size_text

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from maru._commands import write_output
-from maru._console import print_json
-from maru._console import show as print_parts
-from maru._files import PICTURE
+from maru.base.commands import write_output
+from maru.base.console import print_json
+from maru.base.console import show as print_parts
+from maru.base.files import PICTURE
 from maru.eviction import AdaptiveLRFU
 
 from .._errors import OffloadError

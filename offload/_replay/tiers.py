@@ -12,7 +12,7 @@ from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from maru._scratch import scratch
+from maru.base.scratch import scratch
 
 from .options import ReplayError, ReplayOptions, TierSpec
 from .units import size_text
@@ -77,7 +77,7 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Read
 
     from backends.maru import MaruTier
     from maru import MaruHandler, ServerConfig, open_server
-    from maru._errors import PoolUnusable
+    from maru.base.errors import PoolUnusable
     from maru.doctor import find_place
 
     try:

@@ -20,7 +20,7 @@ from typing import IO, Annotated, Literal, TypeAlias
 
 import msgspec
 
-from maru._files import open_input
+from maru.base.files import open_input
 
 from .._errors import OffloadError
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import click
 
-from maru._commands import given
-from maru._ending import BadInput as BadInput
+from maru.base.commands import given
+from maru.base.ending import BadInput as BadInput
 from offload.testing.scenarios._program import Scenario
 
 if TYPE_CHECKING:

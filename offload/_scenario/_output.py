@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from maru._cli._output import duration as duration
-from maru._cli._output import plural as plural
-from maru._console import console
-from maru._console import print_json as print_json
-from maru._console import show as show
-from maru._ending import Interruption
+from maru.base.console import console
+from maru.base.console import print_json as print_json
+from maru.base.console import show as show
+from maru.base.ending import Interruption
+from maru.base.output import duration as duration
+from maru.base.output import plural as plural
 from offload.testing.scenarios._summary import FoundViolation, Played, Summary
 
 if TYPE_CHECKING:

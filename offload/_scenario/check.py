@@ -15,9 +15,9 @@ import attrs
 import click
 import msgspec
 
-from maru._commands import output_directory, write_output
-from maru._ending import ExitCode, until_interrupted
-from maru._files import SCENARIO
+from maru.base.commands import output_directory, write_output
+from maru.base.ending import ExitCode, until_interrupted
+from maru.base.files import SCENARIO
 from offload.testing.scenarios._players import PROBE, Fuzzing, Probe, Probing, Series, probe_of
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._promises import Promise, promises

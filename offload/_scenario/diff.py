@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from maru._ending import ExitCode
+from maru.base.ending import ExitCode
 from offload.testing.scenarios._trace import (
     TRACE_HEADER,
     Difference,

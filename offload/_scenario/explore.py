@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from maru._commands import output_file, refuse, write_output
-from maru._ending import ExitCode, until_interrupted
-from maru._files import SCENARIO
+from maru.base.commands import output_file, refuse, write_output
+from maru.base.ending import ExitCode, until_interrupted
+from maru.base.files import SCENARIO
 from offload.abc import HOOKS
 from offload.testing.scenarios._players import Exploring, Playing
 from offload.testing.scenarios._summary import Summary, reachable

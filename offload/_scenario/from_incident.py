@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from maru._commands import FiniteRange, output_file, write_output
-from maru._ending import BadInput
-from maru._files import SCENARIO
+from maru.base.commands import FiniteRange, output_file, write_output
+from maru.base.ending import BadInput
+from maru.base.files import SCENARIO
 from offload._recorder.command import read
 from offload.testing.scenarios._check import check
 from offload.testing.scenarios._files import to_toml

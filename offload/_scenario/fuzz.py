@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from maru._commands import output_directory, write_output
-from maru._ending import EnvironmentFault, ExitCode, until_interrupted
-from maru._files import SCENARIO
+from maru.base.commands import output_directory, write_output
+from maru.base.ending import EnvironmentFault, ExitCode, until_interrupted
+from maru.base.files import SCENARIO
 from offload.testing.scenarios._players import Player, Playing
 from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._trace import Report

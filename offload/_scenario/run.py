@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import click
 
-from maru._commands import FiniteRange, output_file, refuse, write_output
-from maru._ending import ExitCode, until_interrupted
-from maru._files import JUNIT, PERFETTO, RUN_TRACE
+from maru.base.commands import FiniteRange, output_file, refuse, write_output
+from maru.base.ending import ExitCode, until_interrupted
+from maru.base.files import JUNIT, PERFETTO, RUN_TRACE
 from offload.testing.scenarios._players import Playing
 from offload.testing.scenarios._summary import Case, Played, Suite, Summary, reachable, to_junit
 from offload.testing.scenarios._trace import Report

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import click
 import msgspec
 
-from maru._commands import refuse
+from maru.base.commands import refuse
 from offload.testing.scenarios._names import expand
 from offload.testing.scenarios._program import (
     After,

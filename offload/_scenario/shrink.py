@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
-from maru._commands import output_file, write_output
-from maru._console import console
-from maru._files import SCENARIO
+from maru.base.commands import output_file, write_output
+from maru.base.console import console
+from maru.base.files import SCENARIO
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._shrink import (
     BUDGET,

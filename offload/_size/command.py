@@ -8,9 +8,9 @@ from pathlib import Path
 import attrs
 import click
 
-from maru._console import print_json
-from maru._ending import BadInput
-from maru._files import read_file
+from maru.base.console import print_json
+from maru.base.ending import BadInput
+from maru.base.files import read_file
 from maru.configuration import as_bytes, as_size
 
 from .model import ITEM_BYTES, GroupSize, ModelShape, PoolSize

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
-from maru._files import PERFETTO
+from maru.base.files import PERFETTO
 
 from .._errors import ConfigError
 from .._pipeline.container import OffloadBatch, OffloadContainer

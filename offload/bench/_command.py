@@ -8,8 +8,8 @@ from typing import Any, Final, cast
 
 import click
 
-from maru._commands import ProgramGroup
-from maru._ending import BadInput
+from maru.base.commands import ProgramGroup
+from maru.base.ending import BadInput
 from maru.bench._measure import Effort
 from maru.bench._row import Row
 from maru.bench._shown import Bench, run, shared_options

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
-from maru._scratch import scratch
+from maru.base.scratch import scratch
 from maru.bench._echo import PacketCaller, echo
 from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest
 from maru.bench._processes import BenchFailed, Child, processor_time

@@ -20,7 +20,7 @@ from backends.block_layout import Plane
 from backends.copier import BlockPieces, Pieces, close_copiers, copier_of
 from backends.device import DeviceBlocks
 from backends.memory import HostPages
-from maru._memory.cuda import Driver, NoDriver, find_driver
+from maru.base.memory.cuda import Driver, NoDriver, find_driver
 from maru.bench._measure import Effort, in_turn, noisiest
 from maru.bench._row import Goal, Row
 from maru.fake_cuda import FakeCuda, use

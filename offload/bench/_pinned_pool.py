@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
-from maru._scratch import scratch
+from maru.base.scratch import scratch
 from maru.bench._measure import Effort, Sample, in_turn, noisiest
 from maru.bench._processes import Child
 from maru.bench._row import Goal, Row

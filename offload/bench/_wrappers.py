@@ -28,7 +28,7 @@ from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Fp8, Wrapper, Zstd, slot_bytes, wrap
-from maru._scratch import scratch
+from maru.base.scratch import scratch
 from maru.bench._measure import Effort, Sample, in_trio, in_turn, noisiest
 from maru.bench._row import Row
 

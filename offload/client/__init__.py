@@ -10,7 +10,7 @@ place, the tensors of the cache lie in :class:`SharedMemory`, or on a CUDA devic
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._opening import open_client as open_client

@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backends.pages import Pages
-from maru._errors import CannotMap
-from maru._memory.background import in_background
-from maru._memory.huge_pages import make_huge
-from maru._memory.memory import Memory
-from maru._memory.pinning import Pin, uses_cuda
+from maru.base.errors import CannotMap
+from maru.base.memory.background import in_background
+from maru.base.memory.huge_pages import make_huge
+from maru.base.memory.memory import Memory
+from maru.base.memory.pinning import Pin, uses_cuda
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ What operators say is in ``_admin_messages``, what is done for it in ``_admin``;
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._server import open_daemon as open_daemon

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import trio
 
-from maru._errors import PoolUnusable
-from maru._files import OutputKind, open_input
-from maru._private_directory import open_private_directory
+from maru.base.errors import PoolUnusable
+from maru.base.files import OutputKind, open_input
+from maru.base.packets import is_served
+from maru.base.private_directory import open_private_directory
 from maru.transport import ChannelServer
-from maru.transport._packets import is_served
 
 from .._errors import ConfigError
 from ._admin_messages import (

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, Union
 import msgspec
 
 from backends.abc import MAX_KEY_BYTES
-from maru._typed_frames import decoded
+from maru.base.typed_frames import decoded
 
 from ._messages import MAX_CREDENTIAL_BYTES, MAX_FRAME_BYTES, MAX_NUMBERS, Answer, Done, MessageKind, Refused, Request
 

@@ -23,10 +23,10 @@ from backends._blockfile import check_directory
 from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.plugins._registry import read_spec
-from maru._addresses import IPC_NAME
-from maru._errors import excerpt
-from maru._private_directory import check_private_directory
-from maru.transport._packets import LONGEST_PATH
+from maru.base.addresses import IPC_NAME
+from maru.base.errors import excerpt
+from maru.base.packets import LONGEST_PATH
+from maru.base.private_directory import check_private_directory
 
 from .._engine.config import EngineConfig, TierLike, TierTable
 from .._engine.factories import leads_on, make_policies, make_tier

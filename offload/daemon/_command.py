@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import click
 
-from maru._all_bytes import write_all
-from maru._commands import age, given_knobs, knob_option, raise_descriptor_limit
-from maru._ending import ExitCode
-from maru._errors import MaruError
-from maru._printable import LineFormatter, printable
+from maru.base.all_bytes import write_all
+from maru.base.commands import age, given_knobs, knob_option, raise_descriptor_limit
+from maru.base.ending import ExitCode
+from maru.base.errors import MaruError
+from maru.base.printable import LineFormatter, printable
 from maru.exception_groups import leaves
 
 from .._errors import ConfigError
@@ -186,7 +186,7 @@ class _Running:
             return await self._reload()
 
     async def _reload(self) -> list[str]:
-        from maru._threads import run_in_thread
+        from maru.base.threads import run_in_thread
 
         from ._checking import check_settings
         from ._notify import notify

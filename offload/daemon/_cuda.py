@@ -33,8 +33,8 @@ from backends.copier import DeviceLost
 from backends.device import DeviceBlocks
 from backends.pages import Pages
 from backends.slots import Storage
-from maru._memory.cuda import CudaError, Driver, NoDriver, find_driver
-from maru._threads import start_thread
+from maru.base.memory.cuda import CudaError, Driver, NoDriver, find_driver
+from maru.base.threads import start_thread
 
 from ._layout import BadLayout, CacheLayout
 from ._messages import CudaMemory, Refusal, TensorLayout

@@ -16,8 +16,8 @@ import trio
 
 from backends.file import FileTier
 from backends.threads import run_in_thread
-from maru._memory import pinning
-from maru._process_limits import find_descriptors
+from maru.base.memory import pinning
+from maru.base.process_limits import find_descriptors
 
 from .._health import HealthState
 from .._health.degradations import GRAVE, Degradation, DegradationWatch, RoomFact, ServiceFacts

@@ -10,7 +10,7 @@ from typing import Final
 
 import attrs
 
-from maru._pool.findings import Finding, PathFact, Verdict, examine_directory, examine_socket
+from maru.base.findings import Finding, PathFact, Verdict, examine_directory, examine_socket
 
 from .._health.degradations import GRAVE
 from ._admin_messages import Fact, SessionFacts, TierFacts
@@ -215,6 +215,6 @@ def _limit(limit: Fact) -> str:
 
 
 def _size(count: int) -> str:
-    from maru._cli._output import size
+    from maru.base.output import size
 
     return size(count)

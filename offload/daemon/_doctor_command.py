@@ -8,9 +8,9 @@ import sys
 import attrs
 import click
 
-from maru._cli._output import print_json, show_findings
-from maru._pool.findings import Finding, worst
-from maru._pool.machine import path_fact
+from maru.base.findings import Finding, worst
+from maru.base.machine import path_fact
+from maru.base.output import print_json, show_findings
 from maru.doctor import examine_pool
 
 from ._admin_messages import Describe, Described, ListQuarantine, Quarantines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from maru._ending import ExitCode
+from maru.base.ending import ExitCode
 
 
 @attrs.frozen

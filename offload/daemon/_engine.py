@@ -19,8 +19,8 @@ import trio
 from backends.abc import Key, Tier
 from backends.memory import MemoryTier
 from backends.threads import run_in_thread
-from maru._memory.pinning import expect_cuda
-from maru._pool.machine import memory_limit
+from maru.base.machine import memory_limit
+from maru.base.memory.pinning import expect_cuda
 from maru.configuration import as_bytes
 from maru.kv_events import KeyBook
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from maru._relay.supervisor import RelaySupervisor
+from maru.base.relay.supervisor import RelaySupervisor
 from maru.kv_events import KeyBook, open_publisher
 
 from ._event_names import EventNames

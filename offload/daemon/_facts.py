@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from maru._memory import huge_pages, pinning
-from maru._pool.machine import memlock_limit
-from maru._process_limits import find_descriptors
+from maru.base.machine import memlock_limit
+from maru.base.memory import huge_pages, pinning
+from maru.base.process_limits import find_descriptors
 from maru.configuration import as_size
 
 from ._admin_messages import Fact, SessionFacts, TierFacts

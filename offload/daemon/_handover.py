@@ -23,10 +23,10 @@ from typing import Annotated, Final
 import msgspec
 import trio
 
-from maru._listeners import peer_uid
-from maru._process_limits import DESCRIPTORS
-from maru.transport._packet_listener import PacketListener, serve_briefly
-from maru.transport._packets import descriptors_in, reachable
+from maru.base.listeners import peer_uid
+from maru.base.packet_listener import PacketListener, serve_briefly
+from maru.base.packets import descriptors_in, reachable
+from maru.base.process_limits import DESCRIPTORS
 
 from ._layout import BadLayout
 from ._messages import TOKEN_BYTES, Refusal, cut

@@ -28,11 +28,11 @@ from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
 from backends.pages import Pages, copy_pages, new_pages
 from backends.slots import Storage
 from backends.threads import kept_if_unproven
-from maru._all_bytes import read_all, write_all_at
-from maru._budget import Budget, Door
-from maru._errors import CannotMap
-from maru._memory.memory import Memory
-from maru._process_limits import ADDRESS_SPACE, DESCRIPTORS, MAPPINGS
+from maru.base.all_bytes import read_all, write_all_at
+from maru.base.budget import Budget, Door
+from maru.base.errors import CannotMap
+from maru.base.memory.memory import Memory
+from maru.base.process_limits import ADDRESS_SPACE, DESCRIPTORS, MAPPINGS
 
 from ._layout import BadLayout, CacheLayout
 from ._messages import Refusal

@@ -22,10 +22,10 @@ import attrs
 import msgspec
 
 from backends.abc import MAX_KEY_BYTES
-from maru._errors import BadFrame as BadFrame
-from maru._typed_frames import decoded
-from maru._typed_frames import packed as packed
-from maru._typed_frames import unpacked as unpacked
+from maru.base.errors import BadFrame as BadFrame
+from maru.base.typed_frames import decoded
+from maru.base.typed_frames import packed as packed
+from maru.base.typed_frames import unpacked as unpacked
 
 OLDEST: Final = 1
 VERSION: Final = 2
@@ -211,13 +211,13 @@ class Store(_Message, tag=5, frozen=True):
     cache: _U63
     keys: _Keys
     blocks: _Column
-    """The number of each block, as :func:`maru._typed_frames.packed` makes them."""
+    """The number of each block, as :func:`maru.base.typed_frames.packed` makes them."""
     waits: bool = False
     """Whether it waits for its ``signal``: the bytes are not written yet."""
     cancel_token: _U63 = 0
     """Stores with the same number, but 0, can be cancelled together."""
     depths: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)] = b""
-    """The index of each block in its prefix, as :func:`maru._typed_frames.packed` makes them; empty: not known."""
+    """The index of each block in its prefix, as :func:`maru.base.typed_frames.packed` makes them; empty: not known."""
 
 
 class Stored(_Answer, tag=133, frozen=True):

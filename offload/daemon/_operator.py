@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 import attrs
 import click
 
-from maru._commands import FiniteRange, given_knobs, knob_option
-from maru._ending import BadInput, EnvironmentFault
+from maru.base.commands import FiniteRange, given_knobs, knob_option
+from maru.base.ending import BadInput, EnvironmentFault
 from maru.transport import ChannelConnection
 
 from .._errors import ConfigError

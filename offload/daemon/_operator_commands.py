@@ -10,9 +10,9 @@ from time import perf_counter
 import click
 import msgspec
 
-from maru._cli._output import duration, plural, print_json, show, size
-from maru._console import identifier, say
-from maru._ending import BadInput, CheckFailed
+from maru.base.console import identifier, say
+from maru.base.ending import BadInput, CheckFailed
+from maru.base.output import duration, plural, print_json, show, size
 
 from ._admin_messages import (
     Describe,

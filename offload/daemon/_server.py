@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
-from maru._addresses import CHANNEL_NAME as POOL_CHANNEL
-from maru._addresses import LOCK as POOL_LOCK
-from maru._errors import PoolUnusable
-from maru._own_directory import LOOK, lock_directory, renew_directory
-from maru._private_directory import open_private_directory
+from maru.base.addresses import CHANNEL_NAME as POOL_CHANNEL
+from maru.base.addresses import LOCK as POOL_LOCK
+from maru.base.errors import PoolUnusable
+from maru.base.own_directory import LOOK, lock_directory, renew_directory
+from maru.base.private_directory import open_private_directory
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelServer
 

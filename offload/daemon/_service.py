@@ -27,9 +27,9 @@ import trio
 
 from backends.abc import Deletion
 from backends.slots import Storage
-from maru._own_directory import LOOK
-from maru._served_time import ServedTime
-from maru._threads import run_in_thread
+from maru.base.own_directory import LOOK
+from maru.base.served_time import ServedTime
+from maru.base.threads import run_in_thread
 
 from .._engine import Engine
 from ._cuda import Devices

@@ -25,7 +25,7 @@ from typing import Any, Final
 import attrs
 
 from backends.abc import Key
-from maru._printable import printable
+from maru.base.printable import printable
 
 from ._messages import MAX_NUMBERS, TOKEN_BYTES, Refusal
 

@@ -46,7 +46,7 @@ from typing import Any
 
 import trio
 
-from maru._all_bytes import clear_wake, wake
+from maru.base.all_bytes import clear_wake, wake
 
 from .._errors import EngineClosed, EngineForked, PipelineClosed
 

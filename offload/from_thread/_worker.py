@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import trio
 
 from backends.abc import Blocks, Canary, Deletion, Destination, Source, Unproven
-from maru._forks import belongs_to, watch_forks
-from maru._threads import start_thread
+from maru.base.forks import belongs_to, watch_forks
+from maru.base.threads import start_thread
 from maru.exception_groups import holds
 
 from .._engine import Engine, LayoutCheck, LoadResult

@@ -5,7 +5,7 @@ The page needs the extra ``status``. Names are imported when they are first used
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._source import EngineStatus as EngineStatus

@@ -1,7 +1,7 @@
 """Serves the status page over HTTP: hypercorn's connections, in the trio run of what is looked at.
 
-Rule 1. Connections are a share of the descriptors of this process (:mod:`maru._budget`), asked for before one is served: over
-        TCP any user of the host may connect, and a connection too many ends a process with ZeroMQ. Users other than this
+Rule 1. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`), asked for before one is served:
+        over TCP any user of the host may connect, and a connection too many ends a process with ZeroMQ. Users other than this
         process's own and root have half of them together.
 Rule 2. A connection without a request is closed after ``keep_alive_timeout`` of hypercorn, 5 s.
 """
@@ -16,9 +16,9 @@ from typing import Any, Final, cast
 
 import trio
 
-from maru._listeners import peer_uid
-from maru._process_limits import DESCRIPTORS
-from maru._relay.lookup import find_user, may_enter
+from maru.base.listeners import peer_uid
+from maru.base.process_limits import DESCRIPTORS
+from maru.base.relay.lookup import find_user, may_enter
 
 try:
     # Not hypercorn's own `serve`: it accepts without a bound.

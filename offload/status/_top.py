@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from maru._cli._output import duration, share, size
-from maru._commands import FiniteRange
-from maru._console import console, keys_pressed, show
-from maru._ending import BadInput, EnvironmentFault
-from maru._printable import printable
+from maru.base.commands import FiniteRange
+from maru.base.console import console, keys_pressed, show
+from maru.base.ending import BadInput, EnvironmentFault
+from maru.base.output import duration, share, size
+from maru.base.printable import printable
 
 from .._errors import ConfigError
 from .._stage_times import STAGES

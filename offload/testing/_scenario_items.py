@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from maru._files import PERFETTO
+from maru.base.files import PERFETTO
 
 if TYPE_CHECKING:
     from .scenarios._program import Scenario, Seam

@@ -6,7 +6,7 @@ import pytest
 
 from backends import _copying
 from backends._copying import BOUNCE_BYTES, Bounce
-from maru._memory.pinning import spans
+from maru.base.memory.pinning import spans
 from tests.support.cuda_process import process_with_cuda
 
 

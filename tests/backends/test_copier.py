@@ -18,7 +18,7 @@ from backends.block_layout import Plane, TensorMemory, as_one_run
 from backends.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers, copier_of
 from backends.device import DeviceTier
 from backends.pages import new_pages
-from maru._memory.cuda import CudaError
+from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import FakeCuda, every_order, use
 
 N, LAYERS, RUN = 6, 4, 64

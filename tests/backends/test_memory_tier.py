@@ -32,9 +32,9 @@ from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages
 from backends.slots import PORTION_BYTES, PagesDestination
 from backends.testing import check_tier, payload_of
 from backends.threads import keep_threads
-from maru._memory.cuda import find_driver
-from maru._memory.huge_pages import why_no_huge_pages
-from maru._memory.pinning import spans
+from maru.base.memory.cuda import find_driver
+from maru.base.memory.huge_pages import why_no_huge_pages
+from maru.base.memory.pinning import spans
 from maru.eviction import LRU
 from maru.fake_cuda import FakeCuda
 from tests.support.cuda_process import process_with_cuda
@@ -399,7 +399,7 @@ def test_populating_touches_every_page(madvise, monkeypatch):
     if madvise == "is refused":
         monkeypatch.setattr("backends.memory.MADV_POPULATE_WRITE", 9999)
         monkeypatch.setattr("backends.memory._MADV_HUGEPAGE", 9999)
-        monkeypatch.setattr("maru._memory.huge_pages.MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr("maru.base.memory.huge_pages.MADV_POPULATE_WRITE", 9999)
 
     def resident():
         with open("/proc/self/statm") as statm:
@@ -415,7 +415,7 @@ def test_populating_touches_every_page(madvise, monkeypatch):
 
 
 def test_pinning_without_cuda_is_refused(monkeypatch):
-    monkeypatch.setattr("maru._memory.cuda.open_library", lambda: FakeCuda(devices=0).library)
+    monkeypatch.setattr("maru.base.memory.cuda.open_library", lambda: FakeCuda(devices=0).library)
     find_driver.cache_clear()
     with pytest.raises(ValueError, match="pin_memory is True, but the CUDA driver sees no device"):
         tier_of(pin_memory=True)

@@ -44,7 +44,7 @@ from backends.pinned_pool._messages import (
     packed,
     split,
 )
-from maru._peers import Listener
+from maru.base.peers import Listener
 from tests.support.maru_processes import PATIENCE, within
 from tests.support.other_user import UID, needs_root, other_user
 from tests.support.pinned_pools import CHUNK, address_of, remote_address_of, server_in_thread, short_directory

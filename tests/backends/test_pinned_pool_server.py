@@ -63,7 +63,7 @@ from backends.pinned_pool._messages import (
     encode,
     split,
 )
-from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru.base.descriptors import DescriptorRequest, fetch_descriptor
 from maru.fake_cuda import FakeCuda
 from maru.transport import BlockingDealer
 from tests.support.cuda_process import process_with_cuda
@@ -350,7 +350,7 @@ def test_cuda_is_used_where_a_device_is_and_it_is_not_excluded(monkeypatch: pyte
 
 
 def test_a_pool_whose_server_ends_while_it_is_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maru._memory.pinning.CHUNK_BYTES", 2 * MIB)
+    monkeypatch.setattr("maru.base.memory.pinning.CHUNK_BYTES", 2 * MIB)
     with process_with_cuda() as cuda:
 
         def end() -> None:

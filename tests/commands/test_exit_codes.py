@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import maru.cli
 import offload.cli
-from maru._ending import BadInput, CheckFailed, EnvironmentFault, ExitCode, until_interrupted
+from maru.base.ending import BadInput, CheckFailed, EnvironmentFault, ExitCode, until_interrupted
 from offload.cli import Commands
 
 TRACE: Final = "\n".join(

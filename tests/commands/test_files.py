@@ -203,7 +203,7 @@ def test_all_options_that_write_are_tried() -> None:
 
 WRITERS: Final = {"write_text", "write_bytes"}
 OURS: Final = {
-    "maru/_files.py": "the helper",
+    "maru/base/files.py": "the helper",
     "offload/_demo/command.py": "into a directory of its own",
     "offload/_demo/daemon.py": "the same",
     "offload/bench/_daemon.py": "the same",
@@ -237,7 +237,7 @@ def test_an_empty_file_is_replaced(here: Path) -> None:
 def test_a_write_that_fails_leaves_the_file_that_was_there(here: Path) -> None:
     before = (here / "plain.scenario.toml").read_bytes()
     code = (
-        "import resource, signal; from maru._files import SCENARIO\n"
+        "import resource, signal; from maru.base.files import SCENARIO\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "SCENARIO.write('plain.scenario.toml', b'format = 1\\n' + bytes(4096))\n"
     )

@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
-from maru._console import console, say, show
-from maru._ending import BadInput, ending
-from maru._printable import LineFormatter, printable, printable_lines
+from maru.base.console import console, say, show
+from maru.base.ending import BadInput, ending
+from maru.base.printable import LineFormatter, printable, printable_lines
 from offload._health.faults import describe
 from offload.daemon._sessions import Limits, Sessions
 

@@ -15,8 +15,6 @@ import trio
 import zmq
 
 import maru
-from maru._pool.descriptors import fetch_board_descriptor
-from maru._relay.relay import MAX_PENDING_HANDSHAKES
 from maru._wire import (
     BeatRequest,
     CloseRequest,
@@ -29,6 +27,8 @@ from maru._wire import (
     StoreRequest,
     StoreStatus,
 )
+from maru.base.descriptors import fetch_board_descriptor
+from maru.base.relay.relay import MAX_PENDING_HANDSHAKES
 from maru.kv_events import open_mirror
 from maru.kv_events._messages import Snapshot, pack_request
 from maru.testing import open_test_server

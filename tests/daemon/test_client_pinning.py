@@ -2,7 +2,7 @@
 
 import gc
 
-from maru._memory import pinning
+from maru.base.memory import pinning
 from offload.client import SharedMemory
 from tests.support.cuda_process import process_with_cuda
 

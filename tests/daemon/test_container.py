@@ -226,8 +226,8 @@ def test_the_daemon_and_an_engine_run_under_it_with_no_other_place_to_write_than
 
 FOLLOW = """
 import os, select, socket, struct, sys
-from maru._listeners import open_peer
-from maru.transport._packets import connect
+from maru.base.listeners import open_peer
+from maru.base.packets import connect
 sock = connect(sys.argv[1].removeprefix('ipc://'))
 number = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 peer = open_peer(sock)

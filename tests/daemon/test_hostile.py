@@ -377,7 +377,7 @@ async def test_an_engine_collects_no_connections_by_new_sessions(path):
 
 
 async def test_one_session_leaves_descriptors_to_others(path, monkeypatch):
-    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: 256)
+    monkeypatch.setattr("maru.base.process_limits.DESCRIPTORS._limit", lambda: 256)
     async with daemon(path) as server:
         async with open_connection(server.url) as greedy, open_connection(server.url) as good:
             with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:

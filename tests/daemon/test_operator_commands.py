@@ -10,8 +10,8 @@ import trio
 from click.testing import CliRunner
 
 import offload.cli
-from maru._ending import ExitCode
-from maru._pool.findings import PathFact, worst
+from maru.base.ending import ExitCode
+from maru.base.findings import PathFact, worst
 from offload import ConfigError
 from offload.client import open_client, open_connection
 from offload.daemon._admin_messages import SessionFacts, TierFacts

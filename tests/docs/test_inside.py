@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.support.code_figures import is_public
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("offload", "backends", "maru")
 TABLE = tomllib.loads((ROOT / "tests" / "support" / "inside.toml").read_text())
@@ -22,10 +24,6 @@ PLANTED = ROOT / "tests" / "support" / "planted"
 def is_module(name: str) -> bool:
     path = ROOT / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-
-
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def is_pure(module: str) -> bool:
@@ -45,7 +43,11 @@ def imported(file: Path) -> Iterator[tuple[str, str]]:
 
 def inside(file: Path) -> set[str]:
     """The private modules that a file of tests imports, pure cores left out."""
-    return {module for module, name in imported(file) if is_private(f"{module}.{name}") and not is_pure(module)}
+    return {
+        module
+        for module, name in imported(file)
+        if not is_public(f"{module}.{name}".split(".")) and not is_pure(module)
+    }
 
 
 @cache

@@ -8,6 +8,7 @@ import pytest
 
 from maru.cli import main as maru
 from offload.cli import main as offload
+from tests.support.code_figures import is_public
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("offload", "backends", "maru")
@@ -71,7 +72,7 @@ def test_the_reference_has_every_public_module() -> None:
     public = {
         module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for module in MODULES
-        if not any(part.startswith("_") and part != "__init__.py" for part in module.split("/"))
+        if is_public(module.split("/"))
     }
     assert documented == public - COMMANDS
 

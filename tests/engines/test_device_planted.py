@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maru._memory.cuda import CudaError
+from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import every_order
 from tests.backends import test_copier as copier
 from tests.engines import test_vllm_on_a_device as chunks

@@ -10,7 +10,7 @@ from typing import Any
 from backends.block_layout import TensorMemory
 from backends.copier import close_copiers
 from backends.device import DeviceTier
-from maru._memory.cuda import Driver, Event, Stream, find_driver
+from maru.base.memory.cuda import Driver, Event, Stream, find_driver
 from maru.fake_cuda import FakeCuda, use
 
 BLOCKS, LAYERS, ROW = 16, 4, 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maru import _all_bytes as calls
+from maru.base import all_bytes as calls
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = bytes(range(251)) * 3
@@ -139,11 +139,11 @@ def test_an_eventfd_is_woken_and_cleared():
 # --- nobody goes round it: ruff's TID251 refuses the calls of `os`, and here are those of sockets and of files -------------
 
 _WHOLE_PACKETS = {
-    "maru/_pool/descriptors.py",
-    "maru/_relay/lookup.py",
-    "maru/_relay/supervisor.py",
-    "maru/transport/_packets.py",
-    "maru/_all_bytes.py",
+    "maru/base/descriptors.py",
+    "maru/base/relay/lookup.py",
+    "maru/base/relay/supervisor.py",
+    "maru/base/packets.py",
+    "maru/base/all_bytes.py",
     "maru/_client/driver_trio.py",
     "maru/bench/_echo.py",
     "maru/transport/_frames.py",
@@ -175,5 +175,5 @@ def test_no_file_is_opened_without_a_buffer_for_writing():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and any(word.arg == "buffering" for word in node.keywords):
                 mode = ast.unparse(node.args[1])
-                assert mode == "'rb'", f"{name}:{node.lineno}: write through maru._all_bytes"
+                assert mode == "'rb'", f"{name}:{node.lineno}: write through maru.base.all_bytes"
             assert not (isinstance(node, ast.Attribute) and node.attr == "FileIO"), f"{name}:{node.lineno}"

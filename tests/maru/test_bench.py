@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from maru._ending import ending
 from maru._wire import BatchRegisterRequest, BeatRequest, Code, KeyRequest, RegisterRequest
+from maru.base.ending import ending
 from maru.bench import command
 from maru.bench._bare import Bare
 from maru.bench._echo import Caller, echo
@@ -196,7 +196,7 @@ loaded = {name for name in sys.modules if name.startswith("maru.")}
 here = {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
 texts = ("_all_bytes", "_commands", "_console", "_ending", "_files", "_printable", "exception_groups")
 shown = {f"maru.{name}" for name in texts}
-measuring = {"maru._errors", "maru._lazy", "maru.bench"} | shown | here
+measuring = {"maru.base.errors", "maru.base.lazy", "maru.bench"} | shown | here
 assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()
 """

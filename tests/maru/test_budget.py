@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from maru._budget import Budget
+from maru.base.budget import Budget
 
 
 def test_reserve_is_granted_to_no_peer():

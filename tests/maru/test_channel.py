@@ -16,10 +16,12 @@ import trio.testing
 
 import maru
 from maru import HandlerClosed, PoolUnusable
-from maru._addresses import CHANNEL_NAME
+from maru.base import packet_listener as _packet_listener
+from maru.base import packets as _packets
+from maru.base.addresses import CHANNEL_NAME
+from maru.base.packets import INLINE_BYTES, BadPacket, PacketConnection, connect
 from maru.testing import open_test_server
-from maru.transport import BlockingChannel, ChannelServer, _packet_listener, _packets, is_channel_peer, open_channel
-from maru.transport._packets import INLINE_BYTES, BadPacket, PacketConnection, connect
+from maru.transport import BlockingChannel, ChannelServer, is_channel_peer, open_channel
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import until
 
@@ -671,7 +673,7 @@ async def test_zeromq_listens_at_no_unix_socket_unless_asked():
 
 
 async def test_silent_connections_keep_no_client_out_of_a_page_store(monkeypatch):
-    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: 128)
+    monkeypatch.setattr("maru.base.process_limits.DESCRIPTORS._limit", lambda: 128)
     async with open_test_server() as server:
         with contextlib.ExitStack() as stack:
             for _ in range(60):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maru import ConfigError, MaruConfig, MaruError, ServerConfig
 from maru._config import client_config, from_mapping, is_loopback, knobs, server_config
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 from maru.configuration import as_bytes, as_size
 from offload import ConfigError as OffloadConfigError
 

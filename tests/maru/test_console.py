@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
-from maru._console import console, identifier, show
+from maru.base.console import console, identifier, show
 from maru.bench import _shown
 from maru.bench._row import Goal, Row
 from offload.cli import main
@@ -24,7 +24,7 @@ def test_consoles_are_made_in_one_place() -> None:
     files = [file for package in ("offload", "backends", "maru") for file in (root / package).rglob("*.py")]
     assert len(files) > 300
     makers = [file.relative_to(root) for file in files if re.search(r"Console\((?!Console\)|\))", file.read_text())]
-    assert makers == [Path("maru/_console.py")]
+    assert makers == [Path("maru/base/console.py")]
 
 
 def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

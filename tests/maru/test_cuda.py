@@ -9,8 +9,8 @@ import threading
 import numpy
 import pytest
 
-from maru._memory import cuda
-from maru._memory.cuda import CudaError, NoDriver, find_driver
+from maru.base.memory import cuda
+from maru.base.memory.cuda import CudaError, NoDriver, find_driver
 from maru.fake_cuda import CHECKS, FakeCuda, every_order, use
 
 

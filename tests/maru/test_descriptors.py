@@ -21,11 +21,11 @@ import trio
 import trio.testing
 
 from maru import BadMessage, CannotMap, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
-from maru._memory.mapping import map_region
-from maru._pool import descriptors as descriptors_module
-from maru._pool.descriptors import DescriptorRequest, DescriptorServer, fetch_descriptor
 from maru._pool.pool import MEMFD, open_pool
 from maru._wire.capability import issue, verify
+from maru.base import descriptors as descriptors_module
+from maru.base.descriptors import DescriptorRequest, DescriptorServer, fetch_descriptor
+from maru.base.memory.mapping import map_region
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import is_there, until
 
@@ -394,8 +394,8 @@ async def test_another_process_maps_what_it_was_handed(tmp_path):
     """End to end: the reader knows neither the path of the region nor how to write it."""
     script = """
 import sys
-from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
-from maru._memory.mapping import map_region
+from maru.base.descriptors import DescriptorRequest, fetch_descriptor
+from maru.base.memory.mapping import map_region
 path, region_id, length, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 fd, offset, length = fetch_descriptor(path, DescriptorRequest(b"m" * 16, region_id, 0, length, False, capability), 30)
 view = map_region(fd, length, offset).view(0, 5)

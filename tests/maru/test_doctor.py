@@ -13,9 +13,9 @@ import pytest
 from maru._pool import facts as facts_module
 from maru._pool.doctor import DeviceFact, Facts, PoolFact, Wanted, examine
 from maru._pool.facts import file_system_of, locked_inodes, read_facts
-from maru._pool.findings import PathFact, worst
 from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.state_directory import StateDirectory
+from maru.base.findings import PathFact, worst
 
 GIB = 1 << 30
 WELL = Facts(

@@ -219,7 +219,7 @@ def test_pages_are_the_childs_own_after_a_fork() -> None:
 def test_a_forked_child_reads_a_region_and_cannot_write_it() -> None:
     run("""
         import mmap, signal
-        from maru._memory.memory import Memory
+        from maru.base.memory.memory import Memory
 
         fd = os.memfd_create("region")
         os.truncate(fd, 2 * mmap.PAGESIZE)
@@ -239,8 +239,8 @@ def test_a_forked_child_reads_a_region_and_cannot_write_it() -> None:
 
 CUDA = """
 import logging
-from maru._memory import pinning
-from maru._memory.memory import Memory
+from maru.base.memory import pinning
+from maru.base.memory.memory import Memory
 from maru.fake_cuda import FakeCuda, use
 
 fake = FakeCuda()
@@ -276,7 +276,7 @@ def test_pinned_private_memory_is_not_in_a_forked_child_which_unmaps_nothing_the
     run(f"""
         {textwrap.indent(CUDA, " " * 8).strip()}
         import mmap
-        from maru._memory.memory import _mmap
+        from maru.base.memory.memory import _mmap
 
         memory, plain = Memory.private(2 << 20), Memory.private(2 << 20)
         pinning.Pin(memory).pin()
@@ -320,7 +320,7 @@ def test_a_forked_child_pins_in_the_background_by_a_thread_of_its_own() -> None:
     run(f"""
         {textwrap.indent(CUDA, " " * 8).strip()}
         import threading
-        from maru._memory.background import in_background, wait_prepared
+        from maru.base.memory.background import in_background, wait_prepared
 
         over = threading.Event()
         in_background(lambda: over.wait(60) and False)
@@ -366,7 +366,7 @@ def test_a_directory_of_blocks_is_not_held_by_a_forked_child(tmp_path: Path) -> 
 
 def test_the_home_of_a_pool_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
     run(f"""
-        from maru._errors import PoolInUse
+        from maru.base.errors import PoolInUse
         from maru._pool.state_directory import StateDirectory
 
         home = StateDirectory({str(tmp_path / "pool")!r})

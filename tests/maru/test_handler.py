@@ -630,7 +630,7 @@ def test_a_forked_child_is_told_so_and_touches_nothing(published_server):
     script = f"""
         import os, sys, warnings
         from maru._client.blocking import MaruHandler
-        from maru._errors import HandlerClosed
+        from maru.base.errors import HandlerClosed
 
         handler = MaruHandler(server_url={published_server.address!r}, chunk_size_bytes=4096, pool_size=2 << 20)
         handler.connect()

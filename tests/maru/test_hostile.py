@@ -20,7 +20,6 @@ import pytest
 import zmq
 
 from maru import BadFrame, NoAnswer, NotOwner
-from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._wire import (
     AllocRequest,
     BatchRegisterRequest,
@@ -45,6 +44,7 @@ from maru._wire import (
     read_header,
     request,
 )
+from maru.base.descriptors import DescriptorRequest, fetch_descriptor
 from maru.transport import new_key_pair, save_key_pair, save_public_key
 from tests.support import wire_vectors
 from tests.support.maru_actors import FACES, REGION, PublishedOwner, client

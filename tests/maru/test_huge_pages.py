@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from maru._memory import huge_pages
-from maru._memory import memory as memory_module
-from maru._memory.huge_pages import HUGE_BYTES, make_huge, reserve_huge, why_no_huge_pages
-from maru._memory.memory import PAGE_BYTES, Memory
+from maru.base.memory import huge_pages
+from maru.base.memory import memory as memory_module
+from maru.base.memory.huge_pages import HUGE_BYTES, make_huge, reserve_huge, why_no_huge_pages
+from maru.base.memory.memory import PAGE_BYTES, Memory
 
 needs_them = pytest.mark.skipif(bool(why_no_huge_pages()), reason="a kernel that makes no huge pages when told to")
 LENGTH = 4 * HUGE_BYTES + PAGE_BYTES

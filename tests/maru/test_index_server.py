@@ -13,7 +13,7 @@ import trio
 
 from maru import Deleted, Loaded, MaruConfig, MaruHandler, ServerConfig, ServerRefused, Stored, open_server
 from maru._index import IndexReader, bytes_for
-from maru._pool.descriptors import fetch_index_descriptor
+from maru.base.descriptors import fetch_index_descriptor
 from tests.support.maru_processes import Server
 from tests.support.published import Ask, PublishedClient
 

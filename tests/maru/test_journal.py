@@ -86,7 +86,7 @@ def test_the_records_of_a_tick_are_one_write(tmp_path):
 def in_a_process(program, *arguments):
     prelude = """
 import os, resource, signal, sys
-from maru._errors import JournalFailed
+from maru.base.errors import JournalFailed
 from maru._journal.journal import Journal
 journal = Journal(sys.argv[1], pool_id=b"pool-of-16-bytes", boot_id=b"boot-of-16-bytes")
 """

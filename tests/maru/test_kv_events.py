@@ -18,7 +18,7 @@ import zmq
 
 from backends.blocks import BlockPool
 from maru._config import ServerConfig
-from maru._errors import ConfigError, MaruError, NoAnswer
+from maru.base.errors import ConfigError, MaruError, NoAnswer
 from maru.kv_events import EventMirror, EventPublisher, open_mirror, open_publisher, publish_events
 from maru.kv_events._messages import Snapshot, hash_of_hex, pack_request
 from maru.transport import open_socket

@@ -13,9 +13,9 @@ import attrs
 import pytest
 
 from maru import CannotMap
-from maru._memory import validation
-from maru._memory.mapping import map_region
-from maru._memory.validation import open_mappable, why_not_mappable
+from maru.base.memory import validation
+from maru.base.memory.mapping import map_region
+from maru.base.memory.validation import open_mappable, why_not_mappable
 from tests.support.other_user import UID, needs_root
 
 LENGTH = 4096

@@ -13,10 +13,10 @@ import warnings
 import pytest
 
 from maru import CannotMap, HandlerClosed
-from maru._memory import memory as memory_module
-from maru._memory import pinning
-from maru._memory.mapping import map_region
-from maru._memory.memory import PAGE_BYTES, Memory, can_populate
+from maru.base.memory import memory as memory_module
+from maru.base.memory import pinning
+from maru.base.memory.mapping import map_region
+from maru.base.memory.memory import PAGE_BYTES, Memory, can_populate
 from tests.support.cuda_process import process_with_cuda
 from tests.support.held_by_process import open_descriptors
 
@@ -45,7 +45,7 @@ def run(script, *args, **options):
 
 READER = """
 import os, sys
-from maru._memory.mapping import map_region
+from maru.base.memory.mapping import map_region
 mapping = map_region(sys.argv[1], int(sys.argv[2]))
 view = mapping.view(5, 5)
 status = os.stat(sys.argv[1])
@@ -146,7 +146,8 @@ def test_what_writes_past_a_read_only_view_faults(region, way):
         ),
     }
     script = (
-        f"import ctypes, sys; from maru._memory.mapping import map_region; mapping = map_region(sys.argv[1], {LENGTH});"
+        "import ctypes, sys; from maru.base.memory.mapping import map_region; "
+        f"mapping = map_region(sys.argv[1], {LENGTH});"
     )
     before = region.read_bytes()
     done = run(script + writes[way], region)
@@ -245,7 +246,7 @@ def test_views_in_other_threads_keep_what_they_have_while_it_is_closed(region):
 def test_a_process_that_ends_with_views_ends_in_peace(region):
     script = f"""
 import sys
-from maru._memory.mapping import map_region
+from maru.base.memory.mapping import map_region
 mapping = map_region(sys.argv[1], {LENGTH}, write=True)
 view = mapping.view()
 kept = [view[1:], mapping, mapping.owner]

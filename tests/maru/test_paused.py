@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru import ServerConfig, open_server
-from maru._served_time import ServedTime
 from maru._wire import BeatRequest, Code, ErrorReply, body_of, decode_reply, read_header, request
+from maru.base.served_time import ServedTime
 from tests.support.maru_actors import BE, client
 from tests.support.maru_processes import Actor, Server, eventually, temporary_pool
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from maru import CannotMap
-from maru._memory import pinning
-from maru._memory.cuda import NoDriver, find_driver
-from maru._memory.mapping import map_region
-from maru._memory.memory import PAGE_BYTES, Memory
-from maru._memory.pinning import Pin, spans
+from maru.base.memory import pinning
+from maru.base.memory.cuda import NoDriver, find_driver
+from maru.base.memory.mapping import map_region
+from maru.base.memory.memory import PAGE_BYTES, Memory
+from maru.base.memory.pinning import Pin, spans
 from maru.fake_cuda import FakeCuda, use
 from tests.support.cuda_process import process_with_cuda
 
@@ -169,8 +169,8 @@ def test_a_refused_chunk_unpins_those_before_it(fake):
 
 
 def test_the_limits_that_are_too_low_are_named(fake, monkeypatch):
-    monkeypatch.setattr("maru._pool.facts.memlock_limit", lambda: 8 * MIB)
-    monkeypatch.setattr("maru._pool.facts.memory_left", lambda: 5 * MIB)
+    monkeypatch.setattr("maru.base.machine.memlock_limit", lambda: 8 * MIB)
+    monkeypatch.setattr("maru.base.machine.memory_left", lambda: 5 * MIB)
     fake.most_registered = 0
     memory = Memory.private(6 * MIB)
     pin = Pin(memory)
@@ -352,8 +352,8 @@ def test_a_process_that_expects_cuda_uses_it_where_the_driver_is(process, monkey
 def test_pinning_imports_no_torch():
     script = """
 import sys
-from maru._memory.mapping import map_region
-from maru._memory.pinning import uses_cuda
+from maru.base.memory.mapping import map_region
+from maru.base.memory.pinning import uses_cuda
 assert not uses_cuda()
 print([name for name in ("torch", "numpy", "trio", "zmq", "asyncio") if name in sys.modules])
 """

@@ -25,7 +25,7 @@ from maru._pool.pool import MEMFD, Pool, open_pool
 from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.spans import Spans
 from maru._pool.state_directory import StateDirectory
-from maru._pool.threads import GivenUp, Workers
+from maru.base.workers import GivenUp, Workers
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import Stall, is_there, until
 from tests.support.steps import AtStep

@@ -19,9 +19,9 @@ from backends.pinned_pool import _memory as memory_module
 from backends.pinned_pool._memory import PoolMemory
 from maru import PoolUnusable
 from maru._pool.doctor import Facts
-from maru._pool.findings import PathFact
-from maru._pool.machine import memory_left
 from maru._pool.placement import choose_place, find_place
+from maru.base.findings import PathFact
+from maru.base.machine import memory_left
 from tests.support.maru_processes import PATIENCE
 
 MIB = 1 << 20

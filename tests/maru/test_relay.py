@@ -19,11 +19,11 @@ import pytest
 import trio
 import zmq
 
-from maru._relay import lookup
-from maru._relay import supervisor as relay_supervisor
-from maru._relay.handshake import greeting, ready
-from maru._relay.relay import Relay
-from maru._relay.supervisor import RelaySupervisor
+from maru.base.relay import lookup
+from maru.base.relay import supervisor as relay_supervisor
+from maru.base.relay.handshake import greeting, ready
+from maru.base.relay.relay import Relay
+from maru.base.relay.supervisor import RelaySupervisor
 from maru.testing import open_test_server
 from maru.transport import open_socket
 from tests.support.maru_actors import client
@@ -268,7 +268,7 @@ def test_connections_take_no_more_than_their_part_of_the_descriptors(pool):
 
 @pytest.mark.parametrize(("descriptors", "most"), [(20_000, 1_000), (1_024, 236), (400, 92), (128, 19)])
 async def test_connections_over_tcp_are_a_share_of_descriptors(monkeypatch, descriptors, most):
-    monkeypatch.setattr("maru._process_limits.DESCRIPTORS._limit", lambda: descriptors)
+    monkeypatch.setattr("maru.base.process_limits.DESCRIPTORS._limit", lambda: descriptors)
     async with open_test_server(host="127.0.0.1") as server:
         assert server._most_connections == most
 

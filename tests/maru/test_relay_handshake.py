@@ -11,10 +11,10 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru._relay.handshake import MAX_READY_BYTES, BadHandshake, Handshake, Introduction, greeting, ready
-from maru._relay.limits import ConnectionQuota, PendingHandshakes
-from maru._relay.lookup import find_user, may_enter
-from maru._relay.users import user_in
+from maru.base.relay.handshake import MAX_READY_BYTES, BadHandshake, Handshake, Introduction, greeting, ready
+from maru.base.relay.limits import ConnectionQuota, PendingHandshakes
+from maru.base.relay.lookup import find_user, may_enter
+from maru.base.relay.users import user_in
 
 CLIENTS = {b"REQ", b"DEALER"}
 

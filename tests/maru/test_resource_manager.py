@@ -11,7 +11,6 @@ import trio
 import trio.testing
 
 from maru import CannotMap, NotOwner, PoolUnusable
-from maru._memory.mapping import map_region
 from maru._pool.pool import MEMFD, open_pool
 from maru._server.resource_manager import ByClient, ResourceManager
 from maru._wire.capability import auth_token
@@ -33,6 +32,7 @@ from maru._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
+from maru.base.memory.mapping import map_region
 from tests.support.pools import Stall, is_there, region_files, until
 
 MIB2 = 2 << 20

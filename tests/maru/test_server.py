@@ -25,7 +25,6 @@ from xxhash import xxh3_64_intdigest
 
 from maru import ConfigError, JournalFailed, NotOwner, PoolInUse, ServerConfig, open_server
 from maru._config import knobs
-from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._pool.pool import open_pool
 from maru._server import main as main_module
 from maru._server import storage
@@ -48,6 +47,7 @@ from maru._wire import (
     read_header,
     request,
 )
+from maru.base.descriptors import DescriptorRequest, fetch_descriptor
 from maru.testing import open_test_server
 from maru.transport import new_key_pair, save_key_pair
 from tests.support.maru_processes import PATIENCE

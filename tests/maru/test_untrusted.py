@@ -16,8 +16,8 @@ import trio
 from maru import CannotMap, UntrustedServer
 from maru._client.answers import Loaded
 from maru._client.operations import beat, connect
-from maru._listeners import find_listener, find_tcp_listener, find_unix_listener
-from maru._peers import Listener, may_be_published, users_at, why_untrusted
+from maru.base.listeners import find_listener, find_tcp_listener, find_unix_listener
+from maru.base.peers import Listener, may_be_published, users_at, why_untrusted
 from tests.support.maru_actors import FACES, client
 from tests.support.maru_world import OURS, Client, Joined, PublishedWorld, World
 from tests.support.other_user import UID, needs_root, other_user

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,12 @@ PACKAGES = ("offload", "backends", "maru")
 SHARED_LINES = 6
 _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def is_public(parts: Sequence[str]) -> bool:
+    """Return whether users may import a module, by the parts of its path or of its dotted name."""
+    private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return not private and tuple(parts[:2]) != ("maru", "base")
 
 
 class Source:
@@ -65,7 +71,7 @@ class Source:
 
     def public_names(self) -> int:
         """Names that a user may import from it: definitions, and re-exports spelled ``X as X``."""
-        if any(part.startswith("_") and part != "__init__.py" for part in self.path.parts):
+        if not is_public(self.path.parts):
             return 0
         names: set[str] = set()
         for node in self.tree.body:

@@ -1,4 +1,4 @@
-"""Compare the prototypes of :mod:`maru._memory.cuda` with NVIDIA's cuda.h, of CUDA 12.8 or 12.9.
+"""Compare the prototypes of :mod:`maru.base.memory.cuda` with NVIDIA's cuda.h, of CUDA 12.8 or 12.9.
 
 ``python -m tests.support.cuda_header FILE``. The header is not part of this repository: the wheel nvidia-cuda-runtime-cu12 of
 those versions brings it.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from maru._memory import cuda
+from maru.base.memory import cuda
 
 _TYPES: Final = {
     "size_t": ctypes.c_size_t,

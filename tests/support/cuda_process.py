@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from maru._memory import pinning
+from maru.base.memory import pinning
 from maru.fake_cuda import FakeCuda, use
 
 

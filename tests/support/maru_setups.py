@@ -12,9 +12,9 @@ import types
 
 from maru._directory.changes import Changes
 from maru._pool.pool import open_pool
-from maru._relay import supervisor as relay_supervisor
-from maru._served_time import ServedTime
 from maru._server import indexes, server, storage
+from maru.base.relay import supervisor as relay_supervisor
+from maru.base.served_time import ServedTime
 
 
 def stall(gate: str) -> None:

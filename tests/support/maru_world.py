@@ -30,11 +30,11 @@ from maru._directory import Directory
 from maru._directory.limits import Limits
 from maru._index import BOARD_BYTES, Boards, BoardWriter, IndexReader, TenantIndexes, bytes_for, header_of_board
 from maru._index.layout import AT_RETIRED
-from maru._peers import Listener
 from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
 from maru._wire.capability import verify
 from maru._wire.frames import frame_of
+from maru.base.peers import Listener
 
 PAGE = 64
 SECRET = b"s" * 32

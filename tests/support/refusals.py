@@ -116,7 +116,7 @@ def _install_in_ours() -> None:
     """Replace what goes past the names above: mappings made in C, and trio's threads, which it keeps for the next call."""
     import trio._core._thread_cache as cache
 
-    from maru._memory import memory
+    from maru.base.memory import memory
 
     class NoneIdle(dict):  # type: ignore[type-arg]
         def popitem(self) -> Any:

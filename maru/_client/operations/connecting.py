@@ -7,8 +7,6 @@ from functools import partial
 from typing import TypeVar
 
 from ..._config import HOW_TO_REACH
-from ..._errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused, UntrustedServer
-from ..._peers import Listener, may_be_published, why_untrusted
 from ..._wire import (
     BeatRequest,
     CloseRequest,
@@ -26,6 +24,8 @@ from ..._wire import (
     ReturnRequest,
     raw_scalar,
 )
+from ...base.errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused, UntrustedServer
+from ...base.peers import Listener, may_be_published, why_untrusted
 from .effects import Alone, Call, Identify, Map, Operation, Span
 from .pinning import SESSION_GONE, claim_pins, give_back_pins, portions, retake_pins
 from .state import ClientState, is_own

@@ -3,8 +3,8 @@
 It never waits, sends or copies itself, so that the trio and the blocking face drive the same code. What goes wrong is thrown
 in where it waits:
 
-* :class:`~maru._errors.NoAnswer`, :class:`~maru._errors.ServerLost`: nobody knows whether what was asked for happened.
-* :class:`~maru._errors.ServerRefused`: the server answered with an error.
+* :class:`~maru.base.errors.NoAnswer`, :class:`~maru.base.errors.ServerLost`: nobody knows whether what was asked for happened.
+* :class:`~maru.base.errors.ServerRefused`: the server answered with an error.
 * a cancellation, or whatever else ends a wait.
 
 It leaves its pages and pins in a right state on each of these, and raises it on.
@@ -128,7 +128,7 @@ class MapIndex:
 
 
 class Identify:
-    """Find out who listens at the server's address: resumed with a :class:`~maru._peers.Listener`."""
+    """Find out who listens at the server's address: resumed with a :class:`~maru.base.peers.Listener`."""
 
     __slots__ = ()
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..._errors import MaruError
 from ..._index import Found, IndexReader, NotAnIndex
+from ...base.errors import MaruError
 from ..answers import Loaded
 from .board_pins import BoardPins
 from .effects import Alone, MapIndex, Operation, Work

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..._errors import ServerRefused
 from ..._wire import (
     Code,
     FindReply,
@@ -14,6 +13,7 @@ from ..._wire import (
     PinsRequest,
     UnpinRequest,
 )
+from ...base.errors import ServerRefused
 from .effects import Alone, Call, Operation, Request
 from .state import ClientState
 

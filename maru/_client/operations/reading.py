@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ..._errors import CannotMap, LeaseLost, NotOwner, ServerRefused
 from ..._wire import (
     BatchLookupReply,
     Code,
@@ -24,6 +23,7 @@ from ..._wire import (
     LookupReply,
     ResultsReply,
 )
+from ...base.errors import CannotMap, LeaseLost, NotOwner, ServerRefused
 from ..answers import Loaded
 from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work

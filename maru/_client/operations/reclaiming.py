@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..._errors import ServerRefused
 from ..._pool.spans import ALIGN_BYTES
 from ..._wire import (
     AllocReply,
@@ -21,6 +20,7 @@ from ..._wire import (
     ReclaimRequest,
     UsageReply,
 )
+from ...base.errors import ServerRefused
 from .connecting import _map, remember, resolve_pages_in_doubt
 from .effects import Call, Operation
 from .pinning import SESSION_GONE

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import attrs
 
 from ..._config import MaruConfig
-from ..._errors import HandlerClosed, LeaseLost, PoolFull
 from ..._index import IndexReader
 from ..._pool.index_files import why_not_here
 from ..._wire import KEYS_AT_ONCE, MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
+from ...base.errors import HandlerClosed, LeaseLost, PoolFull
 from ..page_states import PageState
 from ..pages import OwnedPages
 from .board_pins import BoardCounters, BoardPins

@@ -16,7 +16,6 @@ from itertools import chain, repeat
 from operator import or_
 from typing import Any, TypeAlias
 
-from ..._errors import FateUnknown, NoAnswer, ServerLost, ServerRefused
 from ..._wire import (
     BatchRegisterRequest,
     Code,
@@ -27,6 +26,7 @@ from ..._wire import (
     StoreRequest,
     StoreStatus,
 )
+from ...base.errors import FateUnknown, NoAnswer, ServerLost, ServerRefused
 from ..answers import Stored
 from ..copying import copy as copy_all
 from ..copying import copy_and_sum

@@ -15,7 +15,7 @@ and joins the parts that decide without LMCache: names of objects, tasks, locks,
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._adapter import MaruL2Adapter as MaruL2Adapter

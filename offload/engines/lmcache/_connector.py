@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, TypeAlias
 
-from maru._threads import start_thread
+from maru.base.threads import start_thread
 
 from .._guard import NOTHING, Hook, guard_faults, guarded
 from ._cache import ObjectCache

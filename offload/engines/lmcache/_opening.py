@@ -23,7 +23,7 @@ from typing import Final
 
 import attrs
 
-from maru._threads import start_thread
+from maru.base.threads import start_thread
 
 from ...from_thread import Engine
 from .._faults import AdapterError

@@ -17,7 +17,7 @@ destination; ``_storage`` asks the engine and makes answers of what it says. Of 
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._hicache import HiCacheOffload as HiCacheOffload

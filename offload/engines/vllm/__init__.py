@@ -23,6 +23,6 @@ blocks are called, ``_settings`` what can be set; all of these are pure. ``_chun
 ``_arena`` is that memory, ``_manager`` is beside the scheduler and ``_copies`` in a worker, ``_spec`` what vLLM sees of them.
 """
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 lazily(__name__, {"OffloadConnector": "._connector", "MaruKVConnector": "._connector", "OffloadSpec": "._spec"})

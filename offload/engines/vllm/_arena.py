@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from backends.pages import Pages
-from maru._all_bytes import read_head
-from maru._memory.huge_pages import make_huge
-from maru._private_directory import open_private_directory
+from maru.base.all_bytes import read_head
+from maru.base.memory.huge_pages import make_huge
+from maru.base.private_directory import open_private_directory
 
 from ...client._shared import SharedMemory, sealed_memfd
 from ...client._shared_blocks import SharedBlocks

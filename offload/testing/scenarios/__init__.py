@@ -6,7 +6,7 @@ what happened and what of it was wrong. Names are imported when they are first u
 
 from typing import TYPE_CHECKING
 
-from maru._lazy import lazily
+from maru.base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._program import Scenario as Scenario

@@ -23,7 +23,7 @@ import attrs
 import msgspec
 from msgspec import inspect as types
 
-from maru._errors import KnobError
+from maru.base.errors import KnobError
 from offload._config import BatchConfig, PipelineConfig, knobs
 
 from ._program import TICK, Part, PipelineSpec

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from maru._files import read_file
+from maru.base.files import read_file
 
 from ._check import check
 from ._fields import with_defaults

@@ -34,8 +34,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import attrs
 import trio
 
-from maru._all_bytes import read_some
-from maru._errors import PoolUnusable
+from maru.base.all_bytes import read_some
+from maru.base.errors import PoolUnusable
 from maru.doctor import find_place
 from maru.testing import Code, Fate, LossyWire
 

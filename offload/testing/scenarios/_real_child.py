@@ -24,7 +24,7 @@ import attrs
 import msgspec
 import trio
 
-from maru._all_bytes import send_all
+from maru.base.all_bytes import send_all
 from offload.preconditions import AsyncCallable
 
 from ._policies import ScriptedError

@@ -36,7 +36,7 @@ from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages, pages_of
 from backends.pooled import PooledReservation, PooledTier
 from backends.testing import payload_of
-from maru._all_bytes import read_all, write_all_at
+from maru.base.all_bytes import read_all, write_all_at
 
 from ._program import TICK
 from ._trace import TraceEntry

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import attrs
 import trio
 
-from maru._printable import printable
+from maru.base.printable import printable
 
 from ._program import TICK, Scenario
 from ._systems import Outcome, Status

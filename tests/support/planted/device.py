@@ -9,7 +9,7 @@ from backends.copier import Copier, Event, Pieces, copier_of
 from backends.copier._copier import _Lane
 from backends.device import DeviceBlocks
 from backends.pages import Pages
-from maru._memory.cuda import Driver
+from maru.base.memory.cuda import Driver
 
 
 def pieces_are_loaded_in_another_order(patch: Any) -> None:

@@ -78,7 +78,7 @@ def pages_of_unanswered_stores_are_lost(patch):
 def a_timeout_is_a_miss(patch):
     """Fault 7."""
     from maru._client.operations import reading
-    from maru._errors import NoAnswer
+    from maru.base.errors import NoAnswer
 
     find = reading._find
 
@@ -260,7 +260,7 @@ def connections_do_not_end(patch):
 
 def memory_is_reserved_on_the_loop(patch):
     """Fault 10."""
-    from maru._pool.threads import Workers
+    from maru.base.workers import Workers
 
     async def make(self, work, undo):
         await trio.lowlevel.checkpoint()
@@ -271,8 +271,8 @@ def memory_is_reserved_on_the_loop(patch):
 
 def a_torn_tail_bricks_the_start(patch):
     """Fault 12."""
-    from maru._errors import JournalFailed
     from maru._journal import replay
+    from maru.base.errors import JournalFailed
 
     read = replay.read_frames
 
@@ -464,8 +464,8 @@ def an_unreadable_frame_costs_nothing(patch):
 
 def one_bad_frame_ends_the_server(patch):
     """For the hostile."""
-    from maru._errors import BadMessage
     from maru._server import service as service_module
+    from maru.base.errors import BadMessage
 
     decode = service_module.decode_request
 

@@ -33,8 +33,8 @@ from typing import Any, Final
 
 import click
 
-from ._printable import printable_lines
-from .exception_groups import holds, leaves
+from ..exception_groups import holds, leaves
+from .printable import printable_lines
 
 _AGAIN: Final = 0.01
 """Seconds after which a signal that could not be heeded is sent again."""

@@ -25,9 +25,9 @@ from array import array
 from collections.abc import Iterator
 from typing import Final
 
-from .._all_bytes import read_head, write_all
-from .._errors import PoolUnusable
-from .._listeners import open_peer, peer_uid
+from .all_bytes import read_head, write_all
+from .errors import PoolUnusable
+from .listeners import open_peer, peer_uid
 
 INLINE_BYTES: Final = 128 << 10
 """Frames up to here are a packet. Half of the default send buffer, and more than any message of one page's worth of keys."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._all_bytes import read_some
-from ._printable import printable_lines
+from .all_bytes import read_some
+from .printable import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -18,7 +18,7 @@ import os
 import weakref
 from typing import Final
 
-from .._errors import CannotMap, HandlerClosed
+from ..errors import CannotMap, HandlerClosed
 from .memory import Memory
 from .pinning import Pin, uses_cuda, why_no_driver
 from .validation import check_descriptor, open_mappable

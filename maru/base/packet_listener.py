@@ -12,11 +12,11 @@ from typing import Final
 
 import trio
 
-from .._budget import Door
-from .._errors import PoolInUse
-from .._listeners import peer_uid
-from .._own_directory import is_socket_at
-from ._packets import listen
+from .budget import Door
+from .errors import PoolInUse
+from .listeners import peer_uid
+from .own_directory import is_socket_at
+from .packets import listen
 
 _PAUSE: Final = 0.1
 """Seconds until a process without a free descriptor tries to accept again: the listener stays readable, and would spin."""

@@ -1,4 +1,4 @@
-"""TCP without keys: the server listens, and a process of its own takes the connections and relays them (`maru._relay`).
+"""TCP without keys: the server listens, and a process of its own takes the connections and relays them (`maru.base.relay`).
 
 Rule 1. The port is the server's for as long as it lives: whoever connects while there is no relay waits in the backlog.
 Rule 2. A relay that has ended is started again, at once and then ever later: the server and its clients on the Unix socket do
@@ -24,8 +24,8 @@ import attrs
 import msgspec
 import trio
 
-from .._threads import run_process
-from ..exception_groups import raise_unwrapped
+from ...exception_groups import raise_unwrapped
+from ..threads import run_process
 from .tcp import address_of, open_listener
 
 FIRST_PAUSE: Final = 0.05
@@ -121,7 +121,7 @@ class RelaySupervisor:
             ours, theirs = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             start = partial(
                 run_process,
-                [sys.executable, "-P", "-m", "maru._relay", *arguments],
+                [sys.executable, "-P", "-m", "maru.base.relay", *arguments],
                 stdin=theirs,
                 capture_stdout=False,
                 stdout=subprocess.PIPE,

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from ._budget import Budget
+from .budget import Budget
 
 _USUAL_MAPPINGS: Final = 65_530
 """vm.max_map_count of a kernel that does not say."""

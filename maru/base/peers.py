@@ -1,4 +1,4 @@
-"""Which users' servers a client trusts: the rules. Pure; :mod:`maru._listeners` asks the kernel.
+"""Which users' servers a client trusts: the rules. Pure; :mod:`maru.base.listeners` asks the kernel.
 
 A peer that no key proves is known by its user only. Another user's learns the keys of this one's KV cache, says where
 bytes lie, and over the published protocol names the file that is mapped.

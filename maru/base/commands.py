@@ -1,6 +1,6 @@
 """A command line whose commands are imported when they are used, so that ``--help`` is quick and touches nothing heavy.
 
-However it is ended, and whatever it raises: :mod:`maru._ending`.
+However it is ended, and whatever it raises: :mod:`maru.base.ending`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ._ending import EnvironmentFault, ending, lacking
-from ._files import OutputKind
+from .ending import EnvironmentFault, ending, lacking
+from .files import OutputKind
 
 if TYPE_CHECKING:
-    from .configuration import Knob
+    from ..configuration import Knob
 
 LEAST_DESCRIPTORS: Final = 128
 """Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
@@ -163,7 +163,7 @@ def knob_option(knob: Knob, section: str, aliases: Mapping[str, str] | None = No
 
 
 def _shown(knob: Knob) -> str:
-    from .configuration import as_size
+    from ..configuration import as_size
 
     default = knob.default
     if isinstance(default, bool):

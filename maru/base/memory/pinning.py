@@ -203,7 +203,7 @@ def _device(driver: Driver) -> int:
 
 def _reason(error: CudaError, nbytes: int) -> str:
     """Return the driver's reason, and the limits of this process that are smaller than the memory."""
-    from .._pool.machine import memlock_limit, memory_left
+    from ..machine import memlock_limit, memory_left
 
     text, locked, left = str(error), memlock_limit(), memory_left()
     if locked is not None and locked < nbytes + sum(stop - start for start, stop in _spans.copy().items()):

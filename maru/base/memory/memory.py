@@ -24,8 +24,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import CannotMap
-from .._forks import watch_forks
+from ..errors import CannotMap
+from ..forks import watch_forks
 
 PAGE_BYTES = mmap.PAGESIZE
 

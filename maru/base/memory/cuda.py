@@ -24,7 +24,7 @@ from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final, NewType
 
-from .._errors import MaruError
+from ..errors import MaruError
 
 Event = NewType("Event", int)
 """Handle of an event, as ``torch.cuda.Event.cuda_event`` is one."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ._errors import BadFrame
+from .errors import BadFrame
 
 T = TypeVar("T")
 

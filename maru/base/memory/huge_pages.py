@@ -21,7 +21,7 @@ from typing import Final
 
 import attrs
 
-from .._errors import CannotMap
+from ..errors import CannotMap
 from .memory import MADV_POPULATE_WRITE, PAGE_BYTES, Memory, advise
 
 HUGE_BYTES: Final = 2 << 20

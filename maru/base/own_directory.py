@@ -17,8 +17,8 @@ import stat
 import time
 from collections.abc import Callable
 
-from ._all_bytes import read_head, write_all_at
-from ._private_directory import open_private_directory
+from .all_bytes import read_head, write_all_at
+from .private_directory import open_private_directory
 
 LAST_BREATH = 1.0
 """Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""

@@ -21,7 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import trio
 
-from .._threads import no_thread
+from .threads import no_thread
 
 T = TypeVar("T")
 

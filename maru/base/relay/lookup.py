@@ -1,4 +1,4 @@
-"""Asks the kernel for the user of a TCP connection; see :mod:`maru._relay.users` for the meaning of its answers."""
+"""Asks the kernel for the user of a TCP connection; see :mod:`maru.base.relay.users` for the meaning of its answers."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ import attrs
 import msgspec
 import trio
 
-from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, ServerLost, ServerRefused
-from .._listeners import peer_uid
-from .._process_limits import DESCRIPTORS
-from ..transport._packet_listener import PacketListener, serve_briefly
-from ..transport._packets import descriptors_in, reachable
+from .errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, ServerLost, ServerRefused
+from .listeners import peer_uid
+from .packet_listener import PacketListener, serve_briefly
+from .packets import descriptors_in, reachable
+from .process_limits import DESCRIPTORS
 from .region_file import RegionFile
 
 MAX_MESSAGE_BYTES: Final = 512

@@ -27,7 +27,7 @@ def in_background(step: Callable[[], bool]) -> None:
     Raises:
         OSError: no thread can be started.
     """
-    from .._threads import start_thread  # it brings trio, and memory is mapped by processes without it
+    from ..threads import start_thread  # it brings trio, and memory is mapped by processes without it
 
     global _thread
     with _lock:

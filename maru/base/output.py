@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from .._console import print_json as print_json
-from .._console import show as show
-from .._pool.findings import Finding, Verdict
+from .console import print_json as print_json
+from .console import show as show
+from .findings import Finding, Verdict
 
 if TYPE_CHECKING:
     from rich.progress_bar import ProgressBar

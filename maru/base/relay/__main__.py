@@ -1,4 +1,4 @@
-"""The relay's process, started by the server: ``python -m maru._relay SERVER KIND MOST PARENT ANYBODY``.
+"""The relay's process, started by the server: ``python -m maru.base.relay SERVER KIND MOST PARENT ANYBODY``.
 
 Its standard input is a socket of the server's, over which it asks for the TCP socket that listens.
 
@@ -21,7 +21,7 @@ from typing import Final
 import attrs
 import trio
 
-from .._all_bytes import write_all
+from ..all_bytes import write_all
 from .lookup import find_user, tells_users
 from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 

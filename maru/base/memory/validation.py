@@ -18,7 +18,7 @@ import os
 import stat
 from typing import Final
 
-from .._errors import CannotMap
+from ..errors import CannotMap
 
 _OTHERS: Final = 0o077
 _WALKED: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC

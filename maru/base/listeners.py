@@ -1,4 +1,4 @@
-"""Asks the kernel which user listens at an address. Blocking, but briefly; :mod:`maru._peers` decides what follows."""
+"""Asks the kernel which user listens at an address. Blocking, but briefly; :mod:`maru.base.peers` decides what follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final, Protocol
 
-from ._peers import Listener, users_at
+from .peers import Listener, users_at
 
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
@@ -56,7 +56,9 @@ def find_unix_listener(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) 
 class UnixSocket(Protocol):
     """As much of a socket as is asked, of the standard library or of trio."""
 
-    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Return the value of an option."""
+        ...
 
 
 def peer_uid(sock: UnixSocket) -> int:

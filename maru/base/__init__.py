@@ -1,0 +1,1 @@
+"""Shared by the three packages: files, processes, memory, sockets, errors, output. Not for users: names may change."""
