@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from ._blockfile import Directory, Refused, name_of, pack_header
-from ._copying import Bounce, StoreCopy
-from ._unproven import kept_if_unproven
 from .abc import Destination, Failed, Key, Missed, PaddedSource
-from .pages import Pages
+from .base._unproven import kept_if_unproven
+from .base.blockfile import Directory, Refused, name_of, pack_header
+from .base.copying import Bounce, StoreCopy
+from .base.pages import Pages
 
 
 @attrs.define(eq=False)

@@ -8,9 +8,9 @@ from typing import Final
 
 from maru.eviction import EvictionPolicy
 
-from ._blockfile import name_of
 from .abc import EVICTED, Key
-from .blocks import Registry
+from .base.blockfile import name_of
+from .base.blocks import Registry
 
 _TRIED_AGAIN: Final = 16
 """Files that could not be removed and are tried again with the next ones: a file system that refuses all costs little."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
 
-from ._keys import distinct_keys
+from .base.keys import distinct_keys
 
 if TYPE_CHECKING:
     from .abc import Source

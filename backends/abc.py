@@ -28,8 +28,6 @@ from ._errors import DamagedBlock as DamagedBlock
 from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import Unproven as Unproven
 from ._errors import UnreadableBlock as UnreadableBlock
-from ._keys import MAX_KEY_BYTES as MAX_KEY_BYTES
-from ._keys import check_keys as check_keys
 from ._values import DUPLICATE as DUPLICATE
 from ._values import EVICTED as EVICTED
 from ._values import LOADED as LOADED
@@ -51,7 +49,9 @@ from ._values import StrongBlocks as StrongBlocks
 from ._values import TierStatistics as TierStatistics
 from ._values import WeakBlocks as WeakBlocks
 from ._values import WhenFull as WhenFull
-from .pages import Pages
+from .base.keys import MAX_KEY_BYTES as MAX_KEY_BYTES
+from .base.keys import check_keys as check_keys
+from .base.pages import Pages
 
 
 @runtime_checkable
@@ -362,7 +362,7 @@ class PaddedSource(Source, Protocol):
 
 @runtime_checkable
 class PlanarPlace(Protocol):
-    """A source, or a destination, of which each block can be read plane by plane (:mod:`backends.planes`). Optional.
+    """A source, or a destination, of which each block can be read plane by plane (:mod:`backends.base.planes`). Optional.
 
     What is copied is compared with it now and then: whether each plane of a block came to where it belongs.
     """

@@ -6,7 +6,7 @@ by tensor, so one block consists of *pieces*, runs of bytes, typically two for e
 In host memory, all pieces of a batch are gathered, or scattered, by one torch call that lets go of the GIL once: over one
 flat tensor that spans all layers, as rows as long as the pieces' distances allow. Long pieces at equal distances are scattered
 by numpy, in one call for each run of neighbouring blocks. On a CUDA device, one call of the driver copies them all
-(:mod:`backends.copier`).
+(:mod:`backends.base.copier`).
 
 torch is imported when a tier is made, not with this module.
 """
@@ -28,11 +28,11 @@ from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
 from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
-from .block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
-from .copier import BlockPieces, Pieces, copier_of
-from .pages import Pages
-from .planes import TensorPlanes
-from .slots import SlotTier, Storage
+from .base.block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
+from .base.copier import BlockPieces, Pieces, copier_of
+from .base.pages import Pages
+from .base.planes import TensorPlanes
+from .base.slots import SlotTier, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ def _runs(pages: Pages) -> Iterator[tuple[int, int, int]]:
 
 
 class DeviceBlocks:
-    """Blocks in memory of a CUDA device, copied by its :class:`~backends.copier.Copier`. Needs no torch.
+    """Blocks in memory of a CUDA device, copied by its :class:`~backends.base.copier.Copier`. Needs no torch.
 
     A copy waits for nothing of the device: the precondition of a store or a load says that its blocks may be read or written.
 
@@ -213,12 +213,12 @@ class DeviceBlocks:
         return self._pieces.of(slots, pages)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy blocks to the pages, and wait for the end; see :meth:`backends.copier.Copier.store` for errors."""
+        """Copy blocks to the pages, and wait for the end; see :meth:`backends.base.copier.Copier.store` for errors."""
         for some, part in self._portions(slots, pages):
             copier_of(self._device).store(self._pieces.of(some, part))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy pages to the blocks, and wait for the end; see :meth:`backends.copier.Copier.load` for errors."""
+        """Copy pages to the blocks, and wait for the end; see :meth:`backends.base.copier.Copier.load` for errors."""
         for some, part in self._portions(slots, pages):
             copier_of(self._device).load(self._pieces.of(some, part))
 
@@ -245,7 +245,7 @@ class DeviceTier(SlotTier):
         checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
         eviction: decides which blocks of the pool make room; LRU unless given.
         plane_axes: the axes that tell the planes of a block apart, in all tensors: ``{"kv": 0, "head": 3}``. With it, an engine
-            compares now and then what it loads plane by plane; see :class:`backends.planes.TensorPlanes`.
+            compares now and then what it loads plane by plane; see :class:`backends.base.planes.TensorPlanes`.
 
     Raises:
         TypeError: ``layers`` is one tensor, or holds what is no tensor; the axis or the pool is of another type.

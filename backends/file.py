@@ -1,7 +1,7 @@
 """A directory as a tier: one file per block, published by a rename, checked at every load.
 
 Rule 1. Nothing in the directory is trusted. A file that is not the expected block, for one of the reasons in
-        :mod:`backends._blockfile`, is a miss that is counted, and no longer found.
+        :mod:`backends.base.blockfile`, is a miss that is counted, and no longer found.
 Rule 2. Of the files found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
         or version, and those without a checksum where they are verified, are *strangers*: they stay, count as used room,
         and are the first to go when room is needed. Files that are not ours are left alone and not counted.
@@ -24,12 +24,9 @@ import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
-from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, check_summed, layout_digest, name_of, unpack_header
-from ._copying import StoreCopy
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, StrayPath
 from ._file_copies import Reading, Writing, note_uses, remove
 from ._file_registry import FileRegistry
-from ._keys import MAX_STORED_BYTES
 from .abc import (
     EVICTED,
     Deletion,
@@ -40,10 +37,22 @@ from .abc import (
     RoomRequest,
     Source,
 )
-from .direct import DirectTier
-from .pages import Pages
-from .pooled import Lease, PooledReservation, PooledTier
-from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
+from .base.blockfile import (
+    MAX_FOUND_NUMBER,
+    NAME,
+    Directory,
+    Refused,
+    check_summed,
+    layout_digest,
+    name_of,
+    unpack_header,
+)
+from .base.copying import StoreCopy
+from .base.direct import DirectTier
+from .base.keys import MAX_STORED_BYTES
+from .base.pages import Pages
+from .base.pooled import Lease, PooledReservation, PooledTier
+from .base.threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
 _log = logging.getLogger("backends.file")
 
@@ -274,7 +283,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     waits_for_disk: ClassVar[bool] = True
 
     def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
-        """See :class:`backends.direct.DirectTier`."""
+        """See :class:`backends.base.direct.DirectTier`."""
         directory, sizes, size = self._open, self.pool.sizes, there.page_bytes
         if directory is None or not lease.is_held or any(sizes.get(slot) != size for slot in lease.refs):
             return False

@@ -18,9 +18,9 @@ from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
 from .abc import Key
-from .direct import DirectTier
-from .pages import Pages, copy_pages
-from .slots import PORTION_BYTES, SlotTier
+from .base.direct import DirectTier
+from .base.pages import Pages, copy_pages
+from .base.slots import PORTION_BYTES, SlotTier
 
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
@@ -167,7 +167,7 @@ class MemoryTier(SlotTier, DirectTier):
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
-        """Whether a store of so many blocks waits for nothing; see :meth:`backends.direct.DirectTier.stores_at_once`."""
+        """Whether a store of so many blocks waits for nothing; see :meth:`backends.base.direct.DirectTier.stores_at_once`."""
         size = self.block_bytes
         return (
             block_bytes == size

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import trio
 
 from backends.abc import Key
-from backends.threads import run_in_thread
+from backends.base.threads import run_in_thread
 
 from .abc import AsyncPolicy, Leased, Policy, Reasons
 

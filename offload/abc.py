@@ -212,7 +212,7 @@ class Recompute(Protocol):
     def __call__(
         self, keys: Sequence[Key], destination: Destination, positions: Sequence[int]
     ) -> Sequence[array[float] | None]:
-        """The samples that these blocks should have, as the engine's own layout reads them (:mod:`backends.planes`).
+        """The samples that these blocks should have, as the engine's own layout reads them (:mod:`backends.base.planes`).
 
         Called in a worker thread, while the load that it is asked for waits: ``keys`` lie at ``positions`` of
         ``destination``, and the blocks before them are at their places, so that one block can be computed by itself.

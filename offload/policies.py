@@ -22,7 +22,7 @@ import trio
 from xxhash import xxh3_64_intdigest
 
 from backends.abc import ReadableTier
-from backends.direct import DirectTier
+from backends.base.direct import DirectTier
 
 from ._errors import TierBehindFailed, TierUnavailable
 from ._policy_thread import ThreadedPolicy
@@ -96,7 +96,7 @@ class _PresentNow:
 
 
 class _PresentWhenAsked(AsyncPolicy):
-    """The presence filter of a tier that must be awaited, unless it can tell without (:class:`backends.direct.DirectTier`)."""
+    """The presence filter of a tier that must be awaited, unless it is a :class:`backends.base.direct.DirectTier`."""
 
     def __init__(self, tier: ReadableTier) -> None:
         self._tier = tier

@@ -22,7 +22,7 @@ import attrs
 from maru import LeaseLost
 
 from ..abc import EVICTED, Key, Missed, ReadLease, StrongBlocks
-from ..pages import Pages, copy_pages
+from ..base.pages import Pages, copy_pages
 from ._lease import MaruLease
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..abc import Key
-from ..direct import DirectLease, PlacedLease
-from ..pages import Pages
-from ..tier_base import TierLease
+from ..base.direct import DirectLease, PlacedLease
+from ..base.pages import Pages
+from ..base.tier_base import TierLease
 
 if TYPE_CHECKING:
     from maru import HeldBatch
@@ -105,7 +105,7 @@ class MaruThreadLease(MaruLease, DirectLease):
 
 @attrs.frozen
 class DamagedPage:
-    """A block that was found damaged in the page store; see :class:`backends.damaged_blocks.DamagedBlocks`.
+    """A block that was found damaged in the page store; see :class:`backends.base.damaged_blocks.DamagedBlocks`.
 
     Its registration is meant and no other. What was stored anew under its key, in whatever process, has another generation,
     and is neither deleted nor hidden for longer than it takes to ask.

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from maru import Stored
 
-from .._copying import StoreCopy
 from ..abc import Key, Outcome, Source
-from ..pages import Pages
-from ..tier_base import TierReservation
+from ..base.copying import StoreCopy
+from ..base.pages import Pages
+from ..base.tier_base import TierReservation
 from ._answers import outcomes_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ Rule 1. An answer is an answer: a miss, a duplicate, a full pool are values. A s
 Rule 2. Keys are named by their hexadecimal digits unless the tier is told otherwise; see :mod:`backends.maru._names`.
 Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
         summed while it was copied need not be read again.
-Rule 4. What was found damaged is not found any more, and is deleted once it is not held; see :mod:`backends.damaged_blocks`.
+Rule 4. What was found damaged is not found any more, and is deleted once it is not held; see
+        :mod:`backends.base.damaged_blocks`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ import trio
 
 from maru import LeaseLost, MaruError, MaruHandler, PoolFull
 
-from .._copying import load_pages, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError
-from .._in_place import CopiesInPlace
-from .._keys import MAX_STORED_BYTES, check_keys
-from .._visits import Visits
 from ..abc import (
     Deletion,
     Destination,
@@ -36,11 +33,15 @@ from ..abc import (
     RoomRequest,
     TierStatistics,
 )
-from ..damaged_blocks import DamagedBlocks
-from ..direct import DirectTier
-from ..pages import Pages, copy_and_sum, copy_pages
-from ..room import WaitQueue
-from ..tier_base import TierBase, TierLease
+from ..base._visits import Visits
+from ..base.copying import load_pages, unequal
+from ..base.damaged_blocks import DamagedBlocks
+from ..base.direct import DirectTier
+from ..base.in_place import CopiesInPlace
+from ..base.keys import MAX_STORED_BYTES, check_keys
+from ..base.pages import Pages, copy_and_sum, copy_pages
+from ..base.room import WaitQueue
+from ..base.tier_base import TierBase, TierLease
 from ._answers import deletions_of
 from ._held_pages import HeldPages
 from ._lease import DamagedPage, MaruLease, MaruThreadLease
@@ -347,7 +348,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
             return dict.fromkeys(range(len(expected)), Missed("lease"))
         return {} if sums is None else dict.fromkeys(unequal(expected, sums), Missed("damaged"))
 
-    # --- reading in another thread: see :mod:`backends.direct` ----------------------------------------------------
+    # --- reading in another thread: see :mod:`backends.base.direct` ----------------------------------------------------
 
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:
         """Like :meth:`contains`, in any thread; ``None`` where the index cannot tell, or something must be purged first."""

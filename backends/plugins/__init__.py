@@ -13,6 +13,7 @@ from ._registry import make_tier as make_tier
 from ._registry import register_tier as register_tier
 from ._registry import register_tier_module as register_tier_module
 from ._registry import known_tiers as known_tiers
+from ._registry import read_spec as read_spec
 from ._registry import TierFactory as TierFactory
 from ._config import HostConfig as HostConfig
 from ._errors import HostConfigError as HostConfigError

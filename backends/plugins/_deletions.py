@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 import trio
 
 from ..abc import Deletion, Key
-from ..threads import run_in_thread
+from ..base.threads import run_in_thread
 from ._errors import NoAnswer, PluginFault
 from ._host_state import HostState
 from ._operations import Kind, Operation, Plugin

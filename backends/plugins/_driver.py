@@ -35,7 +35,7 @@ from maru.base.threads import start_thread
 
 from .._errors import PlaceClosed
 from ..abc import Key
-from ..threads import run_in_thread
+from ..base.threads import run_in_thread
 from ._config import HostConfig
 from ._errors import NoAnswer, PluginFault
 from ._operations import Completion, Correlation, Kind, Operation, Plugin

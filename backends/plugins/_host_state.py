@@ -21,8 +21,8 @@ import attrs
 from maru.eviction import EvictionPolicy
 
 from ..abc import EVICTED, Key
-from ..blocks import Registry
-from ..pages import Pages, new_pages
+from ..base.blocks import Registry
+from ..base.pages import Pages, new_pages
 from ._driver import PluginDriver
 from ._errors import PluginFault
 from ._operations import Kind, Operation

@@ -19,9 +19,7 @@ import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
-from .._copying import places_for
 from .._errors import BlockSizeError, CapacityError, PlaceClosed
-from .._visits import Visits
 from ..abc import (
     DUPLICATE,
     EVICTED,
@@ -37,7 +35,9 @@ from ..abc import (
     Source,
     TierStatistics,
 )
-from ..tier_base import TierLease, TierReservation
+from ..base._visits import Visits
+from ..base.copying import places_for
+from ..base.tier_base import TierLease, TierReservation
 from ._config import HostConfig
 from ._deletions import Deleter
 from ._driver import PluginDriver

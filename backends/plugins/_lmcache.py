@@ -33,7 +33,7 @@ import attrs
 from maru.eviction import EvictionPolicy
 
 from ..abc import Capabilities, Key
-from ..pages import pages_of
+from ..base.pages import pages_of
 from ._config import HostConfig
 from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier

@@ -26,7 +26,7 @@ import attrs
 
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
 
-from ..closing import close_beside
+from ..base.closing import close_beside
 from ._config import HostConfig, host_config
 from ._errors import PluginTypeError, TierParameterError, UnknownTier
 from .finding import (

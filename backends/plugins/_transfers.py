@@ -25,12 +25,12 @@ import trio
 
 from maru.exception_groups import holds
 
-from .._copying import StoreCopy, load_pages, unequal
 from .._errors import Unproven
-from .._in_place import PORTION_BYTES, CopiesInPlace
 from ..abc import DUPLICATE, LOADED, STORED, Destination, Failed, Key, Missed, Outcome, Rejected, Source
-from ..pages import Pages, checksums
-from ..threads import run_in_thread, run_in_thread_to_the_end
+from ..base.copying import StoreCopy, load_pages, unequal
+from ..base.in_place import PORTION_BYTES, CopiesInPlace
+from ..base.pages import Pages, checksums
+from ..base.threads import run_in_thread, run_in_thread_to_the_end
 from ._errors import NoAnswer, PluginFault
 from ._host_state import HostState, StagingBuffer
 from ._operations import Kind, Operation

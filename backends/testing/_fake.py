@@ -15,9 +15,9 @@ from backends.abc import RoomRequest
 from maru.eviction import EvictionPolicy
 
 from ..abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from ..base.pooled import PooledReservation
+from ..base.slots import SlotTier
 from ..memory import HostPages
-from ..pooled import PooledReservation
-from ..slots import SlotTier
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -70,8 +70,8 @@ class FakeTier(SlotTier):
         latency: how long each copy takes at least, in seconds of trio's clock.
         bytes_per_second: what each copy's bytes take on top.
         synchronous: copies take no time and pass no checkpoint; for benchmarks.
-        checksums: as in :class:`~backends.slots.SlotTier`.
-        eviction: as in :class:`~backends.slots.SlotTier`.
+        checksums: as in :class:`~backends.base.slots.SlotTier`.
+        eviction: as in :class:`~backends.base.slots.SlotTier`.
 
     Attributes:
         faults: the dials.

@@ -8,7 +8,7 @@ from math import inf
 import trio
 
 from ..abc import Destination, Outcome, ReadableTier, ReadLease
-from ..forwarding import ForwardingTier
+from ..base.forwarding import ForwardingTier
 
 
 class PacedTier(ForwardingTier):

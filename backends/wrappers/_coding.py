@@ -21,11 +21,11 @@ import attrs
 
 from maru.exception_groups import holds
 
-from .._copying import Bounce, StoreCopy
 from .._errors import BackendError, Unproven
-from .._unproven import kept_if_unproven
 from ..abc import Destination, Key
-from ..pages import Pages, new_pages
+from ..base._unproven import kept_if_unproven
+from ..base.copying import Bounce, StoreCopy
+from ..base.pages import Pages, new_pages
 from ._chain import Chain, Context, Damaged, seals
 
 T = TypeVar("T")

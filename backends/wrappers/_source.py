@@ -16,9 +16,9 @@ from maru.kv_events import KeyWatcher
 
 from .._errors import DamagedBlock
 from ..abc import EVICTED, Key, StrongBlocks, WeakBlocks
-from ..leaving import Listener, Spill
-from ..pages import Pages
-from ..pooled import hold_all
+from ..base.leaving import Listener, Spill
+from ..base.pages import Pages
+from ..base.pooled import hold_all
 from ._chain import Context, Damaged
 from ._coding import Undecodable, decode_pages
 

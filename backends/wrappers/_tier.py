@@ -23,9 +23,7 @@ import attrs
 
 from maru.kv_events import KeyBook
 
-from .._copying import StoreCopy, places_for
 from .._errors import BlockSizeError
-from .._unproven import kept_if_unproven
 from ..abc import (
     LOADED,
     STORED,
@@ -44,12 +42,14 @@ from ..abc import (
     Tier,
     TierStatistics,
 )
-from ..damaged_blocks import DamagedBlocks
-from ..forwarding import ForwardingTier
-from ..leaving import SpillingTier
-from ..pages import new_pages
-from ..slots import PagesDestination
-from ..threads import run_in_thread
+from ..base._unproven import kept_if_unproven
+from ..base.copying import StoreCopy, places_for
+from ..base.damaged_blocks import DamagedBlocks
+from ..base.forwarding import ForwardingTier
+from ..base.leaving import SpillingTier
+from ..base.pages import new_pages
+from ..base.slots import PagesDestination
+from ..base.threads import run_in_thread
 from ._chain import Chain, Context, Damaged, TenantTags, Wrapper, chain_id, check_order
 from ._coding import PORTION_BYTES, Coder, Decoding, Encoding
 from ._source import KEY_BOOK_METHODS, SOURCE_METHODS, SPILLING_METHODS, DecodedSource
@@ -62,7 +62,7 @@ def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTie
     """Put wrappers around a tier: blocks pass through them on their way in, and back on their way out.
 
     The result keeps the contracts of the tier: it is a :class:`~backends.abc.Tier`, a :class:`~backends.abc.Source` and a
-    :class:`~backends.leaving.SpillingTier` if the tier is one.
+    :class:`~backends.base.leaving.SpillingTier` if the tier is one.
 
     Args:
         tier: its slots have at least :func:`slot_bytes`. Use it only through the result from now on.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..abc import Key, Outcome, ReadLease, Reservation, Source
-from ..tier_base import TierLease, TierReservation
+from ..base.tier_base import TierLease, TierReservation
 from ._chain import Context
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@
 The thread that asks may be the trio thread itself: what waits for nothing needs no scope, no share of the time and no task.
 There everything happens at once, and a load is made so if it is short (``PORTION_BYTES``) and reads no file.
 
-A tier allows it by being a :class:`~backends.direct.DirectTier`. What cannot be answered so is answered by ``None``, and goes
-the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
+A tier allows it by being a :class:`~backends.base.direct.DirectTier`. What cannot be answered so is answered by ``None``, and
+goes the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
 
 Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is given up
         where a tier would have to be asked that is not direct, or that may be probed: a probe has a deadline. A tier whose
@@ -38,10 +38,10 @@ import attrs
 import trio
 
 from backends.abc import LOADED, Destination, Key
-from backends.direct import DirectLease, DirectTier
-from backends.pages import Pages, check_apart
-from backends.pooled import Lease
-from backends.slots import PORTION_BYTES
+from backends.base.direct import DirectLease, DirectTier
+from backends.base.pages import Pages, check_apart
+from backends.base.pooled import Lease
+from backends.base.slots import PORTION_BYTES
 
 from .._errors import TierUnavailable
 from .._health.breaker import Call

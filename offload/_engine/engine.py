@@ -22,7 +22,7 @@ from backends.abc import (
     Source,
     check_keys,
 )
-from backends.pages import check_apart
+from backends.base.pages import check_apart
 
 from .._config import BreakerConfig
 from .._health import BreakerTier

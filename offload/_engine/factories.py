@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from backends.abc import Capabilities, ReadableTier, Source
-from backends.closing import close_beside
+from backends.base.closing import close_beside
 from maru.base.errors import KnobError
 
 from .._errors import ConfigError

@@ -18,7 +18,7 @@ import attrs
 import trio
 
 from backends.abc import Key
-from backends.leaving import SpillingTier
+from backends.base.leaving import SpillingTier
 
 from .._health.faults import describe
 from .._pipeline.container import OffloadContainer

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import attrs
 
-from backends._copying import BESIDE_BYTES
-from backends.direct import PlacedLease
-from backends.pages import Pages, checksums, copy_pages
-from backends.threads import run_halves
+from backends.base.copying import BESIDE_BYTES
+from backends.base.direct import PlacedLease
+from backends.base.pages import Pages, checksums, copy_pages
+from backends.base.threads import run_halves
 
 
 @attrs.define(eq=False)

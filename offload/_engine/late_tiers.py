@@ -38,8 +38,8 @@ from typing import Any
 import trio
 
 from backends.abc import Capabilities, Key, TenantTier
-from backends.closing import close, close_beside, closing
-from backends.forwarding import ForwardingTier
+from backends.base.closing import close, close_beside, closing
+from backends.base.forwarding import ForwardingTier
 from maru.base.threads import run_in_thread
 
 from .._errors import TierTooSlow

@@ -2,8 +2,8 @@
 
 Two layouts of one shape (keys before values or behind them, one order of heads or another) store the same bytes, and load
 them into each other's planes: no checksum differs, and no shape. So a pattern that is another one in each plane is written
-into a free block, stored, loaded into the cleared block, and read by the names of the planes (:mod:`backends.planes`). That is
-done twice:
+into a free block, stored, loaded into the cleared block, and read by the names of the planes (:mod:`backends.base.planes`).
+That is done twice:
 
 * under a key of this check alone. It finds a place that writes otherwise than it reads;
 * under the key of this layout's name, which is the same in all processes. The first one stores it; those that come later load
@@ -20,8 +20,8 @@ import attrs
 import trio
 
 from backends.abc import LOADED, Blocks, Canary, Deletion, Key
-from backends.planes import difference
-from backends.threads import run_in_thread_to_the_end
+from backends.base.planes import difference
+from backends.base.threads import run_in_thread_to_the_end
 
 from .._errors import DrainUnproven, LayoutCheckFailed, OffloadError
 from .._keys import block_key

@@ -32,7 +32,7 @@ from backends.abc import (
     ReadLease,
     Unproven,
 )
-from backends.pages import Pages
+from backends.base.pages import Pages
 from maru.exception_groups import holds
 
 from .._errors import OffloadError, PreconditionFailed

@@ -27,8 +27,8 @@ import attrs
 import trio
 
 from backends.abc import Key, ReadableTier, ReadLease, Tier
-from backends.direct import PlacedLease
-from backends.pages import Pages
+from backends.base.direct import PlacedLease
+from backends.base.pages import Pages
 
 from .._errors import TierTooSlow
 from .._health import BreakerLease, BreakerTier

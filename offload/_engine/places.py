@@ -19,9 +19,9 @@ from typing import Any
 import attrs
 
 from backends.abc import BlockSizeError, ReadableTier, Source, TenantTier, Tier
-from backends.closing import closing
-from backends.forwarding import OPTIONAL
-from backends.leaving import SpillingTier
+from backends.base.closing import closing
+from backends.base.forwarding import OPTIONAL
+from backends.base.leaving import SpillingTier
 
 from .._errors import ConfigError, TierNotEntered
 from .._health import BreakerTier, with_breaker

@@ -25,8 +25,8 @@ import attrs
 import trio
 
 from backends.abc import EVICTED, LOADED, DepthTier, Key, ReadableTier, TenantTier, WeakBlocks
-from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
-from backends.threads import kept_if_unproven, leave_after
+from backends.base.pages import Pages, copy_and_sum, copy_pages, new_pages
+from backends.base.threads import kept_if_unproven, leave_after
 
 from .._config import BatchConfig, PipelineConfig
 from .._errors import DestinationFull, PipelineClosed, PipelineFull, PreconditionFailed, TierUnavailable

@@ -17,9 +17,9 @@ import attrs
 import trio
 
 from backends.abc import LOADED, Key
-from backends.pages import new_pages
-from backends.slots import PagesDestination
-from backends.threads import kept_if_unproven, leave_after
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
+from backends.base.threads import kept_if_unproven, leave_after
 
 from .load_choice import LoadChoice
 from .lookup import Place

@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 
-from backends.leaving import SpillingTier
+from backends.base.leaving import SpillingTier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError

@@ -27,10 +27,10 @@ import attrs
 import trio
 
 from backends.abc import LOADED, Deletion, Destination, Key, Missed, PlanarPlace, Source, Unproven
-from backends.pages import Pages, checksums, new_pages
-from backends.planes import difference
-from backends.slots import PagesDestination
-from backends.threads import kept_if_unproven, leave_after, run_in_thread, run_in_thread_to_the_end
+from backends.base.pages import Pages, checksums, new_pages
+from backends.base.planes import difference
+from backends.base.slots import PagesDestination
+from backends.base.threads import kept_if_unproven, leave_after, run_in_thread, run_in_thread_to_the_end
 from maru.exception_groups import holds
 
 from .._health.faults import describe

@@ -26,7 +26,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from backends.abc import Key, TenantTier
-from backends.leaving import SpillingTier
+from backends.base.leaving import SpillingTier
 
 if TYPE_CHECKING:
     from .._pipeline.container import OffloadContainer

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from backends.abc import Failed, Outcome
-from backends.forwarding import OPTIONAL, ForwardingTier
-from backends.pages import Pages
+from backends.base.forwarding import OPTIONAL, ForwardingTier
+from backends.base.pages import Pages
 from maru.exception_groups import leaves
 
 from .breaker import Verdict

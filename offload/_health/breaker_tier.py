@@ -38,10 +38,10 @@ from backends.abc import (
     Tier,
     TierStatistics,
 )
-from backends.direct import DirectLease, DirectTier
-from backends.forwarding import ForwardingTier
-from backends.pages import Pages
-from backends.pooled import Lease
+from backends.base.direct import DirectLease, DirectTier
+from backends.base.forwarding import ForwardingTier
+from backends.base.pages import Pages
+from backends.base.pooled import Lease
 from maru.exception_groups import holds
 
 from .._config import BreakerConfig
@@ -230,7 +230,7 @@ class BreakerTier(ForwardingTier):
 
     @property
     def direct(self) -> DirectTier | None:
-        """The tier, if other threads may read it: see :mod:`backends.direct`."""
+        """The tier, if other threads may read it: see :mod:`backends.base.direct`."""
         # Of an ABC, `isinstance` costs as much as a look at the tier's table, and each read asks some times.
         inner, found = self.inner, self._direct
         if found[0] is not inner:
@@ -311,7 +311,7 @@ class BreakerTier(ForwardingTier):
         self._runner.clock = clock
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
-        """Whether a store waits for nothing and wakes no task; see :meth:`backends.direct.DirectTier.stores_at_once`."""
+        """Whether a store waits for nothing and wakes no task; see :meth:`backends.base.direct.DirectTier.stores_at_once`."""
         direct, runner = self.direct, self._runner
         return direct is not None and runner.wakes_nobody and direct.stores_at_once(n, block_bytes)
 

@@ -4,7 +4,7 @@ Who calls this has the pipeline to itself until it returns: its trio thread, or 
 waits for events (:mod:`offload.from_thread._loop_lock`). So no task of trio may be woken here, and none may be waited for:
 
 Rule 1. Only what needs no wait is begun: policies and instruments that may be called in any thread, blocks whose refs are
-        known, a destination that says so (:meth:`backends.direct.DirectTier.stores_at_once`), no chain behind it, no load
+        known, a destination that says so (:meth:`backends.base.direct.DirectTier.stores_at_once`), no chain behind it, no load
         before it.
 Rule 2. What was admitted and then finds no room goes the ordinary way from there on (:meth:`Pipeline.resume`): its policies
         have answered, and are not asked again.

@@ -21,7 +21,7 @@ from typing import Protocol
 import trio
 
 from backends.abc import Blocks, Key, PageTier, Source, TransferExecutor, WeakBlocks
-from backends.threads import keep_threads
+from backends.base.threads import keep_threads
 
 from .._config import PipelineConfig
 from .._errors import PipelineClosed, PipelineFull

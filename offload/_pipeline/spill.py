@@ -30,7 +30,7 @@ import attrs
 import trio
 
 from backends.abc import Blocks, CapacityError, Key, WeakBlocks
-from backends.leaving import Spill, SpillingTier
+from backends.base.leaving import Spill, SpillingTier
 from maru.exception_groups import holds
 
 from .._config import PipelineConfig

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from backends.abc import Key, ReadableTier
+from backends.base.pages import Pages
+from backends.base.slots import PagesDestination
 from backends.memory import HostPages, MemoryTier
-from backends.pages import Pages
-from backends.slots import PagesDestination
 
 from .._config import BatchConfig, PipelineConfig
 from .._engine import Engine, open_engine

@@ -18,9 +18,9 @@ from time import perf_counter
 import attrs
 
 from backends.abc import CapacityError, Key, ReadableTier
+from backends.base.pages import Pages
+from backends.base.slots import PagesDestination
 from backends.memory import HostPages, MemoryTier
-from backends.pages import Pages
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 
 from .._engine import Engine, Route, open_engine

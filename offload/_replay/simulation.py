@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import Final
 
 from backends.abc import EVICTED, Key
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 from maru.eviction import LRU, EvictionPolicy
 
 from ..abc import Policy

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from backends import BackendError
 from backends.abc import ReadableTier
-from backends.closing import closing
+from backends.base.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from maru.base.scratch import scratch

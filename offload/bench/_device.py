@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from backends.block_layout import Plane
-from backends.copier import BlockPieces, Pieces, close_copiers, copier_of
+from backends.base.block_layout import Plane
+from backends.base.copier import BlockPieces, Pieces, close_copiers, copier_of
 from backends.device import DeviceBlocks
 from backends.memory import HostPages
 from maru.base.memory.cuda import Driver, NoDriver, find_driver
@@ -26,7 +26,7 @@ from maru.bench._row import Goal, Row
 from maru.fake_cuda import FakeCuda, use
 
 if TYPE_CHECKING:
-    from backends.pages import Pages
+    from backends.base.pages import Pages
 
 _KIB: Final = 1 << 10
 _BYTES: Final = 256 << 20

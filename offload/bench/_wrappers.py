@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends.abc import LOADED, STORED, Key, RoomRequest
+from backends.base.pages import Pages, new_pages
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import Pages, new_pages
-from backends.slots import PagesDestination
-from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Fp8, Wrapper, Zstd, slot_bytes, wrap
 from maru.base.scratch import scratch
 from maru.bench._measure import Effort, Sample, in_trio, in_turn, noisiest

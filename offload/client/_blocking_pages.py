@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from backends.abc import Destination, Key, Outcome
-from backends.trio_thread import TrioThread
+from backends.base.trio_thread import TrioThread
 
 from ..abc import PreconditionLike
 from ._errors import DaemonUnavailable

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from backends._keys import distinct_keys
 from backends.abc import DUPLICATE, STORED, Destination, Key, Outcome, Rejected, Unproven
+from backends.base.keys import distinct_keys
+from backends.base.pages import Pages as BlockPages
 from backends.maru import MaruLease, MaruTier
 from backends.maru.l1 import MaruL1, WriteReservation
-from backends.pages import Pages as BlockPages
 from maru import MaruConfig, MaruError, MaruHandler
 
 from .._engine.loading import precondition_of, wait_for

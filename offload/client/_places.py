@@ -25,9 +25,9 @@ import attrs
 import msgspec
 import trio
 
-from backends.block_layout import TensorMemory
-from backends.pages import Pages
-from backends.threads import run_in_thread
+from backends.base.block_layout import TensorMemory
+from backends.base.pages import Pages
+from backends.base.threads import run_in_thread
 
 from ..daemon._messages import CudaMemory, Registered, RegisterKVCache, TensorLayout, UnregisterKVCache
 from ._connection import DaemonConnection, Session

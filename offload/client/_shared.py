@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from backends.pages import Pages
+from backends.base.pages import Pages
 from maru.base.errors import CannotMap
 from maru.base.memory.background import in_background
 from maru.base.memory.huge_pages import make_huge

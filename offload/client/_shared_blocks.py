@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 
 from backends.abc import EVICTED, ExternalBlocks, Key
-from backends.pages import Pages, copy_pages
+from backends.base.pages import Pages, copy_pages
 
 from ..daemon._messages import TensorLayout
 from ._places import CacheDescription

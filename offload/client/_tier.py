@@ -20,8 +20,6 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 import trio
 
-from backends._copying import StoreCopy, deliver
-from backends._in_place import CopiesInPlace
 from backends.abc import (
     DUPLICATE,
     STORED,
@@ -42,9 +40,11 @@ from backends.abc import (
     Unproven,
     check_keys,
 )
-from backends.pages import Pages
-from backends.threads import run_in_thread, run_in_thread_to_the_end
-from backends.tier_base import TierBase, TierLease, TierReservation
+from backends.base.copying import StoreCopy, deliver
+from backends.base.in_place import CopiesInPlace
+from backends.base.pages import Pages
+from backends.base.threads import run_in_thread, run_in_thread_to_the_end
+from backends.base.tier_base import TierBase, TierLease, TierReservation
 from maru.exception_groups import holds
 
 from ..daemon._messages import (
@@ -488,7 +488,7 @@ class _SlotsOfThread:
         """One element while there is a thread, taken by whichever end comes first."""
 
     async def run(self, function: Callable[[Pages], T], pages: Pages) -> T:
-        """Call this in a thread; see :func:`backends.threads.run_in_thread`."""
+        """Call this in a thread; see :func:`backends.base.threads.run_in_thread`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         self._first.append(True)
         try:

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 from backends import PlaceInUse
-from backends._blockfile import check_directory
 from backends.abc import ReadableTier
-from backends.closing import closing
-from backends.plugins._registry import read_spec
+from backends.base.blockfile import check_directory
+from backends.base.closing import closing
+from backends.plugins import read_spec
 from maru.base.addresses import IPC_NAME
 from maru.base.errors import excerpt
 from maru.base.packets import LONGEST_PATH

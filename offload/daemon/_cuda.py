@@ -1,7 +1,7 @@
 """Memory of a CUDA device that another process has allocated, by its IPC handle: both sides.
 
 The engine names the allocation that a tensor lies in, and where in it. The daemon opens the allocation, and has the device copy
-between its blocks and pages (:mod:`backends.copier`). Both call the driver, so a daemon needs no torch.
+between its blocks and pages (:mod:`backends.base.copier`). Both call the driver, so a daemon needs no torch.
 
 Rule 1. A registration opens each of its allocations once, however many tensors lie in it; the driver counts the openings of all
         registrations. They are closed with the last reference to the memory, like all memory of an engine (:mod:`._memory`): in
@@ -28,11 +28,11 @@ from uuid import UUID
 import attrs
 
 from backends.abc import Unproven, UnreadableBlock
-from backends.block_layout import TensorMemory, check_disjoint
-from backends.copier import DeviceLost
+from backends.base.block_layout import TensorMemory, check_disjoint
+from backends.base.copier import DeviceLost
+from backends.base.pages import Pages
+from backends.base.slots import Storage
 from backends.device import DeviceBlocks
-from backends.pages import Pages
-from backends.slots import Storage
 from maru.base.memory.cuda import CudaError, Driver, NoDriver, find_driver
 from maru.base.threads import start_thread
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
+from backends.base.threads import run_in_thread
 from backends.file import FileTier
-from backends.threads import run_in_thread
 from maru.base.memory import pinning
 from maru.base.process_limits import find_descriptors
 

@@ -17,8 +17,8 @@ import attrs
 import trio
 
 from backends.abc import Key, Tier
+from backends.base.threads import run_in_thread
 from backends.memory import MemoryTier
-from backends.threads import run_in_thread
 from maru.base.machine import memory_limit
 from maru.base.memory.pinning import expect_cuda
 from maru.configuration import as_bytes

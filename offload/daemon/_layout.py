@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from backends.block_layout import Layout, check_disjoint, layout_of
+from backends.base.block_layout import Layout, check_disjoint, layout_of
 
 from ._messages import TensorLayout
 

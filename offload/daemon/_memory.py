@@ -25,9 +25,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
-from backends.pages import Pages, copy_pages, new_pages
-from backends.slots import Storage
-from backends.threads import kept_if_unproven
+from backends.base.pages import Pages, copy_pages, new_pages
+from backends.base.slots import Storage
+from backends.base.threads import kept_if_unproven
 from maru.base.all_bytes import read_all, write_all_at
 from maru.base.budget import Budget, Door
 from maru.base.errors import CannotMap
@@ -183,16 +183,16 @@ class OneRun:
         self._stride = plane.stride_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         first, stride = self._first, self._stride
         return Pages([first + slot * stride for slot in slots], self.block_bytes, self._memory)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         copy_pages(pages, self.pages(slots))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         copy_pages(self.pages(slots), pages)
 
 
@@ -206,15 +206,15 @@ class TensorStorage:
         self.block_bytes: int = layout.block_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         return self._tier.views(slots)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         self._tier.copy_out(slots, pages)
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`."""
+        """See :class:`~backends.base.slots.Storage`."""
         self._tier.into(slots).copy_in(0, pages)
 
 
@@ -266,7 +266,7 @@ class FileStorage:
         """``None``: they are not mapped."""
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`.
+        """See :class:`~backends.base.slots.Storage`.
 
         Raises:
             OSError: the file ends before a block does.
@@ -278,7 +278,7 @@ class FileStorage:
                 start += size
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.slots.Storage`.
+        """See :class:`~backends.base.slots.Storage`.
 
         Raises:
             OSError: the file ends before a block does.

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from backends._keys import distinct_keys
 from backends.abc import Key, check_keys
+from backends.base.keys import distinct_keys
 
 from .._pipeline.containment import give_back
 from ._engine import DaemonEngine

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from backends.abc import LOADED, Key, Unproven
-from backends.threads import run_in_thread_to_the_end
+from backends.base.threads import run_in_thread_to_the_end
 from maru.exception_groups import holds
 
 from .._engine import LoadResult

@@ -26,7 +26,7 @@ import msgspec
 import trio
 
 from backends.abc import Deletion
-from backends.slots import Storage
+from backends.base.slots import Storage
 from maru.base.own_directory import LOOK
 from maru.base.served_time import ServedTime
 from maru.base.threads import run_in_thread

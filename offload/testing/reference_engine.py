@@ -33,7 +33,7 @@ import attrs
 import torch
 
 from backends.abc import Destination, Key
-from backends.planes import TensorPlanes
+from backends.base.planes import TensorPlanes
 
 from .._errors import OffloadError
 from .._keys import prefix_keys

@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from backends import CapacityError
 from backends.abc import EVICTED, Deletion, RoomRequest
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 from tests.support.spilling_world import keys_of
 
 ALL_MODES = ["wait", "evict", "partial", "fail"]

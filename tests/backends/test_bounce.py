@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from backends import _copying
-from backends._copying import BOUNCE_BYTES, Bounce
+from backends.base import copying as _copying
+from backends.base.copying import BOUNCE_BYTES, Bounce
 from maru.base.memory.pinning import spans
 from tests.support.cuda_process import process_with_cuda
 

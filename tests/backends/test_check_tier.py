@@ -7,12 +7,12 @@ import pytest
 import trio
 import trio.testing
 
-from backends._copying import StoreCopy
 from backends.abc import STORED, Deletion, RoomRequest, Tier
+from backends.base.copying import StoreCopy
+from backends.base.pages import checksums, copy_pages, pages_of
+from backends.base.pooled import Lease, PooledReservation
+from backends.base.room import WaitQueue
 from backends.memory import MemoryTier
-from backends.pages import checksums, copy_pages, pages_of
-from backends.pooled import Lease, PooledReservation
-from backends.room import WaitQueue
 from backends.testing import FakeTier, NullExecutor, check_tier, payload_of
 
 

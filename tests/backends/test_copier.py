@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import BackendError, Unproven
-from backends.block_layout import Plane, TensorMemory, as_one_run
-from backends.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers, copier_of
+from backends.base.block_layout import Plane, TensorMemory, as_one_run
+from backends.base.copier import BlockPieces, Copier, DeviceLost, Pieces, close_copiers, copier_of
+from backends.base.pages import new_pages
 from backends.device import DeviceTier
-from backends.pages import new_pages
 from maru.base.memory.cuda import CudaError
 from maru.fake_cuda import FakeCuda, every_order, use
 
@@ -223,7 +223,7 @@ def test_in_every_order_of_streams_a_store_reads_what_was_computed_before():
 
 
 def test_the_buffer_is_not_filled_again_before_it_was_read(monkeypatch):
-    monkeypatch.setattr("backends.copier._copier.STAGING_BYTES", 1024)
+    monkeypatch.setattr("backends.base.copier._copier.STAGING_BYTES", 1024)
     random_bytes = random.Random(1).randbytes
 
     def run(choose):
@@ -315,7 +315,7 @@ def test_the_buffer_of_a_copy_whose_end_is_not_proven_is_kept(monkeypatch):
         return pages
 
     with device(registered=False) as there:
-        monkeypatch.setattr("backends.copier._copier.new_pages", noted)
+        monkeypatch.setattr("backends.base.copier._copier.new_pages", noted)
         store_without_an_end(there)
     del there  # the copier has the error, whose frames have the buffer
     gc.collect()

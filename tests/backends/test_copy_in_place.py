@@ -5,12 +5,12 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from backends import slots
 from backends.abc import LOADED, STORED, RoomRequest
+from backends.base import slots
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads, thread_statistics
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import payload_of
-from backends.threads import keep_threads, thread_statistics
 
 SIZE = slots.PORTION_BYTES // 4
 KEYS = tuple(b"%032d" % number for number in range(10))  # three portions, the last one short

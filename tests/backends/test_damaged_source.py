@@ -6,7 +6,7 @@ import pytest
 
 from backends import DamagedBlock, UnreadableBlock
 from backends.abc import LOADED, STORED, Failed, RoomRequest
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import with_breaker
 from tests.support.damaged_places import DESTINATIONS, SIZE, SOURCES, fill, flip, opened, payload, store

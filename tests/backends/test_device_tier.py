@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from backends import device as device_module
 from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier, Unproven
-from backends.block_layout import Plane, TensorMemory, check_disjoint, layout_of
+from backends.base.block_layout import Plane, TensorMemory, check_disjoint, layout_of
+from backends.base.pages import new_pages, pages_of
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
-from backends.pages import new_pages, pages_of
-from backends.slots import PagesDestination
 from backends.testing import check_tier, payload_of
-from backends.threads import keep_threads
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,6 @@ import trio
 import trio.testing
 
 from backends import BlockSizeError, CapacityError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
-from backends import _blockfile as blockfile
 from backends import file as file_module
 from backends.abc import (
     DUPLICATE,
@@ -30,11 +29,12 @@ from backends.abc import (
     Source,
     Tier,
 )
+from backends.base import blockfile as blockfile
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier, payload_of
-from backends.threads import keep_threads
 from maru.eviction import LRU
 
 SIZE = 64
@@ -285,7 +285,7 @@ async def test_of_two_files_of_one_key_the_newer_counts(directory):
 
 def crash_before_the_rename(directory):
     code = (
-        "import os, sys; from backends._blockfile import Directory, name_of\n"
+        "import os, sys; from backends.base.blockfile import Directory, name_of\n"
         "os.rename = lambda *_, **__: os._exit(7)\n"
         "Directory(sys.argv[1]).write(name_of(b'key', 5), b'head', memoryview(b'payload'), 0, False)"
     )
@@ -710,7 +710,7 @@ async def test_a_device_gets_no_bytes_of_others_for_a_missed_block(directory):
 
 
 async def test_a_source_outside_host_memory_is_written_in_portions(directory, monkeypatch):
-    monkeypatch.setattr("backends._copying.BOUNCE_BYTES", 3 * SIZE)
+    monkeypatch.setattr("backends.base.copying.BOUNCE_BYTES", 3 * SIZE)
     keys = [b"%d" % number for number in range(8)]
     first, second = open_tier(directory), open_tier(directory.with_name("second"))
     await store(first, keys)

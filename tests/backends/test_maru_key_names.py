@@ -9,11 +9,11 @@ import trio
 
 from backends import make_tier
 from backends.abc import LOADED, STORED, Deletion, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.maru._names import KeyNaming
 from backends.maru.l1 import MaruL1
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import check_tier, payload_of
 from maru import MaruHandler
 from maru.testing import open_test_server

@@ -18,9 +18,9 @@ import trio.testing
 
 import offload
 from backends.abc import LOADED, STORED, BlockSizeError, CapacityError, Deletion, Failed, Missed, Rejected, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier, PageSizeError
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import check_tier, payload_of
 from maru import LeaseLost, MaruError, MaruHandler
 from maru.testing import Code, Fate, open_lossy_wire, open_test_server

@@ -11,9 +11,9 @@ import pytest
 import trio
 
 from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from maru import LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._client.operations import beat

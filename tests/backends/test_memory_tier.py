@@ -27,11 +27,11 @@ from backends.abc import (
     Source,
     Tier,
 )
+from backends.base.pages import checksums, copy_and_sum, copy_pages, new_pages, pages_of
+from backends.base.slots import PORTION_BYTES, PagesDestination
+from backends.base.threads import keep_threads
 from backends.memory import HostPages, MemoryTier
-from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages_of
-from backends.slots import PORTION_BYTES, PagesDestination
 from backends.testing import check_tier, payload_of
-from backends.threads import keep_threads
 from maru.base.memory.cuda import find_driver
 from maru.base.memory.huge_pages import why_no_huge_pages
 from maru.base.memory.pinning import spans
@@ -218,8 +218,8 @@ async def test_a_small_copy_is_made_in_place_and_a_large_one_in_a_thread(monkeyp
         used.append(threading.current_thread() is threading.main_thread())
         return real(destination, source)
 
-    monkeypatch.setattr("backends._copying.copy_and_sum", spy)
-    monkeypatch.setattr("backends._in_place.copy_and_sum", spy)
+    monkeypatch.setattr("backends.base.copying.copy_and_sum", spy)
+    monkeypatch.setattr("backends.base.in_place.copy_and_sum", spy)
     for size in (PORTION_BYTES, PORTION_BYTES + 8):
         source, tier = MemoryTier(size, size), MemoryTier(size, size)
         source.put(b"a", bytes(size))

@@ -8,10 +8,10 @@ import torch
 
 from backends import RepeatedPlaces
 from backends.abc import LOADED, BlockSizeError
+from backends.base.pages import Pages, pages_of
+from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
-from backends.pages import Pages, pages_of
-from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import from_thread, open_engine
 from tests.support.damaged_places import DESTINATIONS, SIZE, fill, opened, payload

@@ -7,8 +7,8 @@ from array import array
 import pytest
 import torch
 
+from backends.base.planes import SAMPLES, TensorPlanes, difference
 from backends.device import DeviceTier
-from backends.planes import SAMPLES, TensorPlanes, difference
 
 SHAPE = (2, 6, 8, 4, 16)  # keys and values, blocks, tokens, heads, head_dim
 AXES = {"kv": 0, "head": 3}

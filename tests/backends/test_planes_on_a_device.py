@@ -12,12 +12,12 @@ import pytest
 import torch
 import trio
 
-from backends.block_layout import TensorMemory
-from backends.copier import close_copiers
+from backends.base.block_layout import TensorMemory
+from backends.base.copier import close_copiers
+from backends.base.pages import new_pages
+from backends.base.planes import TensorPlanes
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
-from backends.pages import new_pages
-from backends.planes import TensorPlanes
 from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, LayoutCheckFailed, open_engine
 from tests.support.planted import device as P

@@ -10,8 +10,8 @@ import trio.testing
 
 import backends
 from backends.abc import LOADED, STORED, Deletion, Failed, Missed, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault, PluginTypeError
-from backends.slots import PagesDestination
 from tests.support.plugin_faults import PlayedAdapter, PlayedConnector
 from tests.support.plugin_play import (
     KEYS,

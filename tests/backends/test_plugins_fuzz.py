@@ -13,8 +13,8 @@ import trio.testing
 
 from backends import Unproven
 from backends.abc import LOADED, STORED, Missed, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from tests.support import determinism
 from tests.support.plugin_faults import PlayedAdapter, PlayedConnector

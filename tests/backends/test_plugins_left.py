@@ -9,8 +9,8 @@ import trio.testing
 
 import backends
 from backends.abc import LOADED, STORED, Rejected, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, _host_state
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from tests.support.held_by_process import open_descriptors
 from tests.support.plugin_faults import PlayedConnector

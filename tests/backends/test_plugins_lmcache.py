@@ -9,9 +9,9 @@ import trio.testing
 
 import backends
 from backends.abc import LOADED, STORED, Capabilities, Deletion, Failed, Missed, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, LMCacheTier, NoAnswer, PluginFault, PluginTypeError
 from backends.plugins._lmcache import Layout, MemoryObject, ObjectKey, bits_of
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from tests.support.plugin_faults import Bits, PlayedAdapter
 from tests.support.plugin_peers import LoopAdapter
@@ -221,7 +221,7 @@ def test_bitmaps_of_any_kind(bits):
 
 
 def test_an_object_has_what_adapters_read():
-    pages = backends.pages.new_pages(1, SIZE)
+    pages = backends.base.pages.new_pages(1, SIZE)
     memory = MemoryObject(pages[0], pages.addresses[0])
     memory.byte_array[:] = payload_of(b"a", SIZE)
     assert bytes(pages[0]) == payload_of(b"a", SIZE)
@@ -235,7 +235,7 @@ def test_an_object_has_what_adapters_read():
 
 def test_an_object_is_a_tensor_where_torch_is():
     pytest.importorskip("torch")
-    pages = backends.pages.new_pages(1, SIZE)
+    pages = backends.base.pages.new_pages(1, SIZE)
     memory = MemoryObject(pages[0], pages.addresses[0])
     memory.tensor[:] = 7
     assert bytes(pages[0]) == b"\7" * SIZE

@@ -10,9 +10,9 @@ import trio.testing
 
 import backends
 from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from backends.plugins._native import published_name
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from tests.support.plugin_faults import PlayedConnector
 from tests.support.plugin_peers import ThreadConnector

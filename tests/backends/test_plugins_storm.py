@@ -7,8 +7,8 @@ import pytest
 import trio
 
 from backends.abc import DUPLICATE, LOADED, STORED, Failed, Missed, Rejected, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, LMCacheTier, NativeTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from tests.support.plugin_peers import DeletingConnector, LoopAdapter, ThreadConnector
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from backends.abc import Deletion, RoomRequest
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
+from backends.base.pooled import ThreadLease
 from backends.memory import MemoryTier
-from backends.pooled import ThreadLease
 from maru.eviction import LRU
 
 SIZE = 64

@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from backends.trio_thread import TrioThread
+from backends.base.trio_thread import TrioThread
 
 
 def thread(make, timeout=10.0):

@@ -10,15 +10,16 @@ import pytest
 import trio
 import trio.testing
 
-from backends import _copying, slots
-from backends import pages as pages_module
-from backends._copying import deliver
 from backends.abc import LOADED
+from backends.base import copying as _copying
+from backends.base import pages as pages_module
+from backends.base import slots
+from backends.base.copying import deliver
+from backends.base.pages import Pages, checksums, copy_and_sum, new_pages
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads, run_beside
 from backends.memory import MemoryTier
-from backends.pages import Pages, checksums, copy_and_sum, new_pages
-from backends.slots import PagesDestination
 from backends.testing import payload_of
-from backends.threads import keep_threads, run_beside
 
 SIZE = 256
 
@@ -166,7 +167,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
         seen.halves += 1
         return by_halves(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("backends._in_place.BESIDE", 1)
+    monkeypatch.setattr("backends.base.in_place.BESIDE", 1)
     monkeypatch.setattr(_copying, "BESIDE_BYTES", 0)
     monkeypatch.setattr(_copying, "_copied", copy)
     monkeypatch.setattr(_copying, "_copied_by_halves", copy_by_halves)

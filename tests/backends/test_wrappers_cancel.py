@@ -7,9 +7,9 @@ import trio
 import trio.testing
 
 from backends.abc import LOADED, STORED, Missed, RoomRequest
-from backends.damaged_blocks import DamagedBlocks
-from backends.slots import PagesDestination
-from backends.threads import keep_threads
+from backends.base.damaged_blocks import DamagedBlocks
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.wrappers import AesGcm, Context, Zstd, slot_bytes, wrap
 from tests.support.wrapping import (
     SECRETS,

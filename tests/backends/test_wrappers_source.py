@@ -8,14 +8,14 @@ import trio.testing
 
 import offload
 from backends import DamagedBlock, DuplicateKeys, MissingKeys, Unproven
-from backends._blockfile import Directory
 from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, PaddedSource, RoomRequest
+from backends.base.blockfile import Directory
+from backends.base.pages import pages_of
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import pages_of
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
-from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Fp8, Zstd, slot_bytes, wrap
 from tests.support.wrapping import (
     NAMES,

@@ -24,14 +24,14 @@ from backends.abc import (
     TenantTier,
     Tier,
 )
-from backends.damaged_blocks import DamagedBlocks
+from backends.base.damaged_blocks import DamagedBlocks
+from backends.base.leaving import SpillingTier
+from backends.base.slots import PagesDestination
+from backends.base.threads import keep_threads
 from backends.file import FileTier
-from backends.leaving import SpillingTier
 from backends.memory import MemoryTier
 from backends.plugins import HostConfig, NativeTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier
-from backends.threads import keep_threads
 from backends.wrappers import (
     AesGcm,
     BrokenWrapper,

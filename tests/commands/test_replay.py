@@ -386,7 +386,7 @@ async def test_the_pace_of_the_trace_is_kept(autojump_clock: object) -> None:
 async def test_the_baseline_finds_the_same_blocks() -> None:
     keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
     memory = bytearray(10 * BLOCK)
-    from backends.pages import pages_of
+    from backends.base.pages import pages_of
 
     pages = pages_of([memoryview(memory)[at * BLOCK : (at + 1) * BLOCK] for at in range(10)])
     buffer = Buffer(pages.addresses, BLOCK)

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.base.pooled import ThreadLease
 from backends.memory import MemoryTier
-from backends.pooled import ThreadLease
 from offload._replay import leaks
 from offload._replay.replayer import Played
 from offload._replay.report import Tally

@@ -13,8 +13,8 @@ import attrs
 import pytest
 import trio
 
-from backends.slots import SlotTier
-from backends.threads import run_in_thread
+from backends.base.slots import SlotTier
+from backends.base.threads import run_in_thread
 from maru.transport import ChannelConnection
 from offload import NO_WAIT, BatchConfig, ConfigError, PipelineConfig, Status
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection

@@ -12,7 +12,7 @@ import trio
 from click.testing import CliRunner
 
 import offload.cli
-from backends.closing import closing
+from backends.base.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.plugins import make_tier

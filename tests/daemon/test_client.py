@@ -13,11 +13,11 @@ import trio
 import trio.testing
 
 from backends.abc import LOADED, STORED, RoomRequest, Unproven
-from backends.forwarding import ForwardingTier
+from backends.base.forwarding import ForwardingTier
+from backends.base.slots import PagesDestination
+from backends.base.threads import leave_after, run_in_thread_or_leave
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier
-from backends.threads import leave_after, run_in_thread_or_leave
 from offload import BreakerConfig, HealthState, open_engine
 from offload.client import (
     DaemonBusy,

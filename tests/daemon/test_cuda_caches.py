@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import trio
 
-from backends.copier import close_copiers
+from backends.base.copier import close_copiers
 from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, OffloadError, Status
 from offload.client import (

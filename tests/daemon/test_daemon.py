@@ -10,8 +10,8 @@ import trio.testing
 
 import offload
 from backends.abc import Deletion
+from backends.base.slots import PagesDestination
 from backends.memory import HostPages, MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from maru import ServerConfig
 from offload import NO_WAIT, BatchConfig, EngineConfig, HealthState, PipelineConfig, Status

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import trio
 
-from backends.forwarding import ForwardingTier
+from backends.base.forwarding import ForwardingTier
 from backends.testing import FakeTier
 from offload import Engine, OffloadError
 from offload.client import open_connection

@@ -9,8 +9,8 @@ import pytest
 
 from backends import DamagedBlock
 from backends.abc import STORED, RoomRequest
+from backends.base.pages import new_pages
 from backends.memory import MemoryTier
-from backends.pages import new_pages
 from offload.client import SharedMemory
 from offload.daemon._layout import MAX_PIECES, BadLayout, check_layout, count_pieces
 from offload.daemon._memory import Caches, FileMemory, MappedMemory, Shares, adopt

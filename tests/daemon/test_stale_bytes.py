@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from backends.slots import SlotTier
-from backends.threads import run_in_thread_to_the_end
+from backends.base.slots import SlotTier
+from backends.base.threads import run_in_thread_to_the_end
 from offload import NO_WAIT
 from offload.client import SharedBlocks, SharedMemory, open_client, open_connection
 from offload.daemon._messages import (

@@ -71,3 +71,14 @@ def test_they_become_fewer() -> None:
     modules = set().union(*found().values())
     assert len(modules) <= TABLE["most"], f"{len(modules)} private modules are imported by tests"
     assert len(modules) > TABLE["most"] - 10, f"{len(modules)} are left: say so in the table"
+
+
+def test_no_package_imports_private_modules_of_another() -> None:
+    reached = [
+        f"{file.relative_to(ROOT)}: {module}"
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        for module, name in imported(file)
+        if module.split(".")[0] != package and any(part.startswith("_") for part in f"{module}.{name}".split("."))
+    ]
+    assert not reached

@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from backends.abc import LOADED, ChecksummedSource, DepthTier, PaddedSource, RoomRequest, Source, TenantTier
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier, payload_of
 from maru import MaruHandler, NoAnswer
 from maru.testing import Fate, open_lossy_wire, open_test_server

@@ -6,8 +6,8 @@ import pytest
 import trio
 
 from backends.abc import LOADED, Key
+from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from maru.eviction import LRU
 from offload import NO_WAIT, BatchConfig, PipelineConfig, Status, open_engine
 from tests.support.damaged_places import DESTINATIONS, SIZE, fill, flip, opened, payload

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from backends.direct import DirectLease
+from backends.base.direct import DirectLease
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from maru import MaruHandler

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from backends._blockfile import Directory
 from backends.abc import Failed, Key
-from backends.blocks import BlockPool
+from backends.base.blockfile import Directory
+from backends.base.blocks import BlockPool
+from backends.base.pooled import PooledTier
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pooled import PooledTier
-from backends.slots import PagesDestination
 from maru.eviction import LRU
 from offload import NO_WAIT, BreakerConfig, PipelineConfig, TierUnavailable, block_key, from_thread
 from offload._engine.direct import DirectLoad, DirectReads

@@ -12,8 +12,8 @@ import trio.testing
 
 import offload
 from backends.abc import LOADED, Deletion, Failed, Key, Missed, ReadLease, Tier
+from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, Engine, LoadFailed, Status, open_engine
 from tests.support.engine_places import cancelled_at_checkpoint, keys_of

@@ -17,10 +17,10 @@ import trio.testing
 
 import offload
 from backends.abc import LOADED, BlockSizeError, Deletion
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from backends.wrappers import AesGcm
 from maru import MaruHandler, NoAnswer, ServerRefused

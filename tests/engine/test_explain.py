@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends.abc import Key
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
 from maru.eviction import LRU

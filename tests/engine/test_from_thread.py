@@ -25,7 +25,7 @@ import trio
 
 import offload
 from backends.abc import Deletion, Key, Unproven
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, Status, block_key, from_thread
 from offload.from_thread import _future, _worker

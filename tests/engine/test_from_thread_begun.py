@@ -15,7 +15,7 @@ import trio
 
 import offload
 from backends.abc import Key, Unproven
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, from_thread
 from offload.from_thread import LoadFuture, LookupFuture, StoreFuture, _worker

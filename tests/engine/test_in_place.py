@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from backends.abc import ExternalBlocks
-from backends.direct import PlacedLease
-from backends.pages import Pages, checksums, new_pages
+from backends.base.direct import PlacedLease
+from backends.base.pages import Pages, checksums, new_pages
 from offload import NO_WAIT, from_thread
 from offload.client import SharedBlocks, SharedMemory
 from offload.from_thread import BlocksInPlace

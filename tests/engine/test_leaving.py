@@ -12,13 +12,13 @@ import pytest
 import trio
 import trio.testing
 
-import backends._unproven
+import backends.base._unproven
 import offload
 from backends import Unproven
-from backends._blockfile import Directory
+from backends.base.blockfile import Directory
+from backends.base.threads import wait_abandoned
 from backends.file import FileTier
 from backends.testing import FakeTier
-from backends.threads import wait_abandoned
 from offload import NO_WAIT, BatchConfig, PipelineConfig
 from tests.support.engine_places import SIZE, Places, keys_of, room
 
@@ -65,7 +65,7 @@ async def promoting_from(disk: Disk, root: Path, **knobs: Any) -> AsyncIterator[
 async def test_leaving_does_not_wait_for_a_promotion_whose_disk_hangs(
     mock_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drain_timeout: float
 ) -> None:
-    disk, kept = Disk(monkeypatch, 3), len(backends._unproven._kept)  # the load's own two reads go well
+    disk, kept = Disk(monkeypatch, 3), len(backends.base._unproven._kept)  # the load's own two reads go well
     began = 0.0
     async with trio.open_nursery() as nursery:
 
@@ -78,13 +78,13 @@ async def test_leaving_does_not_wait_for_a_promotion_whose_disk_hangs(
             nursery.start_soon(jump)
         assert not disk.over.is_set()
         assert trio.current_time() - began == drain_timeout
-    assert len(backends._unproven._kept) == kept + 1  # the memory that it reads into is nobody else's
+    assert len(backends.base._unproven._kept) == kept + 1  # the memory that it reads into is nobody else's
     disk.over.set()
     await wait_abandoned()
 
 
 async def test_what_a_promotion_reads_into_is_kept_where_the_end_is_unknown(autojump_clock: object) -> None:
-    places, kept = Places(), len(backends._unproven._kept)
+    places, kept = Places(), len(backends.base._unproven._kept)
     places["b"].fill(KEYS)
     async with places.open(promote=True) as engine:
         async with await engine.lookup(KEYS) as hit:
@@ -93,5 +93,5 @@ async def test_what_a_promotion_reads_into_is_kept_where_the_end_is_unknown(auto
             engine._promoter.promote(KEYS, [1, 1], True, "")
         await engine.drain()
         assert engine.statistics().promotions_refused == {"failed": 2}
-    assert len(backends._unproven._kept) == kept + 1
+    assert len(backends.base._unproven._kept) == kept + 1
     places.assert_at_rest()

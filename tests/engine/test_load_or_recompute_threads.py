@@ -11,11 +11,11 @@ import pytest
 import trio
 
 from backends.abc import Key
+from backends.base.pages import Pages
+from backends.base.pooled import Lease
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import Pages
-from backends.pooled import Lease
-from backends.slots import PagesDestination
 from backends.testing import PacedTier, payload_of
 from offload import NO_WAIT, EngineConfig, LoadOrRecompute, from_thread, open_engine
 from offload._engine.rates import SETTLED

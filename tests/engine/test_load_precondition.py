@@ -13,12 +13,12 @@ import trio
 import trio.testing
 
 from backends.abc import Key
-from backends.block_layout import TensorMemory
-from backends.copier import close_copiers
+from backends.base.block_layout import TensorMemory
+from backends.base.copier import close_copiers
+from backends.base.pages import Pages, copy_pages, pages_of
+from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
-from backends.pages import Pages, copy_pages, pages_of
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from backends.wrappers import Zstd, slot_bytes, wrap
 from maru.fake_cuda import FakeCuda, use

@@ -11,7 +11,7 @@ import trio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, PacedTier
 from offload import (
     NO_WAIT,

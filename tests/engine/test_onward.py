@@ -15,8 +15,8 @@ import trio.testing
 
 import offload
 from backends.abc import EVICTED, LOADED, STORED, Deletion, DuplicateKeys, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, BatchConfig, DestinationFull, Engine, PipelineConfig, PreconditionFailed, Route, Status
 from tests.support import determinism

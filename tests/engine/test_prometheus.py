@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
+from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from offload import NO_WAIT
 from offload.from_thread import open_engine
 from offload.instruments import StageTimes

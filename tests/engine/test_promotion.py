@@ -12,9 +12,9 @@ import trio.testing
 
 import offload
 from backends.abc import Key, Missed
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from backends.wrappers import Zstd, slot_bytes, wrap
 from offload import NO_WAIT, Engine, EngineStatistics, LoadFailed, PipelineConfig, Status, open_engine, open_pipeline

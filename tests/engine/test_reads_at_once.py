@@ -12,9 +12,9 @@ import trio
 from trio.testing import assert_checkpoints
 
 from backends.abc import Key
+from backends.base.slots import PORTION_BYTES, PagesDestination
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.slots import PORTION_BYTES, PagesDestination
 from offload import NO_WAIT, Engine, from_thread, open_engine
 from tests.engine.test_direct_reads import keys_of, load_all, memory, no_message, payload, places
 

@@ -10,7 +10,7 @@ import trio.testing
 
 import offload
 from backends.abc import Key, Missed
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import NO_WAIT, ConfigError, EngineConfig, PipelineConfig, Route, Status
 from offload._engine.routes import plan

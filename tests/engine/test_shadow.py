@@ -15,10 +15,10 @@ import torch
 import trio
 
 from backends.abc import Key
+from backends.base.pages import Pages
+from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
 from backends.memory import MemoryTier
-from backends.pages import Pages
-from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import (
     NO_WAIT,

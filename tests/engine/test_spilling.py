@@ -8,8 +8,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from backends.blocks import Registry
-from backends.leaving import Spill
+from backends.base.blocks import Registry
+from backends.base.leaving import Spill
 from backends.testing import FakeTier, payload_of
 from offload import BatchConfig, ConfigError, PipelineConfig, Status
 from offload._pipeline.spill import Spilling, spill

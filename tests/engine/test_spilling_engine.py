@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from backends.abc import LOADED, Deletion, Key
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from maru import MaruHandler
 from maru.eviction import LRU

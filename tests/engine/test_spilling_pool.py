@@ -13,10 +13,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from backends._file_registry import FileRegistry
 from backends.abc import EVICTED, Deletion, RoomRequest
-from backends.blocks import BlockPool, Registry
-from backends.leaving import Evictions, SpillingTier
+from backends.base.blocks import BlockPool, Registry
+from backends.base.leaving import Evictions, SpillingTier
+from backends.base.room import WaitQueue
 from backends.memory import MemoryTier
-from backends.room import WaitQueue
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
 from tests.support.spilling_world import keys_of
 

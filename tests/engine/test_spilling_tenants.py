@@ -12,8 +12,8 @@ import trio.testing
 
 import offload
 from backends.abc import LOADED, Key
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from backends.wrappers import AesGcm, slot_bytes, wrap
 from maru.eviction import LRU

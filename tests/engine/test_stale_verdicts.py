@@ -13,9 +13,9 @@ import trio
 
 from backends import DamagedBlock
 from backends.abc import LOADED, STORED, Deletion, Missed, Rejected
+from backends.base.pages import new_pages
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import new_pages
 from backends.plugins import HostConfig, NativeTier
 from backends.wrappers import AesGcm, Zstd, slot_bytes, wrap
 from tests.support.plugin_faults import PlayedConnector

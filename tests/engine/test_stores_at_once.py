@@ -15,8 +15,8 @@ import pytest
 
 import offload
 from backends.abc import Deletion, Key
+from backends.base.slots import PORTION_BYTES, PagesDestination, SlotTier
 from backends.memory import MemoryTier
-from backends.slots import PORTION_BYTES, PagesDestination, SlotTier
 from offload import NO_WAIT, PassAll, PipelineConfig, Status, block_key, from_thread
 from tests.support.maru_processes import eventually
 

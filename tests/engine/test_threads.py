@@ -10,8 +10,9 @@ import pytest
 import trio
 import trio.testing
 
-from backends import Unproven, threads
-from backends.threads import (
+from backends import Unproven
+from backends.base import threads
+from backends.base.threads import (
     keep_threads,
     leave_after,
     run_in_thread,

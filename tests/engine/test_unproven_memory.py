@@ -7,9 +7,9 @@ import pytest
 
 from backends import Unproven
 from backends.abc import STORED, RoomRequest
+from backends.base.pages import copy_pages, new_pages
+from backends.base.slots import SlotTier
 from backends.file import FileTier
-from backends.pages import copy_pages, new_pages
-from backends.slots import SlotTier
 from backends.testing import payload_of
 from maru.exception_groups import holds
 from tests.support.damaged_places import DESTINATIONS, fill, opened

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from backends.base.pages import Pages, checksums, new_pages
 from backends.memory import MemoryTier
-from backends.pages import Pages, checksums, new_pages
 from offload import NO_WAIT, DrainUnproven, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm import _chunks
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks, layout_of_caches

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.pages import Pages
+from backends.base.pages import Pages
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches
 from offload.engines.vllm._copies import LostInPlace, RowCopies
 from offload.engines.vllm._manager import HostMemory, open_host_memory

@@ -13,10 +13,10 @@ import attrs
 import numpy
 import pytest
 
-from backends.block_layout import TensorMemory
-from backends.copier import Copier, close_copiers
+from backends.base.block_layout import TensorMemory
+from backends.base.copier import Copier, close_copiers
+from backends.base.pages import checksums, new_pages
 from backends.memory import MemoryTier
-from backends.pages import checksums, new_pages
 from maru.fake_cuda import FakeCuda, every_order, use
 from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm import _chunks, _copies

@@ -18,9 +18,9 @@ import attrs
 import pytest
 import torch
 
-from backends.block_layout import TensorMemory, memory_of
-from backends.copier import close_copiers
-from backends.pages import new_pages
+from backends.base.block_layout import TensorMemory, memory_of
+from backends.base.copier import close_copiers
+from backends.base.pages import new_pages
 from maru.fake_cuda import FakeCuda, use
 from offload import NO_WAIT, ConfigError, from_thread
 from offload.engines.vllm._naming import ChunkNaming

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 from offload.engines.vllm._rows import WITHHELD_STEPS, Answer, Fill, Question, RowTable
 
 KEYS = [f"key-{at}".encode() for at in range(64)]

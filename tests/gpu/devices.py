@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from backends.block_layout import TensorMemory
-from backends.copier import close_copiers
+from backends.base.block_layout import TensorMemory
+from backends.base.copier import close_copiers
 from backends.device import DeviceTier
 from maru.base.memory.cuda import Driver, Event, Stream, find_driver
 from maru.fake_cuda import FakeCuda, use

@@ -204,7 +204,7 @@ def test_a_killed_client_loses_its_pool_though_its_forked_child_lives() -> None:
 def test_pages_are_the_childs_own_after_a_fork() -> None:
     run("""
         from backends.memory import HostPages
-        from backends.pages import new_pages
+        from backends.base.pages import new_pages
 
         for pages in (new_pages(2, 5000), HostPages(2, 5000).pages([0, 1])):
             pages[0][:] = b"p" * 5000
@@ -341,7 +341,7 @@ def test_a_forked_child_pins_in_the_background_by_a_thread_of_its_own() -> None:
 def test_a_directory_of_blocks_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
     run(f"""
         from backends import PlaceClosed, PlaceInUse
-        from backends._blockfile import Directory
+        from backends.base.blockfile import Directory
 
         directory = Directory({str(tmp_path)!r})
         def check():

@@ -16,7 +16,7 @@ import pytest
 import trio
 import zmq
 
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 from maru._config import ServerConfig
 from maru.base.errors import ConfigError, MaruError, NoAnswer
 from maru.kv_events import EventMirror, EventPublisher, open_mirror, open_publisher, publish_events

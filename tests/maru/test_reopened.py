@@ -15,9 +15,9 @@ import trio
 
 import offload
 from backends.abc import DUPLICATE, LOADED, STORED, Deletion, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.maru._lease import DamagedPage
-from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from maru import CannotMap, HandlerClosed, MaruHandler
 from maru._client import driver_trio, operations

@@ -13,10 +13,10 @@ from typing import Any
 
 import maru.blocking
 from backends.abc import Key, ReadableTier
+from backends.base.pages import Pages
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.pages import Pages
-from backends.slots import PagesDestination
 from maru import Loaded, MaruHandler, Stored
 from maru.eviction import LRU
 from offload import NO_WAIT, from_thread

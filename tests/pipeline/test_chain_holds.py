@@ -13,7 +13,7 @@ import trio.testing
 
 import offload
 from backends.abc import Deletion, Key
-from backends.pooled import PooledReservation
+from backends.base.pooled import PooledReservation
 from backends.testing import FakeTier
 from offload import (
     NO_WAIT,

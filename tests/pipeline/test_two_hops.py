@@ -19,9 +19,9 @@ import pytest
 import trio
 
 from backends.abc import LOADED, Deletion, Key, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from maru import MaruHandler
 from maru.eviction import LRU

@@ -11,8 +11,8 @@ import trio.testing
 
 import offload
 from backends.abc import Unproven
-from backends.pages import new_pages
-from backends.slots import PagesDestination
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import NO_WAIT, ConfigError
 from offload._recorder.allowance import RESUME, SAVED, Allowance

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import offload
 from backends.abc import Unproven
-from backends.pages import new_pages
-from backends.slots import PagesDestination
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import NO_WAIT
 from offload._recorder.recording import read_ring, to_bytes

@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import offload
-from backends.pages import new_pages
-from backends.slots import PagesDestination
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, PacedTier
 from offload import NO_WAIT, EngineConfig, LoadOrRecompute
 from offload._recorder.records import Loaded, LookedUp, decode, encode

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backends.abc import Key
-from backends.pooled import Lease, PooledTier
+from backends.base.pooled import Lease, PooledTier
 from offload import HealthState, Hit
 from offload._health.breaker import Breaker, Call, Verdict
 from offload.testing.scenarios import Expect, Scenario, ScenarioError, TierSpec, check, play, play_real, read, read_text

@@ -14,7 +14,7 @@ import threading
 
 import trio
 
-from backends.block_layout import TensorMemory
+from backends.base.block_layout import TensorMemory
 from backends.device import DeviceTier
 from backends.testing import payload_of
 from maru.fake_cuda import FakeCuda, use

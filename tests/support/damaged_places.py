@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from backends.abc import Key, RoomRequest
+from backends.base.slots import SlotTier
 from backends.device import DeviceTier
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.plugins import HostConfig, NativeTier
-from backends.slots import SlotTier
 from backends.testing import FakeTier, payload_of
 from backends.wrappers import Zstd, slot_bytes, wrap
 from maru import MaruHandler

@@ -11,7 +11,7 @@ import trio.abc
 
 import offload
 from backends.abc import Key
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import Engine, Route, open_engine
 

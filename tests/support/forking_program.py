@@ -205,7 +205,7 @@ class Engine:
 
     def load(self, keys: list[bytes]) -> None:
         from backends.abc import LOADED
-        from backends.slots import PagesDestination
+        from backends.base.slots import PagesDestination
         from backends.testing import payload_of
 
         hit = self.engine.lookup(keys)

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from backends.abc import Destination, Key, Outcome, ReadLease, RoomRequest
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import BreakerConfig, BreakerTier, with_breaker
 

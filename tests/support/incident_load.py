@@ -25,10 +25,10 @@ import trio
 
 import offload
 from backends.abc import LOADED, Deletion, Unproven
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import new_pages
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from offload import Pipeline, from_thread
 from offload._pipeline.marks import place_of

@@ -30,9 +30,9 @@ import attrs
 import trio
 
 import offload
+from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.slots import PagesDestination
 from maru import MaruHandler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ import trio
 import trio.testing
 
 from backends.abc import RoomRequest
-from backends.slots import PagesDestination
+from backends.base.slots import PagesDestination
 from backends.testing import FakeTier
 
 SIZE = 64

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from backends.abc import Key, RoomRequest
+from backends.base.pooled import Lease
+from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
-from backends.pooled import Lease
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from backends.wrappers import AesGcm, Chain, Context, Fp8, Wrapper, Zstd, slot_bytes, wrap
 from maru import MaruHandler

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 from maru import HandlerClosed, MaruConfig
 
 from ...abc import Deletion, Key, Outcome
-from ...trio_thread import TrioThread
+from ...base.trio_thread import TrioThread
 from ._layout import KVLayout
 from ._maru_l1 import MaruL1
 from ._reading import ViewLease

@@ -17,8 +17,8 @@ from itertools import takewhile
 import trio
 
 from ..._errors import MissingKeys
-from ..._keys import check_keys
 from ...abc import Deletion, Key, Outcome
+from ...base.keys import check_keys
 from ._layout import KVLayout
 from ._maru_l1 import MaruL1
 from ._reading import ViewLease

@@ -25,10 +25,10 @@ import trio
 from maru import FateUnknown, MaruConfig, MaruHandler, PoolFull
 
 from ..._errors import Unproven
-from ..._keys import check_keys, distinct_keys
 from ...abc import DUPLICATE, STORED, Deletion, Key, Outcome
-from ...pages import Pages, checksums
-from ...threads import run_in_thread_to_the_end
+from ...base.keys import check_keys, distinct_keys
+from ...base.pages import Pages, checksums
+from ...base.threads import run_in_thread_to_the_end
 from .._answers import deletions_of, outcomes_of
 from .._names import KeyNames, KeyNaming
 from ._errors import LayoutMismatch, NoLayout

@@ -18,7 +18,7 @@ import trio
 from maru import LeaseLost
 
 from ...abc import Key
-from ...pages import Pages
+from ...base.pages import Pages
 from ._tensors import tensors_over
 
 if TYPE_CHECKING:

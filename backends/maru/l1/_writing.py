@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...abc import Duplicate, Key, Outcome, Stored
-from ...pages import Pages, copy_and_sum, copy_pages
+from ...base.pages import Pages, copy_and_sum, copy_pages
 from ._errors import ReservationOver
 from ._tensors import tensors_over
 

@@ -75,7 +75,7 @@ async def check_tier(
         any_block_size: the tier takes blocks of any size.
         threads: the tier copies in threads, or otherwise waits for copies so that it can leave them. Say ``False`` of one
             that copies in place. A copy that was left counts as over when the source is, and with it every copy thread of
-            :mod:`backends.threads`: threads of your own must not write to a slot after that.
+            :mod:`backends.base.threads`: threads of your own must not write to a slot after that.
 
     Raises:
         AssertionError: a promise is not kept, and which.

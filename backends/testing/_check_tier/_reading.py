@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from ...abc import EVICTED, LOADED, STORED, Deletion, Failed, Missed, Source
-from ...pages import pages_of
+from ...base.pages import pages_of
 from .._fake import payload_of
 from ._trying import BLOCKS, Case, Places, must
 

@@ -11,7 +11,7 @@ import trio
 from maru.kv_events import KeyBook
 
 from ...abc import DUPLICATE, STORED, DamagedBlock, DepthReservation, DepthTier, Failed, Key, Outcome
-from ...threads import wait_abandoned
+from ...base.threads import wait_abandoned
 from .._fake import payload_of
 from ._trying import BLOCKS, Bytes, Case, KnownBytes, must
 

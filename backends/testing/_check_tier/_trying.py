@@ -25,7 +25,7 @@ from ...abc import (
     Tier,
     WhenFull,
 )
-from ...pages import Pages, copy_pages, pages_of
+from ...base.pages import Pages, copy_pages, pages_of
 from .._fake import payload_of
 
 BLOCKS: Final = 8

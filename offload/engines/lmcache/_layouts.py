@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import attrs
 
 from backends.abc import ExternalBlocks, Key
-from backends.planes import TensorPlanes
+from backends.base.planes import TensorPlanes
 
 from ..._errors import LayoutCheckFailed
 from .._faults import AdapterError, FaultLog

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from backends.abc import EVICTED, ExternalBlocks, Key
-from backends.pages import Pages
-from backends.planes import SAMPLES
+from backends.base.pages import Pages
+from backends.base.planes import SAMPLES
 
 from .._faults import AdapterError
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from backends.planes import TensorPlanes
+from backends.base.planes import TensorPlanes
 
 from ... import from_thread
 from ..._errors import ConfigError, LayoutCheckFailed

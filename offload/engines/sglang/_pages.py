@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from backends.abc import EVICTED, ExternalBlocks, Key
-from backends.pages import Pages
-from backends.planes import TensorPlanes
+from backends.base.pages import Pages
+from backends.base.planes import TensorPlanes
 
 from .._faults import AdapterError
 

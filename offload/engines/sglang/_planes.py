@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from backends.abc import ExternalBlocks, Key
-from backends.planes import TensorPlanes
+from backends.base.planes import TensorPlanes
 
 from ._pages import HostPages, LentPages
 

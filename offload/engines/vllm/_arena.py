@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from backends.pages import Pages
+from backends.base.pages import Pages
 from maru.base.all_bytes import read_head
 from maru.base.memory.huge_pages import make_huge
 from maru.base.private_directory import open_private_directory

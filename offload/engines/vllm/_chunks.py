@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import attrs
 
-from backends._copying import BESIDE_BYTES
 from backends.abc import EVICTED, ExternalBlocks, Key
-from backends.block_layout import Plane, TensorMemory, as_one_run, layout_of, memory_of
-from backends.copier import Event, Pieces, copier_of
+from backends.base.block_layout import Plane, TensorMemory, as_one_run, layout_of, memory_of
+from backends.base.copier import Event, Pieces, copier_of
+from backends.base.copying import BESIDE_BYTES
+from backends.base.pages import WARM_BYTES, Pages, PageSum, checksums
+from backends.base.planes import TensorPlanes
+from backends.base.threads import run_beside, run_halves
 from backends.device import DeviceTier
-from backends.pages import WARM_BYTES, Pages, PageSum, checksums
-from backends.planes import TensorPlanes
-from backends.threads import run_beside, run_halves
 
 from ._naming import layout_text
 

@@ -22,9 +22,9 @@ from typing import Any, Final, TypeAlias
 import attrs
 
 from backends import Unproven
-from backends.copier import Event
-from backends.pages import Pages
-from backends.threads import kept_if_unproven
+from backends.base.copier import Event
+from backends.base.pages import Pages
+from backends.base.threads import kept_if_unproven
 from maru.exception_groups import holds
 
 from ._arena import Arena

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from backends.block_layout import TensorMemory
-from backends.copier import Pieces
+from backends.base.block_layout import TensorMemory
+from backends.base.copier import Pieces
 
 
 class LayerPieces:

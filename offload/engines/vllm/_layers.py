@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from backends.abc import EVICTED, ExternalBlocks, Key
-from backends.block_layout import TensorMemory, memory_of
-from backends.copier import copier_of
-from backends.pages import Pages
+from backends.base.block_layout import TensorMemory, memory_of
+from backends.base.copier import copier_of
+from backends.base.pages import Pages
 
 from ._chunks import NoChunks, check_kept
 from ._layer_pieces import LayerPieces, pieces_of

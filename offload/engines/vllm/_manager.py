@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from backends.abc import ExternalBlocks, Key
-from backends.blocks import BlockPool
+from backends.base.blocks import BlockPool
 
 from ... import from_thread
 from ..._engine import BlocksInPlace

@@ -18,7 +18,7 @@ import attrs
 from backends.abc import Key
 
 if TYPE_CHECKING:
-    from backends.pages import Pages
+    from backends.base.pages import Pages
 
 
 class Placed(Protocol):

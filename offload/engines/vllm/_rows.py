@@ -33,7 +33,7 @@ from backends.abc import EVICTED, Key
 from ._placed import Placed, PlacedPages
 
 if TYPE_CHECKING:
-    from backends.blocks import BlockPool
+    from backends.base.blocks import BlockPool
 
 WITHHELD_STEPS: Final = 16
 """Steps that a place is withheld after a reset: more than vLLM schedules ahead of its workers, with any depth of a pipeline.

@@ -10,7 +10,7 @@ Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no sil
 
 What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
 still answers when it is over. Where neither is so, and it takes no time, it answers at once an engine that asks so
-(`backends.direct`), as often as ``at_once`` has it. A page store is asked over its socket, and needs no such pretence.
+(`backends.base.direct`), as often as ``at_once`` has it. A page store is asked over its socket, and needs no such pretence.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import trio
 
 from backends import CapacityError, MissingKeys
 from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
-from backends.direct import DirectTier
-from backends.pages import Pages, new_pages
-from backends.slots import PagesDestination
+from backends.base.direct import DirectTier
+from backends.base.pages import Pages, new_pages
+from backends.base.slots import PagesDestination
 from maru.exception_groups import holds
 from offload import NO_WAIT, EngineConfig, LoadOrRecompute, PipelineClosed, PipelineFull, Route, open_engine
 from offload._config import BreakerConfig
@@ -92,7 +92,7 @@ class FaultyQueries:
         await self.answer()
         return await super().delete(keys)  # type: ignore[misc, no-any-return]
 
-    # At once (`backends.direct`), whatever the tier below offers, an answer is had only where nothing has to be waited for.
+    # At once (`backends.base.direct`), whatever the tier below offers, an answer is had only if nothing has to wait.
 
     def contains_from_thread(self, keys: Sequence[Key]) -> Any:
         """Tell at once, or not."""

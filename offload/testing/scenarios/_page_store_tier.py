@@ -17,9 +17,9 @@ import attrs
 import trio
 
 from backends.abc import LOADED, STORED, Deletion, Destination, Key, Outcome, ReadLease, RoomRequest, Source
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from backends.maru import MaruReservation, MaruTier
-from backends.pages import new_pages
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from maru import MaruError, MaruHandler, NoAnswer
 from maru.testing import open_lossy_wire

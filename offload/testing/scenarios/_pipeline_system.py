@@ -19,8 +19,8 @@ from backends.abc import (
     Deletion,
     Key,
 )
-from backends.pages import new_pages
-from backends.slots import PagesDestination
+from backends.base.pages import new_pages
+from backends.base.slots import PagesDestination
 from offload import NO_WAIT, Pipeline, PipelineClosed, PipelineFull, TransferHandle, open_pipeline
 from offload._pipeline.container import OffloadBatch, OffloadContainer
 from offload.abc import AsyncPolicy, Policy

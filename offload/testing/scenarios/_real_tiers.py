@@ -29,12 +29,12 @@ import attrs
 import trio
 import xxhash
 
-from backends._blockfile import HEADER_BYTES, Refused, name_of, pack_header
 from backends.abc import STORED, Destination, Key, Outcome, ReadLease, RoomRequest, Source
+from backends.base.blockfile import HEADER_BYTES, Refused, name_of, pack_header
+from backends.base.pages import Pages, new_pages, pages_of
+from backends.base.pooled import PooledReservation, PooledTier
 from backends.file import FileTier
 from backends.memory import MemoryTier
-from backends.pages import Pages, new_pages, pages_of
-from backends.pooled import PooledReservation, PooledTier
 from backends.testing import payload_of
 from maru.base.all_bytes import read_all, write_all_at
 

@@ -22,7 +22,7 @@ import trio
 import trio.testing
 
 from backends.abc import Key
-from backends.threads import run_in_thread
+from backends.base.threads import run_in_thread
 
 from ._clock import unshield
 from ._names import pipelines_of, tiers_of

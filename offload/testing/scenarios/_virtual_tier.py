@@ -2,8 +2,8 @@
 
 What goes wrong for a while is a :class:`FaultWindow`. A copy under way is a :class:`Copy`; it meets every window that is open
 when it begins, or that opens while it is under way, and how it ends follows from those it has met. What a copy moves is
-decided by :class:`backends.testing.FakeTier`, that is, by :class:`backends.slots.SlotTier`: :class:`VirtualTier` only gives it
-the model's time and failures.
+decided by :class:`backends.testing.FakeTier`, that is, by :class:`backends.base.slots.SlotTier`: :class:`VirtualTier` only
+gives it the model's time and failures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import attrs
 import trio
 
 from backends.abc import STORED, Destination, Failed, Key, Outcome, ReadLease, RoomRequest, Source, Unproven
-from backends.pooled import PooledReservation
+from backends.base.pooled import PooledReservation
 from backends.testing import FakeTier, payload_of
 from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy
 

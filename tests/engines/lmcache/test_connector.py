@@ -6,9 +6,9 @@ import pytest
 import trio
 
 from backends.abc import LOADED, STORED, RoomRequest
+from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
 from backends.plugins import NativeTier
-from backends.slots import PagesDestination
 from backends.testing import payload_of
 from offload.engines.lmcache import MaruConnector, object_key_to_string
 from tests.engines.lmcache.caches import PAGE, in_memory, objects

@@ -3,7 +3,7 @@
 import pytest
 
 from backends.abc import EVICTED
-from backends.pages import new_pages
+from backends.base.pages import new_pages
 from offload.engines.lmcache._memory import MemoryObjects, ObjectPlaces, ObjectTooLarge, Span
 
 

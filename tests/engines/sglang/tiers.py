@@ -2,7 +2,7 @@
 
 import threading
 
-from backends.slots import SlotTier
+from backends.base.slots import SlotTier
 
 
 class Gate:

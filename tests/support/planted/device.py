@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from backends.copier import Copier, Event, Pieces, copier_of
-from backends.copier._copier import _Lane
+from backends.base.copier import Copier, Event, Pieces, copier_of
+from backends.base.copier._copier import _Lane
+from backends.base.pages import Pages
 from backends.device import DeviceBlocks
-from backends.pages import Pages
 from maru.base.memory.cuda import Driver
 
 

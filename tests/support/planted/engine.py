@@ -10,11 +10,11 @@ import trio
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
 import offload._engine.routes as routes_module
-from backends._thread_pins import ThreadPin, ThreadPins
 from backends.abc import LOADED, WeakBlocks
-from backends.pages import copy_pages
-from backends.pooled import ThreadLease
-from backends.slots import SlotTier
+from backends.base._thread_pins import ThreadPin, ThreadPins
+from backends.base.pages import copy_pages
+from backends.base.pooled import ThreadLease
+from backends.base.slots import SlotTier
 from offload import BreakerTier, Engine, HealthState, Hit
 from offload._engine.direct import DirectReads, _DirectQueries
 from offload._engine.loading import Loading

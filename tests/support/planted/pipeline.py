@@ -11,9 +11,9 @@ import trio
 import offload._pipeline.outcomes as outcomes_module
 import offload._pipeline.slot as slot_module
 from backends.abc import EVICTED, STORED, StrongBlocks
-from backends.blocks import Registry, _HeldKeys
-from backends.pooled import Lease, PooledReservation, PooledTier
-from backends.slots import SlotTier
+from backends.base.blocks import Registry, _HeldKeys
+from backends.base.pooled import Lease, PooledReservation, PooledTier
+from backends.base.slots import SlotTier
 from offload import OffloadBatch, OffloadContainer, Pipeline, PipelineClosed, PipelineFull, TransferFailed
 from offload._pipeline.accumulator import Accumulator
 from offload._pipeline.admission import Admission

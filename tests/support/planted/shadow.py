@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backends.abc import Destination
+from backends.base.pages import Pages, checksums
+from backends.base.slots import SlotTier
 from backends.device import _HostTensors
-from backends.pages import Pages, checksums
-from backends.slots import SlotTier
 from offload.engines.lmcache._memory import ObjectPlaces
 from offload.engines.sglang._pages import LentPages
 

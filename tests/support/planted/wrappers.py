@@ -2,7 +2,7 @@
 
 import xxhash
 
-from backends import _copying
+from backends.base import copying as _copying
 from backends.wrappers import _aes_gcm, _chain, _coding, _fp8, _source, _tier
 
 # --- the faults ---------------------------------------------------------------------------------------------------

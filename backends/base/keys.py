@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ._errors import DuplicateKeys
+from .._errors import DuplicateKeys
 
 MAX_STORED_BYTES: Final = 440
 """The longest name of a block in a tier: the size of its field in the header of a block's file, the smallest of all tiers."""

@@ -5,17 +5,17 @@ A slot is *reset* (free), *staged* (being written) or *registered* (found by its
     reset --take--> staged --register--> registered --evict, delete, forget--> reset
                        `-----give_back-----> reset
 
-If victims are copied elsewhere before they go, there is one more state: :mod:`backends.leaving`.
+If victims are copied elsewhere before they go, there is one more state: :mod:`backends.base.leaving`.
 
 Rule 1. A registered block may be held by counted refs. Held, it is neither evicted nor deleted. Dropping the last
         ref makes it *inactive*: still found by its key, and evictable. It is not lost.
 Rule 2. A ref is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
         case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
-Rule 3. Room is granted in the order of the requests (`backends/room.py`), except for an engine's own `put` and `stage`,
+Rule 3. Room is granted in the order of the requests (`backends/base/room.py`), except for an engine's own `put` and `stage`,
         which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
-Rule 5. Other threads may find and hold keys; see :mod:`backends._thread_pins`. What they have left is done before anything that
-        depends on what is held, and what goes is chosen and taken out under their lock.
+Rule 5. Other threads may find and hold keys; see :mod:`backends.base._thread_pins`. What they have left is done before
+        anything that depends on what is held, and what goes is chosen and taken out under their lock.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
 """
@@ -34,8 +34,8 @@ import attrs
 from maru.eviction import LRU, EvictionPolicy
 from maru.kv_events import KeyWatcher, KeyWatchers
 
+from ..abc import EVICTED, Deletion, Key
 from ._thread_pins import ThreadPin, ThreadPins
-from .abc import EVICTED, Deletion, Key
 from .leaving import Evictions, Listener, Spill
 from .room import Room
 
@@ -277,7 +277,7 @@ class Registry(Room):
         return self._evictions.listen(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with all victims, until the returned function is called; see :class:`backends.leaving.SpillingTier`.
+        """Call ``spiller`` with all victims until the returned function is called: :class:`backends.base.leaving.SpillingTier`.
 
         Raises:
             ValueError: there is a spiller.

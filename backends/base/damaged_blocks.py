@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Final, Generic, Protocol, TypeVar
 
-from .abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
+from ..abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
 
 DAMAGED: Final = Rejected("damaged")
 """Reason for which a block is not stored anew: a damaged block under its key is still held."""

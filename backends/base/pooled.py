@@ -1,6 +1,6 @@
 """The base of tiers over a registry: blocks, refs, leases and reservations. No bytes.
 
-The :class:`~backends.blocks.Registry` decides; this module gives its columns the types of :mod:`backends.abc`.
+The :class:`~backends.base.blocks.Registry` decides; this module gives its columns the types of :mod:`backends.abc`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import trio
 
 from maru.kv_events import KeyWatcher
 
-from ._errors import MissingKeys
-from ._keys import check_keys
-from ._thread_pins import ThreadPin
-from .abc import (
+from .._errors import MissingKeys
+from ..abc import (
     DUPLICATE,
     EVICTED,
     STORED,
@@ -31,8 +29,10 @@ from .abc import (
     TierStatistics,
     WeakBlocks,
 )
+from ._thread_pins import ThreadPin
 from .blocks import Registry
 from .direct import DirectLease
+from .keys import check_keys
 from .leaving import Listener, Spill
 from .pages import Pages
 from .tier_base import TierBase, TierLease, TierReservation
@@ -241,7 +241,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
         return self.pool.on_evicted(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Let ``spiller`` copy victims elsewhere before they go; see :class:`backends.leaving.SpillingTier`.
+        """Let ``spiller`` copy victims elsewhere before they go; see :class:`backends.base.leaving.SpillingTier`.
 
         Raises:
             ValueError: the tier has a spiller.
@@ -316,7 +316,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
             self.pool.use(prefix)
         return Lease(self, prefix, self.pool.upgrade(prefix))
 
-    # --- what a direct tier offers: see :mod:`backends.direct` ------------------------------------------------------
+    # --- what a direct tier offers: see :mod:`backends.base.direct` ------------------------------------------------------
 
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Like :meth:`contains_nowait`, in any thread."""

@@ -32,7 +32,7 @@ import trio
 from maru.base import threads as maru_threads
 from maru.base.all_bytes import clear_wake, wake
 
-from ._errors import Unproven
+from .._errors import Unproven
 from ._unproven import kept_if_unproven as kept_if_unproven
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class _Threads:
             thread.thread.join()
 
 
-_of_this_run: trio.lowlevel.RunVar[_Threads] = trio.lowlevel.RunVar("backends.threads")
+_of_this_run: trio.lowlevel.RunVar[_Threads] = trio.lowlevel.RunVar("backends.base.threads")
 
 
 def _threads() -> _Threads:
@@ -238,7 +238,7 @@ async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
     return result
 
 
-_patience: ContextVar[float] = ContextVar("backends.threads.patience", default=math.inf)
+_patience: ContextVar[float] = ContextVar("backends.base.threads.patience", default=math.inf)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
-from .abc import Key
+from ..abc import Key
 from .pages import Pages
 
 

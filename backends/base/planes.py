@@ -10,8 +10,8 @@ Rule 1. Of a plane a few numbers are read, its *samples*: enough to tell one pla
 Rule 2. Samples are compared within a tolerance. A block may have passed through a codec that loses bits, or have been
         computed by another process for the same key, so that last bits differ.
 
-Rule 3. On a device a sample is a copy of one item, and a pattern arrives by copies, too (:mod:`backends.copier`): nothing is
-        launched there, and whoever calls waits until they are over.
+Rule 3. On a device a sample is a copy of one item, and a pattern arrives by copies, too (:mod:`backends.base.copier`): nothing
+        is launched there, and whoever calls waits until they are over.
 
 torch is imported when planes are read, not with this module.
 """

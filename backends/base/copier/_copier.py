@@ -26,7 +26,7 @@ from maru.base.memory import pinning
 from maru.base.memory.cuda import CudaError, Driver, Event, Stream, find_driver
 from maru.base.threads import start_thread
 
-from .._errors import BackendError, Unproven
+from ..._errors import BackendError, Unproven
 from .._unproven import kept_if_unproven
 from ..pages import Pages, new_pages
 from ._pieces import Pieces

@@ -1,6 +1,6 @@
 """A tier of fixed slots: a block pool, and a storage that has the bytes of the slots.
 
-Composition: the :class:`~backends.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
+Composition: the :class:`~backends.base.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
 thin. The steps of a store are
 
     reserve (slots staged) -> transfer (copy in a thread, checksums there too) -> register, on the trio thread
@@ -22,14 +22,8 @@ import trio
 from maru.eviction import EvictionPolicy
 from maru.exception_groups import holds
 
-from ._copying import StoreCopy, deliver, load_pages, unequal
-from ._errors import BlockSizeError, CapacityError, Unproven
-from ._in_place import INLINE_BYTES as INLINE_BYTES
-from ._in_place import PORTION_BYTES as PORTION_BYTES
-from ._in_place import CopiesInPlace
-from ._keys import check_keys
-from ._unproven import kept_if_unproven
-from .abc import (
+from .._errors import BlockSizeError, CapacityError, Unproven
+from ..abc import (
     DUPLICATE,
     EVICTED,
     STORED,
@@ -43,7 +37,13 @@ from .abc import (
     RoomRequest,
     Source,
 )
+from ._unproven import kept_if_unproven
 from .blocks import BlockPool
+from .copying import StoreCopy, deliver, load_pages, unequal
+from .in_place import INLINE_BYTES as INLINE_BYTES
+from .in_place import PORTION_BYTES as PORTION_BYTES
+from .in_place import CopiesInPlace
+from .keys import check_keys
 from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages, pages_of
 from .pooled import REJECTED, Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_to_the_end
@@ -285,7 +285,7 @@ class SlotTier(PooledTier[BlockPool]):
         return dict.fromkeys(self._verify(refs, sums), _DAMAGED)
 
     def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
-        """Copy leased blocks and verify them, in any thread; see :class:`backends.direct.DirectTier`."""
+        """Copy leased blocks and verify them, in any thread; see :class:`backends.base.direct.DirectTier`."""
         if there.page_bytes != self.block_bytes or not lease.is_held:
             return False
         slots = lease.refs

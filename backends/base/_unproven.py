@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from maru.exception_groups import holds
 
-from ._errors import Unproven
+from .._errors import Unproven
 
 _kept: list[object] = []
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import attrs
 import xxhash
 
-from ._errors import RepeatedPlaces
+from .._errors import RepeatedPlaces
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
-from .abc import (
+from ..abc import (
     Capabilities,
     Deletion,
     Destination,

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import attrs
 import trio
 
-from ._errors import CapacityError
-from .abc import Key, RoomRequest, WhenFull
+from .._errors import CapacityError
+from ..abc import Key, RoomRequest, WhenFull
 
 
 @attrs.define(eq=False)

@@ -9,7 +9,7 @@ A read goes through a :class:`TierLease` and :meth:`TierBase.load`:
     pin -> check the places -> copy and verify -> forget what is damaged -> release
 
 Rule 1. Nothing is registered before all of its bytes are there, and nothing that failed is. A block fails alone where the copy
-        can tell which one failed (:class:`backends._copying.StoreCopy` compares it with what its source knows of it).
+        can tell which one failed (:class:`backends.base.copying.StoreCopy` compares it with what its source knows of it).
 Rule 2. Cancelled during its copy, a reservation changes nothing and keeps its room: a thread may still write there. A caller
         that quarantines it does not release it. Between the end of a copy and the registration of its blocks a tier of this
         process passes no checkpoint, so that no cancel can come between.
@@ -28,9 +28,9 @@ import trio
 
 from maru.exception_groups import holds
 
-from ._copying import places_for
-from ._errors import BlockSizeError, Unproven
-from .abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from .._errors import BlockSizeError, Unproven
+from ..abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from .copying import places_for
 from .pages import Pages
 
 T = TypeVar("T")
@@ -250,7 +250,7 @@ class TierBase(ABC, Generic[L]):
             BlockSizeError: the blocks of the destination have another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
             RepeatedPlaces: two blocks of the destination share memory.
-            Unproven: the destination raised it; or a disk did not answer within :func:`backends.threads.leave_after`.
+            Unproven: the destination raised it; or a disk did not answer within :func:`backends.base.threads.leave_after`.
         """
         held: L = self.lease_type.held_in(self, lease)  # type: ignore[assignment]
         n = len(held.keys)

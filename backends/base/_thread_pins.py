@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .abc import Key
+from ..abc import Key
 
 
 class ThreadPin(weakref.ref[Any]):

@@ -8,7 +8,7 @@ Rule 1. The source (:class:`backends.abc.ChecksummedSource`) is asked for checks
 Rule 2. A damaged or unreadable block fails alone. If the source finds it itself, and raises for the whole copy, the other
         blocks are copied once more, one by one.
 Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as well.
-Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see :mod:`backends._unproven`.
+Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see :mod:`backends.base._unproven`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from maru.base.memory.memory import Memory
 from maru.base.memory.pinning import Pin, uses_cuda
 from maru.exception_groups import holds, leaves
 
-from ._errors import BlockSizeError, DamagedBlock, Unproven, UnreadableBlock
-from ._in_place import INLINE_BYTES, CopiesInPlace
+from .._errors import BlockSizeError, DamagedBlock, Unproven, UnreadableBlock
+from ..abc import Destination, Key, Source
 from ._unproven import kept_if_unproven
-from .abc import Destination, Key, Source
+from .in_place import INLINE_BYTES, CopiesInPlace
 from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages
 from .threads import run_beside, run_halves, run_in_thread, run_in_thread_to_the_end
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from .abc import Key
+from ..abc import Key
 
 _log = logging.getLogger("backends.eviction")
 

@@ -36,9 +36,9 @@ from maru.base.forks import belongs_to, watch_forks
 from maru.base.own_directory import lock_directory
 from maru.base.private_directory import check_private_directory, open_private_directory
 
-from ._errors import PlaceClosed, PlaceInUse, StrayPath
-from ._keys import MAX_STORED_BYTES
-from .abc import Key
+from .._errors import PlaceClosed, PlaceInUse, StrayPath
+from ..abc import Key
+from .keys import MAX_STORED_BYTES
 
 # --- the format ---------------------------------------------------------------------------------------------------
 
@@ -74,6 +74,8 @@ class Refused(Exception):
 
 
 class Header(NamedTuple):
+    """The header of a block's file."""
+
     key: Key
     payload_bytes: int
     payload_sum: int | None
