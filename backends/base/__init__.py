@@ -1,1 +1,1 @@
-"""Parts that tiers are made of, for all tiers here and for authors of tiers. The contract is :mod:`backends.abc`."""
+"""Parts of tiers, for their authors; the contract is :mod:`backends.abc`."""

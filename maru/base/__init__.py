@@ -1,1 +1,1 @@
-"""Shared by the three packages: files, processes, memory, sockets, errors, output. Not for users: names may change."""
+"""Modules that the three packages share. Not for users: names may change."""

@@ -1,4 +1,4 @@
-"""Addresses of a page store: the names in its runtime directory, and the hosts that are this one. Pure."""
+"""Names in a page store's runtime directory, and of this host. Pure."""
 
 from __future__ import annotations
 

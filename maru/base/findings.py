@@ -1,4 +1,4 @@
-"""Findings of the commands named ``doctor``, and what they say about a directory and a socket. Pure."""
+"""Findings of the ``doctor`` commands, and those about a path. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about this machine: limits of memory, by the kernel and by control groups, and the state of a path."""
+"""Facts about this machine: limits of memory, and the state of a path."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from .findings import PathFact
 
 
 def memory_left(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes of memory that this process may still take, by its control group and the kernel; None if unknown."""
+    """Return the bytes of memory that this process may still take.
+
+    By its control group and the kernel; None if neither reports them.
+    """
     left = [one for one in (group_memory_left(proc, cgroup), available_memory(proc) or None) if one is not None]
     return min(left, default=None)
 
 
 def available_memory(proc: str = "/proc") -> int:
-    """Return the bytes of memory that the kernel could give without swapping; 0 if it does not report them."""
+    """Return the bytes of memory available without swapping; 0 if unknown."""
     match = re.search(r"^MemAvailable:\s+([0-9]+) kB", read_text(f"{proc}/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
@@ -38,19 +41,25 @@ def path_fact(path: str) -> PathFact:
 
 
 def memory_limit(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the memory limit of this process's container in bytes: of its control group or one above; None without one."""
+    """Return the memory limit of this process's control group in bytes, or None.
+
+    The least of it and the groups above it.
+    """
     least = min((most for most, _ in _memory_of_groups(proc, cgroup)), default=None)
     return None if least is None or least >= 1 << 60 else least
 
 
 def group_memory_left(proc: str, cgroup: str) -> int | None:
-    """Return the bytes left in this control group or one above it, the least of them, page cache counted as left."""
+    """Return the bytes left in this control group; None without a limit.
+
+    The least of it and the groups above it. Page cache that the kernel would drop counts as left.
+    """
     least = min((most - taken for most, taken in _memory_of_groups(proc, cgroup)), default=None)
     return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 says "no limit" as a huge number
 
 
 def _memory_of_groups(proc: str, cgroup: str) -> Iterator[tuple[int, int]]:
-    """Yield the limit of this control group and of each above it, and the bytes taken of it."""
+    """Yield limit and taken bytes of this control group and those above."""
     for line in read_text(f"{proc}/self/cgroup").splitlines():
         _, kinds, group = line.split(":", 2)
         if not kinds:
@@ -72,7 +81,7 @@ def _memory_of_groups(proc: str, cgroup: str) -> Iterator[tuple[int, int]]:
 
 
 def memlock_limit(proc: str = "/proc") -> int | None:
-    """Return the bytes that this process may lock in memory; None without a limit, or with one that does not bind it."""
+    """Return the bytes that this process may lock; None without a limit."""
     return _memlock_bytes(read_text(f"{proc}/self/status"))
 
 

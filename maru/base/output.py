@@ -59,7 +59,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings of a doctor, then the way out of each that is not well."""
+    """Print the findings of a doctor, and the way out of each trouble."""
     from rich.table import Table
     from rich.text import Text
 

@@ -10,11 +10,11 @@ import sys
 import attrs
 import pytest
 
-from maru._pool import facts as facts_module
 from maru._pool.doctor import DeviceFact, Facts, PoolFact, Wanted, examine
 from maru._pool.facts import file_system_of, locked_inodes, read_facts
 from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.state_directory import StateDirectory
+from maru.base import machine
 from maru.base.findings import PathFact, worst
 
 GIB = 1 << 30
@@ -269,27 +269,31 @@ def test_a_memory_limit_is_the_least_of_all_groups_above(tmp_path):
         (where / "memory.current").write_text(f"{used}\n")
         (where / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nslab 2\n")
 
-    assert facts_module._memory_left(str(proc), str(group)) is None
+    assert machine.group_memory_left(str(proc), str(group)) is None
     say(group / "a" / "b", "max", 5)
-    assert facts_module._memory_left(str(proc), str(group)) is None
+    assert machine.group_memory_left(str(proc), str(group)) is None
     say(group / "a", 8 * GIB, 5 * GIB, cached=GIB)  # a cache is given up for regions
-    assert facts_module._memory_left(str(proc), str(group)) == 4 * GIB
-    assert facts_module.memory_limit(str(proc), str(group)) == 8 * GIB
+    assert machine.group_memory_left(str(proc), str(group)) == 4 * GIB
+    assert machine.memory_limit(str(proc), str(group)) == 8 * GIB
     say(group / "a" / "b", GIB, 3 * GIB)
-    assert facts_module._memory_left(str(proc), str(group)) == 0
+    assert machine.group_memory_left(str(proc), str(group)) == 0
 
     (proc / "self" / "cgroup").write_text("4:memory,x:/c\n1:name=systemd:/\n")  # version 1
     (group / "memory" / "c").mkdir(parents=True)
     (group / "memory" / "c" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (group / "memory" / "c" / "memory.usage_in_bytes").write_text("5\n")
-    assert facts_module._memory_left(str(proc), str(group)) is None
+    assert machine.group_memory_left(str(proc), str(group)) is None
     (group / "memory" / "c" / "memory.limit_in_bytes").write_text("15\n")
-    assert facts_module._memory_left(str(proc), str(group)) == 10
+    assert machine.group_memory_left(str(proc), str(group)) == 10
 
 
-def test_who_may_lock_anything_has_no_limit(monkeypatch):
+def test_who_may_lock_anything_has_no_limit(monkeypatch, tmp_path):
+    status = tmp_path / "self" / "status"
+    status.parent.mkdir()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    assert facts_module._memlock_bytes("Name:\tx\nCapEff:\t0000000000004000\n") is None
-    assert facts_module._memlock_bytes("Name:\tx\nCapEff:\t0000000000000000\n") == 8 << 20
+    status.write_text("Name:\tx\nCapEff:\t0000000000004000\n")
+    assert machine.memlock_limit(str(tmp_path)) is None
+    status.write_text("Name:\tx\nCapEff:\t0000000000000000\n")
+    assert machine.memlock_limit(str(tmp_path)) == 8 << 20
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert facts_module._memlock_bytes("") is None
+    assert machine.memlock_limit(str(tmp_path)) is None

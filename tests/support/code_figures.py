@@ -34,7 +34,9 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def is_public(parts: Sequence[str]) -> bool:
     """Return whether users may import a module, by the parts of its path or of its dotted name."""
-    private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    private = any(
+        part.startswith("_") and part.removesuffix(".py") not in ("__init__", "__version__") for part in parts
+    )
     return not private and tuple(parts[:2]) != ("maru", "base")
 
 
