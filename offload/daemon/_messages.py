@@ -521,12 +521,14 @@ def cut(text: object) -> str:
 
 def carried(text: str) -> str:
     """Escape surrogates, which stand for bytes of file names that are no text: a frame cannot carry them."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def cut_all(reasons: Iterable[tuple[int, object]], beside: int = 0) -> list[tuple[int, str]]:
     """Cut the reasons of an answer so that all of them fit into one frame, next to ``beside`` others."""
     told = [(at, cut(reason)) for at, reason in reasons]
+    if not told:
+        return told
     most = _REASONS_BYTES // max(1, len(told) + beside)
     return [
         (at, text if 4 * len(text) <= most else text.encode()[:most].decode("utf-8", "ignore")) for at, text in told

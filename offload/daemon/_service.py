@@ -91,10 +91,11 @@ _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, D
 """Requests that a daemon refuses while it drains."""
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
-_ITEM_COSTS: Final = 64
-"""Bytes that a key, or a number of a column, takes beside its own: an object, and its place in a list or two."""
-_TENSOR_COSTS: Final = 1_024
-"""Bytes that the layout of a tensor takes beside its own."""
+_COSTS: Final = {"keys": (64, 1), "blocks": (64, 4), "depths": (64, 4), "tensors": (1_024, 1), "cuda": (1_024, 1)}
+"""Bytes that one of these of a request takes next to its own, in objects and lists, and how long it is there."""
+_COSTS_OF: Final = {
+    request: [(name, *_COSTS[name]) for name in request.__struct_fields__ if name in _COSTS] for request in NAME_OF
+}
 _LISTING: Final = 5.0
 """Seconds for which a start waits for page stores to list what tenants with a quota have there."""
 _LOOKS_A_LEASE: Final = 4
@@ -646,7 +647,7 @@ def look_interval(lease: float) -> float:
 
 def _cost(request: Request) -> int:
     """Return the bytes that a request takes beside its frame, once it is decoded and its columns are unpacked."""
-    items = len(getattr(request, "keys", ()))
-    items += sum(len(getattr(request, column, b"")) // 4 for column in ("blocks", "depths"))
-    tensors = sum(len(getattr(request, name, ())) for name in ("tensors", "cuda"))
-    return _ITEM_COSTS * items + _TENSOR_COSTS * tensors
+    cost = 0
+    for name, each, length in _COSTS_OF[type(request)]:
+        cost += len(getattr(request, name)) // length * each
+    return cost
