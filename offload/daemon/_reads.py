@@ -133,7 +133,7 @@ class Reads:
     def _is_near_half(self, session: Session, hit: Any) -> bool:
         """Whether the session may hold too much with this, so that its keys must be counted."""
         wanted = session.held + len(hit.keys)
-        return any(self._engine.most_held(name, wanted) is not None for name, _ in _runs(hit))
+        return any([self._engine.most_held(name, wanted) is not None for name, _ in hit.runs])
 
     async def _count_holds(self, session: Session) -> None:
         """Count the keys of the session's holds, a hold a step. None is left uncounted when this returns."""
@@ -204,7 +204,8 @@ class Reads:
             if not holds(exc, Unproven):
                 await self._clear(session, destination, range(len(destination)))
             raise
-        await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
+        if result.loaded < len(result.outcomes):
+            await self._clear(session, destination, [at for at, one in enumerate(result.outcomes) if one != LOADED])
         return result
 
     async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
