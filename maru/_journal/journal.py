@@ -33,8 +33,8 @@ import attrs
 import trio
 
 from ..base.all_bytes import write_some, write_with
-from ..base.errors import JournalFailed
-from ..base.threads import NoThread, run_in_thread
+from ..base.errors import JournalFailed, is_scarcity
+from ..base.threads import run_in_thread
 from .segments import (
     BEGINNING,
     HEADER_BYTES,
@@ -42,11 +42,11 @@ from .segments import (
     Tail,
     frame,
     list_files,
+    open_directory,
     pack_header,
     path_of,
     remove,
     superseded,
-    sync_directory,
     write_snapshot,
 )
 
@@ -312,7 +312,9 @@ class Journal:
             else:
                 try:
                     await self._flush()
-                except (NoThread, MemoryError) as exc:  # nothing was flushed, so nothing is lost: not as in rule 2
+                except (OSError, MemoryError) as exc:  # nothing was flushed, so nothing is lost: not as in rule 2
+                    if not is_scarcity(exc):
+                        raise
                     _log.warning("%r waits to be flushed: %s", self, str(exc) or "no memory is left")
                     await trio.sleep(_PAUSE)
 
@@ -336,13 +338,24 @@ class Journal:
             self._flushed.unpark_all()
 
     def _flush_in_thread(self, files: list[_File], names: bool) -> None:
+        """Flush, and note a failed fsync. Raises what kept it from beginning, such as a want of descriptors."""
+        try:
+            directory = open_directory(self.path) if names else None
+        except OSError as exc:
+            if is_scarcity(exc):
+                raise
+            self._broken = exc
+            return
         try:
             for file in files:
                 os.fdatasync(file.fd)
-            if names:
-                sync_directory(self.path)
+            if directory is not None:
+                os.fsync(directory)
         except OSError as exc:
             self._broken = exc
+        finally:
+            if directory is not None:
+                os.close(directory)
 
     # --- snapshots ------------------------------------------------------------------------------------------------
 

@@ -295,9 +295,14 @@ def write_snapshot(
     sync_directory(path)
 
 
+def open_directory(path: str) -> int:
+    """Open a directory, to make its names durable. Returns the descriptor."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 def sync_directory(path: str) -> None:
     """Make names durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_directory(path)
     try:
         os.fsync(fd)
     finally:

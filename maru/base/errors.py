@@ -5,6 +5,19 @@ An answer (a miss, a duplicate, a full pool, a pinned key) is a value. What is h
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+_SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+def is_scarcity(error: BaseException) -> bool:
+    """Return whether an error means that descriptors, threads or memory lack now.
+
+    Such an error says nothing about the file or the peer that it came with: the same call may succeed a moment later.
+    """
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SCARCE)
+
 
 class MaruError(Exception):
     """Base of all exceptions of this package."""

@@ -33,7 +33,7 @@ from maru._journal.segments import (
     unpack_header,
     write_snapshot,
 )
-from tests.support.held_by_process import open_descriptors
+from tests.support.held_by_process import no_descriptors, open_descriptors
 
 POOL, BOOT = b"pool-of-16-bytes", b"boot-of-16-bytes"
 
@@ -550,6 +550,21 @@ async def test_a_flush_that_finds_no_memory_is_tried_again(tmp_path, monkeypatch
     journal.append([b"x"])
     await journal.sync()
     assert journal.statistics().flushes == 1 and "no memory is left" in caplog.text
+
+
+async def test_a_flush_waits_for_a_descriptor(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(journal_module, "_PAUSE", 0.001)
+    journal = open_journal(tmp_path, fsync=True)
+    journal.append([b"x"])
+    async with trio.open_nursery() as nursery:
+        with no_descriptors():
+            nursery.start_soon(journal.sync)
+            with trio.fail_after(10):
+                while "Too many open files" not in caplog.text:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+    journal.append([b"y"])
+    await journal.sync()
+    assert journal.statistics().flushes == 2
 
 
 async def test_a_flush_takes_closed_segments_and_new_names_along(tmp_path, monkeypatch):
