@@ -22,6 +22,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 
+from maru.base.errors import is_scarcity
+
 WeightsCheck: TypeAlias = Literal["sampled", "full"]
 """How much of a checkpoint is read at the start: samples of each tensor, or all of it."""
 
@@ -166,7 +168,9 @@ def hub_commit(name: str, environ: Mapping[str, str] = os.environ) -> str:
     try:
         with open(os.path.join(cache, f"models--{name.replace('/', '--')}", "refs", "main"), "rb") as file:
             commit = file.read(64).decode("ascii", "replace").strip()
-    except OSError:
+    except OSError as error:
+        if is_scarcity(error):
+            raise
         return ""
     return commit if _COMMIT.fullmatch(commit) else ""
 
@@ -185,6 +189,9 @@ def weights_text(
         version: a text of the user's that tells the weights of this model apart.
         check: how much of a checkpoint is read.
         commit: of the hub, if the engine knows it.
+
+    Raises:
+        OSError: descriptors or memory lack to read the weights.
     """
     named = f"{model}@{revision}"
     if version:
@@ -193,6 +200,8 @@ def weights_text(
         try:
             return f"weights {fingerprint(model, check)}"
         except NoWeights as error:
+            if isinstance(error.__cause__, OSError | MemoryError) and is_scarcity(error.__cause__):
+                raise error.__cause__ from None  # a name alone would find what was stored with other weights
             _log_once(
                 model, f"{error}: blocks are found by its path alone, also after it was replaced. Set weights_version"
             )

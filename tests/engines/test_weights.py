@@ -25,6 +25,7 @@ from offload.engines._weights import (
     hub_commit,
     weights_text,
 )
+from tests.support.held_by_process import no_descriptors
 
 TENSOR = 64 << 10
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -282,3 +283,13 @@ def test_positions_of_long_sequences_are_in_keys(name: str):
     assert config_text(long, tokens=4096) != config_text(long, tokens=8192)
     other = {name: {"rope_type": "yarn", "original_max_position_embeddings": 4096}}
     assert config_text(other, tokens=4096) == config_text(other, tokens=8192)
+
+
+def test_want_of_descriptors_is_no_identity(model: Path, tmp_path: Path):
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        weights_text(str(model))
+    hub = tmp_path / "models--one--model" / "refs"
+    hub.mkdir(parents=True)
+    (hub / "main").write_text("a" * 40)
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        _weights.hub_commit("one/model", {"HF_HUB_CACHE": str(tmp_path)})
