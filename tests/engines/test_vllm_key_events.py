@@ -33,6 +33,17 @@ def test_what_is_stored_is_told_when_it_has_arrived_and_when_it_goes():
     assert told(events) == [("came", "host", HASHES[:2]), ("went", "host", HASHES[:1])]
 
 
+def test_two_stores_of_a_key_are_told_once_it_arrives():
+    events = new()
+    host = events.watcher("host")
+    events.storing(KEYS, HASHES)
+    events.storing(KEYS[:2], HASHES[:2])
+    events.settled(KEYS[:2])  # filtered: the other store has them
+    host.stored(KEYS)
+    events.settled(KEYS)
+    assert told(events) == [("came", "host", HASHES)]
+
+
 def test_each_tier_is_told_by_its_name():
     events = new()
     events.storing(KEYS[:1], HASHES[:1])

@@ -9,6 +9,7 @@ Rule 2. Nothing is remembered of a key that no tier holds, once its store has en
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -38,6 +39,7 @@ class KeyEvents:
     _media: dict[Key, set[str]] = attrs.Factory(dict)  # what tiers hold
     _hashes: dict[Key, bytes] = attrs.Factory(dict)  # of keys that are told, or will be when they arrive
     _events: list[KeyEvent] = attrs.Factory(list)
+    _storing: Counter[Key] = attrs.Factory(Counter)
 
     # --- what tiers tell ------------------------------------------------------------------------------------------
 
@@ -68,14 +70,18 @@ class KeyEvents:
     def storing(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
         """These are being stored, until :meth:`settled`."""
         with self._lock:
+            self._storing.update(keys)
             self._name(keys, hashes)
 
     def settled(self, keys: Sequence[Key]) -> None:
-        """A store has ended."""
+        """End a store. The hash of a key that is in no tier goes with the last store of it."""
         with self._lock:
+            self._storing.subtract(keys)
             for key in keys:
-                if key not in self._media:
-                    self._hashes.pop(key, None)
+                if self._storing[key] <= 0:
+                    del self._storing[key]
+                    if key not in self._media:
+                        self._hashes.pop(key, None)
 
     def found(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
         """These are being loaded."""
