@@ -109,6 +109,7 @@ class _Call:
     ended: Callable[[], object] | None = None
     """Called when it has ended for certain although it was abandoned."""
     answer: Answer | None = None
+    failure: BaseException | None = None
     session: Session | None = None
     """The one that was lost with it."""
     make: Callable[[int], Request] | None = None
@@ -120,6 +121,7 @@ class _Call:
         self._end(is_proven=not _is_unproven(answer))
 
     def fail(self, error: BaseException) -> None:
+        self.failure = error
         self.expected.fail(error)
         self._end(is_proven=not isinstance(error, Unproven))
 
@@ -210,6 +212,8 @@ class DaemonConnection:
             if call.answer is not None:  # it came in the tick of the cancel
                 self._let_go(call.answer)
                 call.deliver(call.answer)
+            elif call.failure is not None:  # it was lost in the tick of the cancel
+                call.fail(call.failure)
             elif seq in self._calls:
                 self.tell(lambda number: Cancel(number, [seq]))
             raise

@@ -39,6 +39,7 @@ from offload.daemon._messages import (
     Release,
     Signal,
     Stats,
+    Store,
     TensorLayout,
     packed,
 )
@@ -47,6 +48,37 @@ from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, register
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
 
 SHORT, LONG = 0.05, 60.0
+
+
+async def test_a_cancel_in_the_tick_of_the_loss_keeps_no_slot(tmp_path):
+    async with (
+        daemon(str(tmp_path / "run"), block_bytes=SIZE) as server,
+        DaemonTier(server.url, block_bytes=SIZE) as client,
+    ):
+        host = MemoryTier(16 * SIZE, SIZE)
+        for key in KEYS:
+            host.put(key, bytes(SIZE))
+
+        async def transfer():
+            reservation = await client.reserve(RoomRequest(KEYS, SIZE, "fail"))
+            await reservation.transfer(host, host.upgrade(KEYS))
+
+        await transfer()
+        staging, connection = client._its_places().staging, client.connection
+        free, end_lost = len(staging._free), connection._end_lost
+        server._service._handlers[Store] = lambda session, request: None  # it does not answer
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(transfer)
+            await until(lambda: len(staging._free) < free and connection._calls)
+
+            def cancel_first(*args):
+                nursery.cancel_scope.cancel()
+                end_lost(*args)
+
+            connection._end_lost = cancel_first
+            [session] = server._service.sessions
+            server._service._hang_up(session.peer)
+        await until(lambda: len(staging._free) == free)
 
 
 async def stored(connection, cache):
