@@ -218,10 +218,15 @@ class Future(Generic[T_co]):
 
 
 def _call_and_report(function: Callable[[Any], object], future: Future[Any]) -> None:
-    """Call a user's callback. An exception must not end the engine's thread, so it is logged."""
+    """Call a user's callback. An exception must not end the engine's thread, so it is logged.
+
+    Also one that is no :class:`Exception`, as ``asyncio.CancelledError``. A KeyboardInterrupt is of the user's own thread.
+    """
     try:
         function(future)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         _log.exception("a callback of %r raised", future)
 
 

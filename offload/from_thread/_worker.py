@@ -313,11 +313,13 @@ class EngineWorker(ThreadBoundary):
         with self._poll_lock:
             if self.refusal is not None:
                 raise self.refusal()
-            self._polling = True
             if self._notifier is None:
-                self._notifier = Notifier()
+                notifier = Notifier()
+                # Not before there is one: without a descriptor nobody would poll, and no future would give its room back.
+                self._polling = True
+                self._notifier = notifier
                 if self.unpolled:  # settled between the first poll and this call
-                    self._notifier.signal()
+                    notifier.signal()
             return self._notifier.fd
 
     def poll(self) -> list[Any]:

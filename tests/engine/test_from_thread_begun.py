@@ -19,8 +19,10 @@ from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, from_thread
 from offload.from_thread import LoadFuture, LookupFuture, StoreFuture, _worker
+from tests.support.held_by_process import no_descriptors
 
 from .test_from_thread import (
+    ROOM_FOR_EIGHT,
     SOON,
     SlowToLoad,
     at_rest,
@@ -350,6 +352,31 @@ def test_a_lookup_cancelled_in_the_step_of_its_answer_holds_nothing():
         engine.call(answer_and_cancel)
         with pytest.raises(from_thread.CallCancelled):
             future.result(SOON)
+        at_rest(engine, host, disk)
+
+
+def test_a_callback_cannot_end_the_thread(caplog):
+    host, disk, keys = tiers(8)
+    aborted = asyncio.new_event_loop().create_future()
+    aborted.cancel()
+    with from_thread.open_engine(host, [disk]) as engine:
+        storing = engine.store(host.weak(keys), precondition=NO_WAIT)
+        storing.add_done_callback(lambda future: aborted.result())  # raises CancelledError, a BaseException
+        assert storing.result(SOON).status is offload.Status.COMPLETE
+        with engine.lookup(keys) as hit:
+            assert len(hit) == 8
+        at_rest(engine, host, disk)
+    assert "a callback of" in caplog.text
+    aborted.get_loop().close()
+
+
+def test_a_notifier_without_a_descriptor_costs_no_room():
+    host, disk, keys = tiers(8)
+    with from_thread.open_engine(host, [disk], config=ROOM_FOR_EIGHT) as engine:
+        with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+            engine.fileno()
+        for _ in range(3):
+            stored(engine, host, keys)
         at_rest(engine, host, disk)
 
 
