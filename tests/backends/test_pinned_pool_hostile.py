@@ -67,8 +67,10 @@ def liar() -> Iterator[Liar]:
         liar, send = Liar(server), PinnedPoolServer._send
 
         def send_lie(self: PinnedPoolServer, peer: bytes, answer: bytes) -> None:
-            body, payload = split(answer)
-            send(self, peer, encode(liar.lie(decode_answer(body)), payload))
+            if self is server:  # others are honest
+                body, payload = split(answer)
+                answer = encode(liar.lie(decode_answer(body)), payload)
+            send(self, peer, answer)
 
         patch.setattr(PinnedPoolServer, "_send", send_lie)
         yield liar
