@@ -120,6 +120,8 @@ class PinnedPoolClient:
         self._unanswered: deque[int] = deque()
         """Numbers of requests whose answers have not come. A server answers them in this order."""
         self._late: deque[int] = deque()
+        self._late_pool: PoolAllocated | None = None
+        self._pool_asked: tuple[int, int] | None = None  # the number of a request without an answer, and its size
         """Allocations whose request had timed out; they are freed."""
         self._books = threading.Lock()
         self._grants: Grants | None = None
@@ -194,6 +196,20 @@ class PinnedPoolClient:
             raise PoolRefused("this client has no pool: allocate_pool_memory comes first")
         return self._info
 
+    def _ask_for_pool(self, nbytes: int, deadline: float) -> PoolAllocated:
+        """Return the answer to a request for a pool: to one of this size that ran out of time, if there is one."""
+        with self._turn(deadline):
+            if self._late_pool is None:
+                if self._pool_asked is None or self._pool_asked[1] != nbytes:
+                    self._pool_asked = self._send(AllocatePoolMemory(0, nbytes), _NOTHING, deadline), nbytes
+                try:
+                    self._late_pool = self._of_kind(PoolAllocated, self._receive(self._pool_asked[0], None, deadline))
+                except PoolRefused:
+                    self._pool_asked = None
+                    raise
+            given, self._late_pool, self._pool_asked = self._late_pool, None, None
+            return given
+
     # --- the protocol -----------------------------------------------------------------------------------------------
 
     def allocate_pool_memory(self, nbytes: int) -> PoolMemoryInfo:
@@ -203,7 +219,7 @@ class PinnedPoolClient:
             PoolRefused: not enough is left, this client has a pool already, or it must be mapped and cannot be.
         """
         patience = self._timeout + _SECONDS_PER_GIB * nbytes / (1 << 30)
-        given = self._call(PoolAllocated, AllocatePoolMemory(0, nbytes), timeout=patience)
+        given = self._ask_for_pool(nbytes, perf_counter() + patience)
         with self._judging():
             check_pool(given, nbytes, self._welcome.chunk_bytes)
         why_not = self._map(given.nbytes)
@@ -341,9 +357,12 @@ class PinnedPoolClient:
         with self._turn(deadline):
             seq = self._send(request, _NOTHING, deadline)
             answer = self._receive(seq, None, deadline)
+        return self._of_kind(kind, answer)
+
+    def _of_kind(self, kind: type[A] | tuple[type[A], ...], answer: Answer) -> A:
         with self._judging():
             if not isinstance(answer, kind):
-                raise Implausible(f"it answered {type(request).__name__} with {type(answer).__name__}")
+                raise Implausible(f"it answered with {type(answer).__name__}, which was not asked for")
         return answer
 
     @contextlib.contextmanager
@@ -400,12 +419,16 @@ class PinnedPoolClient:
                 self._connection.interrupt()
                 raise PoolLost(f"{self.server}: {answer.text}")
             with self._judging():
-                if not self._unanswered or answer.seq != self._unanswered.popleft():
+                if answer.seq not in self._unanswered:
                     raise Implausible(f"answer {answer.seq} is none to what was asked")
+            self._unanswered.remove(answer.seq)  # the oldest, but for a pool, which takes its server long
             if answer.seq == seq:
                 break
             if isinstance(answer, Allocated):
                 self._late.append(answer.allocation_id)
+            elif self._pool_asked is not None and answer.seq == self._pool_asked[0]:
+                self._late_pool = answer if isinstance(answer, PoolAllocated) else None
+                self._pool_asked = self._pool_asked if self._late_pool is not None else None
         if into is not None and isinstance(answer, Done):
             with self._judging():
                 if len(payload) != len(into):

@@ -657,6 +657,24 @@ def test_a_client_that_ends_while_its_pool_is_made_leaves_nothing() -> None:
         assert eventually(lambda: made and made[0].memory is None)
 
 
+def test_a_pool_that_came_too_late_is_had_by_the_next_request() -> None:
+    go = threading.Event()
+
+    def slowly(nbytes: int, *_: Any) -> PoolMemory:
+        assert go.wait(PATIENCE)
+        return PoolMemory(nbytes, "none")
+
+    with server_in_thread(make_memory=slowly) as server:
+        client = PinnedPoolClient(server.address, timeout=PATIENCE, shared_memory=False)
+        client._timeout = 0.01
+        with pytest.raises(PoolTimeout):
+            client.allocate_pool_memory(MIB)
+        client._timeout = PATIENCE
+        go.set()
+        assert client.allocate_pool_memory(MIB).nbytes == MIB
+        client.close()
+
+
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "Too many open files"), MemoryError(), RuntimeError("can't start new thread")]
 )
