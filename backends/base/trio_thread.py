@@ -65,6 +65,8 @@ class TrioThread(Generic[M]):
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._leave.set)
         thread.join(self._close_timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"{thread.name} has not ended within {self._close_timeout:g} s: it goes on")
         if self._error is not None:
             raise self._error
 

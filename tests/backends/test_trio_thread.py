@@ -88,3 +88,18 @@ def test_a_call_that_takes_too_long_is_cancelled():
         home.wait(forever)
     home.close()
     assert log == ["in", "cancelled", "out"]
+
+
+def test_a_close_that_ran_out_of_time_is_told():
+    go = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow_to_leave():
+        yield
+        await trio.to_thread.run_sync(go.wait)
+
+    home = TrioThread(slow_to_leave, "a test", timeout=10.0, close_timeout=0.01)
+    home.start()
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s"):
+        home.close()
+    go.set()
