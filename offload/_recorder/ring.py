@@ -136,12 +136,14 @@ def _allocate(path: str | os.PathLike[str], size: int) -> int:
         _lock(fd, path)
         if os.fstat(fd).st_size:
             os.replace(path, f"{os.fspath(path)}.before")
-            os.close(fd)
+            before, fd = fd, -1  # closed once: its number may be another thread's file a moment later
+            os.close(before)
             fd = os.open(path, flags | os.O_EXCL, 0o600)
             _lock(fd, path)
         os.posix_fallocate(fd, 0, size)
     except BaseException:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         raise
     return fd
 

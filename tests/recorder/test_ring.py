@@ -1,5 +1,6 @@
 """The ring of a flight recorder, and what can be read of one: whole, wrapped, torn, cut short, of another version, damaged."""
 
+import errno
 import os
 import random
 import struct
@@ -137,6 +138,27 @@ def test_the_file_of_a_process_that_has_ended_is_kept(tmp_path):
     assert len(read_ring((tmp_path / "ring.before").read_bytes()).entries) == 2
     assert len(read_ring((tmp_path / "ring").read_bytes()).entries) == 1
     ring.close()
+
+
+def test_a_descriptor_is_closed_once(tmp_path, monkeypatch):
+    ring_with(2, tmp_path / "ring").close()
+    real_open, real_close, closed, opened = os.open, os.close, [], []
+
+    def refused_at_the_second(path, *args, **more):
+        opened.append(path)
+        if opened.count(tmp_path / "ring") == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_open(path, *args, **more)
+
+    def close(fd):
+        closed.append(fd)
+        real_close(fd)
+
+    monkeypatch.setattr(os, "open", refused_at_the_second)
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(OSError, match="No space left"):
+        ring_with(1, tmp_path / "ring")
+    assert len(closed) == len(set(closed)) == 1
 
 
 def test_two_recorders_do_not_share_a_file(tmp_path):
