@@ -91,6 +91,7 @@ class LazyEngine:
         self._opened: OpenEngine | None = None
         self._guessed = False
         self._ended = False
+        self._left_behind = False  # by a close that ran out of time
         self._wait = _FIRST_WAIT
         self._again_at = 0.0
         self.failure: Exception | None = None
@@ -155,6 +156,7 @@ class LazyEngine:
         if opener is not None:
             opener.join(timeout)
         with self._lock:
+            self._left_behind = self._opener is not None
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.engine.close(timeout)
@@ -194,12 +196,27 @@ class LazyEngine:
                     return
                 self._guessed = not task.object_bytes
                 self.failure, self._wait = None, _FIRST_WAIT
+                if self._closed_meanwhile():
+                    return
             if task.prepare is not None:
                 task.prepare(opened)
             self._waiting.popleft()
             task.begin(opened)
             if self._end_if_idle():
                 return
+
+    def _closed_meanwhile(self) -> bool:
+        """Close the engine that has just opened if :meth:`close` has given up waiting for it. Returns whether it has."""
+        with self._lock:
+            opened = self._opened if self._left_behind else None
+            if opened is not None:
+                self._opened, self._opener = None, None
+        if opened is None:
+            return False
+        opened.engine.close()
+        while self._waiting:
+            self._waiting.popleft().refuse(RuntimeError("the adapter was closed"))
+        return True
 
     def _replace(self, task: Task) -> OpenEngine:
         """An engine for this task, in place of one whose page is too small."""

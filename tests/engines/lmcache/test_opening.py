@@ -217,6 +217,17 @@ def test_closing_waits_for_the_opening_and_closes_what_it_opened(opening, log):
     assert opening.closed == 1
 
 
+def test_what_opens_after_a_close_gave_up_is_closed(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.run(log.task("one"))
+    opener = lazy._opener
+    lazy.close(timeout=0.01)
+    opening.proceed.set()
+    opener.join(30)
+    assert (opening.closed, lazy.opened, log.begun) == (1, None, [])
+    assert log.refused == [("one", "the adapter was closed")]
+
+
 def test_a_closed_one_refuses(opening, log):
     lazy = LazyEngine(opening)
     lazy.close()
