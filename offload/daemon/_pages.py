@@ -168,7 +168,8 @@ class Pages:
         reasons.update(said)
         try:
             if account is not None:
-                await self._stores.make_room(account, [key for key in keys if key not in reasons])
+                wanted = [key for key in keys if key not in reasons]
+                await self._stores.make_room(account, wanted, staying=keys)
         except BaseException:
             if unlock is not None:
                 give_back(unlock)

@@ -159,12 +159,14 @@ class Stores:
         )
         return await self._engine.require().store(blocks, precondition, tenant=account.tenant)
 
-    async def make_room(self, account: Account, keys: Sequence[Key]) -> None:
+    async def make_room(self, account: Account, keys: Sequence[Key], *, staying: Sequence[Key] = ()) -> None:
         """Delete least recently used blocks of a tenant, as many as these lack room. Cancelled, some are deleted.
+
+        ``staying`` are not deleted: of a prompt, the blocks that are there already.
 
         Held blocks are passed over. A tier that cannot delete now ends it: what a tier keeps stays in the others as well.
         """
-        asked: set[Key] = set(keys)
+        asked: set[Key] = {*keys, *staying}
         while short := account.shortage(keys, self._quotas.block_bytes):
             victims = account.victims(min(short, _DELETED), asked)
             if not victims:

@@ -46,6 +46,15 @@ async def test_what_a_tenant_has_committed_is_a_miss_of_another_one_like_what_no
             assert not hit.keys and not hit.unavailable
 
 
+async def test_room_for_a_prompt_does_not_cost_its_own_prefix(path, tmp_path):
+    async with paged(path, tenants_file=tenants(tmp_path)) as running, opened(running, credential=HIS) as pages:
+        there = keys_of(ROOM)
+        await store(pages, there)  # the quota is full
+        prompt = [*there[:2], b"another"]
+        assert await store(pages, prompt) == [STORED]
+        assert list(await read(pages, prompt)) == prompt
+
+
 async def test_without_a_credential_there_are_no_pages(path, tmp_path):
     async with paged(path, tenants_file=tenants(tmp_path)) as running:
         with pytest.raises(Exception, match="credential"):
