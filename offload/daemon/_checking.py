@@ -23,9 +23,10 @@ from backends.abc import ReadableTier
 from backends.base.blockfile import check_directory
 from backends.base.closing import closing
 from backends.plugins import read_spec
+from maru.base.addresses import CHANNEL_NAME as POOL_CHANNEL
 from maru.base.addresses import IPC_NAME
 from maru.base.errors import excerpt
-from maru.base.packets import LONGEST_PATH
+from maru.base.packets import LONGEST_PATH, check_socket
 from maru.base.private_directory import check_private_directory
 
 from .._engine.config import EngineConfig, TierLike, TierTable
@@ -103,6 +104,15 @@ def _check_sockets(settings: Settings) -> None:
         *([f"{directory}/{name}" for name in (EVENTS_NAME, ANSWERS_NAME)] if config.kv_events else []),
         *([f"{os.path.realpath(settings.maru_directory)}/{IPC_NAME}"] if settings.embeds_maru else []),
     ]
+    embedded = (
+        [f"{settings.maru_directory}/{name}" for name in (IPC_NAME, POOL_CHANNEL)] if settings.embeds_maru else []
+    )
+    ours = [f"{directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME)]
+    operators = config.admin_path(directory)
+    for knob, paths in (("runtime_dir", [*names, *embedded, *ours]), ("admin", [operators] if operators else [])):
+        for path in paths:
+            with _naming(f"daemon.{knob}", path):
+                check_socket(path)
     longest = max(names, key=len, default="")
     if len(os.fsencode(longest)) > LONGEST_PATH:
         raise ConfigError(

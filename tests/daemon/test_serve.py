@@ -79,6 +79,15 @@ def test_check_names_what_is_wrong(tmp_path, text, why):
     assert done.returncode == USAGE and why in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("name", ["daemon.sock", "memory.sock", "status.sock", "ops.sock"])
+def test_check_finds_a_file_in_place_of_a_socket(tmp_path, name):
+    tmp_path.chmod(0o700)
+    (tmp_path / name).write_text("precious")
+    run = ("--runtime-dir", str(tmp_path), "--maru-pool-size-gb", "0")
+    done = offload("serve", *run, "--status", "ipc", "--admin", f"ipc://{tmp_path}/ops.sock", "--check")
+    assert done.returncode == USAGE and f"{name}' is there, and is no socket" in done.stderr, done.stderr
+
+
 def test_the_flags_of_lmcaches_server_name_the_page_store():
     done = offload(
         "serve",
