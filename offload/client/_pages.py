@@ -37,7 +37,7 @@ from maru import MaruConfig, MaruError, MaruHandler
 from .._engine.loading import precondition_of, wait_for
 from .._errors import ConfigError
 from ..abc import PreconditionLike
-from ..daemon._messages import Commit, Fate, PageStore, PageStoreAt, Reserved, ReserveWrite
+from ..daemon._messages import MAX_KEYS, Commit, Fate, PageStore, PageStoreAt, Reserved, ReserveWrite
 from ..daemon._tenants import stored_keys
 from ._connection import DaemonConnection, Session, open_connection
 from ._errors import DaemonRefused, DaemonUnavailable
@@ -194,8 +194,8 @@ class Pages:
     async def reserve_write(self, keys: Sequence[Key]) -> PageReservation:
         """Take a page for each of these keys that is wanted, and that there is room for. Cancelled, nothing is reserved.
 
-        One message to the daemon. Where no page of this process is free, the page store is asked as well: for what has come
-        back, for this process's least recently used blocks, and for another region.
+        One message to the daemon: keys beyond the first 16,384 are refused. Where no page of this process is free, the page
+        store is asked as well: for what has come back, for this process's least recently used blocks, and for another region.
 
         Raises:
             DaemonUnavailable: there is no session, or no answer.
@@ -207,9 +207,11 @@ class Pages:
         keys = distinct_keys(keys)
         session = await self._entitled()
         stored_keys(session.tenant, keys)  # raises for a key that is too long
+        keys, beyond = keys[:MAX_KEYS], keys[MAX_KEYS:]
         answer = await self._connection.ask(lambda seq: ReserveWrite(seq, list(keys)), Reserved, session=session)
         try:
-            refused = {keys[at]: DUPLICATE if why == "present" else Rejected(why) for at, why in answer.filtered}
+            refused: dict[Key, Outcome] = dict.fromkeys(beyond, Rejected(f"over {MAX_KEYS} keys at once"))
+            refused |= {keys[at]: DUPLICATE if why == "present" else Rejected(why) for at, why in answer.filtered}
             wanted = [key for key in keys if key not in refused]
             with self._translated():
                 write = await self._l1.reserve_write(stored_keys(session.tenant, wanted))

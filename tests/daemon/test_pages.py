@@ -31,6 +31,7 @@ from offload.client import (
 )
 from offload.daemon import DaemonConfig, open_daemon
 from offload.daemon._messages import (
+    MAX_KEYS,
     OLDEST,
     VERSION,
     Commit,
@@ -690,6 +691,31 @@ async def test_a_fate_for_each_block_is_wanted_and_a_commit_of_nothing_is_ignore
         done = await connection.ask(lambda seq: Commit(seq, reserved.reservation, b"\1\0"), Done)
         assert done.count == 2
         assert (await connection.ask(lambda seq: Commit(seq, reserved.reservation, b"\1\0"), Done)).count == 0
+
+
+async def test_keys_beyond_one_message_are_refused(path):
+    async with paged(path) as running, opened(running) as pages:
+        keys = keys_of(MAX_KEYS + 1)
+        reservation = await pages.reserve_write(keys)
+        assert reservation.refused[keys[-1]].reason == f"over {MAX_KEYS} keys at once"
+        await pages.release(reservation)
+        assert running.statistics()["sessions"] == 1
+
+
+async def test_reads_count_though_the_channel_was_full(path):
+    async with paged(path) as running, open_connection(running.url) as connection:
+        connection.read_blocks = 1_000
+        send, refusals = connection._channel.send_nowait, [trio.WouldBlock()]
+
+        def full_once(frames):
+            if refusals:
+                raise refusals.pop()
+            return send(frames)
+
+        connection._channel.send_nowait = full_once
+        connection.tell_status()
+        connection._tell_due()
+        await until(lambda: running.statistics()["pages.read_blocks"] == 1_000, "reads were not told")
 
 
 async def test_stores_reads_and_what_was_given_up_are_counted(path):
