@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
+from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy, WTinyLFU
 
 from ..base.closing import close_beside
 from ._config import HostConfig, host_config
@@ -266,9 +266,6 @@ _PLAIN: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
 _EVICTIONS: Final[Mapping[str, Callable[[], EvictionPolicy[Any]]]] = {
     "adaptive": AdaptiveLRFU,
     "lru": LRU,
-    "lfu": LFU,
-    "s3fifo": S3FIFO,
-    "arc": ARC,
     "wtinylfu": WTinyLFU,
 }
 

@@ -8,7 +8,4 @@
 from ._contract import EvictionPolicy as EvictionPolicy
 from ._adaptive import AdaptiveLRFU as AdaptiveLRFU
 from ._lru import LRU as LRU
-from ._lfu import LFU as LFU
-from ._s3fifo import S3FIFO as S3FIFO
-from ._arc import ARC as ARC
 from ._wtinylfu import WTinyLFU as WTinyLFU

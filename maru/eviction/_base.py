@@ -20,14 +20,14 @@ from typing import Final, Generic
 from ._candidates import Candidates, P
 from ._contract import K
 
-_LOOKS: Final = 2
-"""How many of the skipped keys are looked at for each victim: more than one, so that in the end each is looked at."""
+LOOKS: Final = 2
+"""Skipped keys looked at for each victim: more than one, so that each is looked at in the end."""
 
 
 class QueuePolicy(ABC, Generic[K, P]):
     """A policy that keeps its keys in queues, skips those that are held, and of the next ones lets the deepest go first.
 
-    A subclass says which key is next, and what a use does.
+    A subclass decides which key is next, and changes its queues for a use.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class QueuePolicy(ABC, Generic[K, P]):
         return f"<{type(self).__name__} of {len(self)} keys>"
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
-        """Each of these keys was used once, the first one first."""
+        """Count one use of each of these keys, in order."""
         if depths is not None:
             self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
         if self._candidates:
@@ -80,22 +80,17 @@ class QueuePolicy(ABC, Generic[K, P]):
     def _queued(self) -> int:
         """How many keys are in the queues."""
 
+    @abstractmethod
     def _use_all(self, keys: Sequence[K]) -> None:
-        """Keys that are in the queues or unknown were used."""
-        for key in keys:
-            self._use(key)
+        """Use keys that are in the queues or unknown."""
 
     @abstractmethod
-    def _use(self, key: K) -> None:
-        """A key that is in the queues or unknown was used."""
+    def _grown(self) -> None:
+        """Adapt to a capacity that was unknown before, or turned out to be larger."""
 
     @abstractmethod
-    def _take(self, cause: K | None) -> tuple[K, P] | None:
-        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
-
-        Args:
-            cause: the key that it would make room for, if known.
-        """
+    def _take(self) -> tuple[K, P] | None:
+        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it."""
 
     @abstractmethod
     def _put_back(self, key: K, place: P) -> None:
@@ -114,17 +109,14 @@ class QueuePolicy(ABC, Generic[K, P]):
             self._capacity = known
             self._grown()
 
-    def _grown(self) -> None:
-        """The capacity is known, or turned out to be larger."""
-
-    def _next(self, cause: K | None, held: Container[K]) -> tuple[K, P] | None:
-        """The next victim, which may be held: the first of its queue, or where depths are known the deepest of the first."""
+    def _next(self, held: Container[K]) -> tuple[K, P] | None:
+        """Take the next victim, which may be held: the deepest of the next ones if depths are known."""
         depths, candidates = self._depths, self._candidates
         if not depths:
-            return self._take(cause)
+            return self._take()
         known = self._capacity
         while candidates.want(known):
-            taken = self._take(cause)
+            taken = self._take()
             if taken is None:
                 break
             key, place = taken
@@ -144,41 +136,3 @@ class QueuePolicy(ABC, Generic[K, P]):
                 skipped[key] = place
             else:
                 self._put_back(key, place)
-
-
-class SequentialPolicy(QueuePolicy[K, P]):
-    """A policy that takes its victims one by one, and rejects nothing."""
-
-    def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """The next ``n`` victims that are not held, the deepest of the next ones first; nothing is rejected."""
-        self._begin()
-        skipped = self._skipped
-        if skipped:
-            self._return(_LOOKS * n, held)
-        victims: list[K] = []
-        causes = iter(incoming)
-        cause = next(causes, None)
-        searched = False
-        depths = self._depths
-        while len(victims) < n:
-            taken = self._next(cause, held) if depths else self._take(cause)
-            if taken is None:
-                if searched or not skipped:
-                    break
-                searched = True  # what is skipped from here on is held, and stays so for this call
-                self._return(len(skipped), held)
-                continue
-            key, place = taken
-            if key in held:
-                skipped[key] = place
-            else:
-                if depths:
-                    depths.pop(key, None)
-                self._gone(key, place)
-                victims.append(key)
-                cause = next(causes, None)
-        return victims, []
-
-    @abstractmethod
-    def _gone(self, key: K, place: P) -> None:
-        """What was taken is a victim."""

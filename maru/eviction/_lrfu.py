@@ -21,7 +21,7 @@ from collections.abc import Container, Sequence
 from math import log2
 from typing import Final, TypeAlias
 
-from ._base import SequentialPolicy
+from ._base import LOOKS, QueuePolicy
 from ._contract import K
 
 _FINE: Final = 2
@@ -38,7 +38,7 @@ def ghosts_of(capacity: int) -> int:
     return max(capacity, min(4 * capacity, _MANY_GHOSTS))
 
 
-class LRFU(SequentialPolicy[K, Entry]):
+class LRFU(QueuePolicy[K, Entry]):
     """The key goes first whose uses are the fewest and the longest ago. Takes in everything.
 
     Args:
@@ -80,9 +80,31 @@ class LRFU(SequentialPolicy[K, Entry]):
         self._now = now
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """The ``n`` lightest keys that are not held; nothing is rejected."""
+        """Choose the ``n`` lightest keys that are not held, the deepest of the next ones first; reject none."""
         self._until = -_NEVER
-        return super().make_room(incoming, n, held)
+        self._begin()
+        skipped, depths = self._skipped, self._depths
+        if skipped:
+            self._return(LOOKS * n, held)
+        victims: list[K] = []
+        searched = False
+        while len(victims) < n:
+            taken = self._next(held) if depths else self._take()
+            if taken is None:
+                if searched or not skipped:
+                    break
+                searched = True  # what is skipped from here on is held, and stays so for this call
+                self._return(len(skipped), held)
+                continue
+            key, entry = taken
+            if key in held:
+                skipped[key] = entry
+            else:
+                if depths:
+                    depths.pop(key, None)
+                self._gone(key, entry)
+                victims.append(key)
+        return victims, []
 
     def refer(self, key: K, capacity: int) -> bool:
         """Use one key in a place of this capacity, which makes room by itself. Whether it was there."""
@@ -111,13 +133,10 @@ class LRFU(SequentialPolicy[K, Entry]):
     def _queued(self) -> int:
         return len(self._entry)
 
-    def _use(self, key: K) -> None:
-        self._use_all((key,))
-
     def _grown(self) -> None:
         self._most_ghosts = ghosts_of(self._capacity)
 
-    def _take(self, cause: K | None) -> tuple[K, Entry] | None:
+    def _take(self) -> tuple[K, Entry] | None:
         entries = self._entry
         queue = self._levels[self._lightest]
         if queue:
@@ -151,9 +170,10 @@ class LRFU(SequentialPolicy[K, Entry]):
         queue.move_to_end(key, last=False)
         self._until = -_NEVER
 
-    def _gone(self, key: K, place: Entry) -> None:
+    def _gone(self, key: K, entry: Entry) -> None:
+        """Remember a victim."""
         ghosts = self._ghosts
-        ghosts[key] = place
+        ghosts[key] = entry
         if len(ghosts) > self._most_ghosts:
             ghosts.popitem(last=False)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from ._base import QueuePolicy
+from ._base import LOOKS, QueuePolicy
 from ._contract import K
 from ._sketch import Sketch
 
@@ -57,7 +57,7 @@ class WTinyLFU(QueuePolicy[K, int]):
         self._fill_main()
         self._admitted.clear()
         if self._skipped:
-            self._return(2 * n, held)
+            self._return(LOOKS * n, held)
         victims: list[K] = []
         rejected: list[K] = []
         waiting = list(incoming)  # the deepest is the last one: it is judged first
@@ -100,7 +100,7 @@ class WTinyLFU(QueuePolicy[K, int]):
 
     def _victim(self, held: Container[K]) -> tuple[K, int] | None:
         """Take the next victim out of main: one that is not held. Those before it are skipped."""
-        while (taken := self._next(None, held)) is not None and taken[0] in held:
+        while (taken := self._next(held)) is not None and taken[0] in held:
             self._skipped[taken[0]] = taken[1]
         return taken
 
@@ -120,6 +120,10 @@ class WTinyLFU(QueuePolicy[K, int]):
         self._most_protected = int(self._most_main * self._protected_share)
         if capacity >= 2 * self._sketched:  # and begins to count anew
             self._sketch, self._sketched = Sketch(capacity), capacity
+
+    def _use_all(self, keys: Sequence[K]) -> None:
+        for key in keys:
+            self._use(key)
 
     def _use(self, key: K) -> None:
         self._see(key)
@@ -159,7 +163,7 @@ class WTinyLFU(QueuePolicy[K, int]):
             key, _nothing = window.popitem(last=False)
             probation[key] = None
 
-    def _take(self, cause: K | None) -> tuple[K, int] | None:
+    def _take(self) -> tuple[K, int] | None:
         for place in (1, 2):
             if self._queues[place]:
                 return self._queues[place].popitem(last=False)[0], place

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from backends.abc import Key
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
+from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy, WTinyLFU
 from maru.exception_groups import raise_unwrapped
 
 from .._errors import OffloadError
@@ -31,9 +31,6 @@ POLICIES: Final[Mapping[str, Callable[[], EvictionPolicy[Key]]]] = MappingProxyT
     {
         "AdaptiveLRFU": AdaptiveLRFU,
         "LRU": LRU,
-        "LFU": LFU,
-        "S3-FIFO": S3FIFO,
-        "ARC": ARC,
         "W-TinyLFU": WTinyLFU,
     }
 )

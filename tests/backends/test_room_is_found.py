@@ -7,7 +7,7 @@ import pytest
 from backends import FileTier, MemoryTier
 from backends.abc import EVICTED
 from backends.plugins import HostConfig, NativeTier
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
+from maru.eviction import LRU, AdaptiveLRFU, WTinyLFU
 from tests.support.plugin_faults import PlayedConnector
 
 SIZE = 12
@@ -46,7 +46,7 @@ def use_at_random(pool, sizes, rng):
             pool.use(known)
 
 
-@pytest.mark.parametrize("policy", [LRU, LFU, ARC, S3FIFO, AdaptiveLRFU, WTinyLFU], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("policy", [LRU, AdaptiveLRFU, WTinyLFU], ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize(
     "pool_of", [pool_of_files, pool_of_memory, pool_of_a_connector], ids=lambda make: make.__name__
 )

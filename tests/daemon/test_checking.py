@@ -156,7 +156,7 @@ def test_check_refuses_what_cannot_be(text, says, port):
     assert len(done.stderr.splitlines()[-1]) <= 500
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru", "lfu", "s3fifo", "arc", "wtinylfu", "maru.eviction:LRU"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "wtinylfu", "maru.eviction:LRU"])
 def test_an_eviction_policy_has_a_name(policy):
     done = check(HOST + f'eviction = "{policy}"\n' + DISK + f'eviction = "{policy}"\n')
     assert done.exit_code == 0, done.output

@@ -17,10 +17,10 @@ from backends.base.blocks import BlockPool, Registry
 from backends.base.leaving import Evictions, SpillingTier
 from backends.base.room import WaitQueue
 from backends.memory import MemoryTier
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
+from maru.eviction import LRU, AdaptiveLRFU, WTinyLFU
 from tests.support.spilling_world import keys_of
 
-POLICIES = [LRU, LFU, S3FIFO, ARC, WTinyLFU, AdaptiveLRFU]
+POLICIES = [LRU, WTinyLFU, AdaptiveLRFU]
 
 
 def full_pool(text, policy=None):

@@ -6,14 +6,14 @@ import pytest
 from maru._directory import Directory
 from maru._journal.registrations import columns_of, recorded_columns
 from maru._wire import AllocRequest, Code, FindRequest, StoreRequest, StoreStatus
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
+from maru.eviction import LRU, AdaptiveLRFU, WTinyLFU
 from maru.eviction._candidates import Candidates
 from tests.maru.test_hostile import Attacker
 from tests.support.maru_actors import REGION
 from tests.support.maru_processes import Server, temporary_pool
 
 CAPACITY = 160  # of which a sixteenth, ten, are candidates
-with_depths = pytest.mark.parametrize("policy", [AdaptiveLRFU, LRU, LFU, S3FIFO, ARC])
+with_depths = pytest.mark.parametrize("policy", [AdaptiveLRFU, LRU])
 
 
 def written(policy, n, depths=True, held=()):

@@ -1,0 +1,1 @@
+"""Yardsticks that the product is measured against. Not shipped."""
