@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.usable  ## the main job on real input, verified, in under a minute
+demo: $(VENV)/.usable  ## the main job on real input, verified, in under a minute; ARGS="--daemon" has a daemon keep the blocks
 	$(BIN)/offload demo $(ARGS)
 
 test: $(VENV)/.ready  ## the tests, without those marked long

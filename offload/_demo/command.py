@@ -1,20 +1,19 @@
 """``offload demo``: the main job on real input, with every token verified.
 
-One page store and three engine processes, one after the other, work on one document:
+Three engine processes, one after the other, work on one document:
 
-A  prefills it, stores its KV blocks (from the device straight into pages of shared memory, the end of each forward pass as the
-   precondition), and answers questions about it;
-B  finds the prefix in A's pages, and loads it from there instead of computing it, without a copy in between. It answers other
-   questions, and stores new blocks in pages of its own region;
-C  stores the document again, in other tiers (device -> host memory -> files), and cancels half of the stores: at once, while
-   they wait, and in the middle of a copy.
+A  prefills it, stores its KV blocks (the end of each forward pass as the precondition), and answers questions about it;
+B  finds the prefix, and loads it instead of computing it. It answers other questions, and stores new blocks;
+C  stores the document again, in tiers of its own (device -> host memory -> files), and cancels half of the stores: at once,
+   while they wait, and in the middle of a copy.
 
-The page store runs in this process, over a pool in /dev/shm that is removed afterwards.
+The blocks of A and B are kept by a page store, from whose pages B reads without a copy in between (``page_store.py``), or by a
+daemon (``daemon.py``), where A and the daemon are killed in the middle.
 
 The weights of the model are random, so its answers are gibberish; but each token depends on every byte before it. B and C also
 run the model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not confirmed or a
-page that leaks is a failure. ``engine_process.py`` is one engine process, ``processes.py`` starts them, and this module
-verifies.
+page that leaks is a failure. ``engine_process.py`` is one engine process, ``processes.py`` starts and drives them, and this
+module verifies.
 """
 
 from __future__ import annotations
@@ -34,17 +33,7 @@ from maru.base.ending import EnvironmentFault, ExitCode, lacking
 
 from .display import show, show_progress
 from .document import document
-from .processes import (
-    SHARING,
-    Options,
-    damage,
-    page_counts,
-    page_store,
-    place_of,
-    region_bytes,
-    run_engine_process,
-    working_directory,
-)
+from .processes import Options, Stage, working_directory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,9 +69,11 @@ if TYPE_CHECKING:
     help="Work in this directory and leave it; by default a temporary one, which is removed.",
 )
 @click.option(
-    "--daemon",
-    is_flag=True,
-    help="Have a daemon keep the blocks (`offload serve`), and kill an engine and the daemon in the middle.",
+    "--daemon/--page-store",
+    default=False,
+    show_default=True,
+    help="Keep the blocks in a daemon (`offload serve`), and kill an engine and the daemon in the middle; or in pages that "
+    "the engines share.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, and nothing else.")
 def command(
@@ -98,47 +89,44 @@ def command(
 
     Exits with 1 if a token, a bit of KV, a confirmation or a page is wrong or missing.
     """
-    options = Options(document_bytes, answer_tokens, damage, checksums, Path(keep) if keep else None)
+    options = Options(document_bytes, answer_tokens, damage, checksums, Path(keep) if keep else None, daemon)
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentFault(lacking("torch"))
-    sheet = console(stderr=True, quiet=as_json)
-    demo, show_report = run, show
     if daemon:
-        refuse(("damage", "checksums"), "is for the demo without --daemon")
-        from .daemon import run as demo
-        from .daemon import show as show_report
-    report = trio.run(demo, options, sheet, restrict_keyboard_interrupt_to_checkpoints=True)
+        refuse(("damage", "checksums"), "goes with --page-store")
+    report = trio.run(
+        run, options, console(stderr=True, quiet=as_json), restrict_keyboard_interrupt_to_checkpoints=True
+    )
     if as_json:
         print_json(report)
     else:
-        show_report(report, console())
+        show(report, console())
     if not report["verified"]:
         sys.exit(ExitCode.CHECK_FAILED)
 
 
 async def run(options: Options, sheet: Console) -> dict[str, Any]:
     """Run the three processes and check their results."""
+    if options.daemon:
+        from .daemon import a_and_b
+    else:
+        from .page_store import a_and_b
     start = time.perf_counter()
     with working_directory(options.keep) as directory:
         text, source = document(options.document_bytes)
         (directory / "document.txt").write_bytes(text)
-        pool = directory / "pool" if options.keep else None
-        home = place_of(pool, SHARING * region_bytes(options), sheet)
         with show_progress(sheet) as bars:
-            async with page_store(home, pool) as server:
-                a = await run_engine_process("a", directory, server, options, bars)
-                damaged = damage(server, options.damage, a["block_bytes"])
-                b = await run_engine_process("b", directory, server, options, bars)
-                held = page_counts(server)
-                c = await run_engine_process("c", directory, server, options, bars)
+            stage = Stage(directory, options, sheet, bars)
+            shared = await a_and_b(stage)
+            async with stage.engine("c") as engine:
+                cancel = await engine.ask("cancel")
+                await engine.answer()
+                c = await engine.finish() | {"cancel": cancel}
         temporaries = len(list(directory.rglob("*.tmp")))
-    checks = verify(a, b, c) | verify_pages(a, b, held, damaged) | {"no temporary file is left": not temporaries}
+    checks = verify(shared["a"], shared["b"], c) | shared["checks"] | {"no temporary file is left": not temporaries}
     return {
         "document": {"bytes": len(text), "source": source},
-        "damaged": damaged,
-        "page_store": held,
-        "a": a,
-        "b": b,
+        **shared,
         "c": c,
         "checks": checks,
         "verified": all(checks.values()),
@@ -147,7 +135,7 @@ async def run(options: Options, sheet: Console) -> dict[str, Any]:
 
 
 def verify(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> dict[str, bool]:
-    """The checks by name, each with whether it held."""
+    """Return the checks of the three engines, by name."""
 
     def same(what: str, engine: dict[str, Any]) -> bool:
         return [answer[what] for answer in engine["answers"]] == [answer[what] for answer in engine["uncached"]]
@@ -164,15 +152,4 @@ def verify(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> dict[str,
         "what was cancelled in time is nowhere": not c["cancel"]["cancelled_but_found"],
         "what was stored is there": not c["cancel"]["stored_but_missing"],
         "nothing leaked": not any(leak for engine in (a, b, c) for leak in engine["at_rest"].values()),
-    }
-
-
-def verify_pages(a: dict[str, Any], b: dict[str, Any], held: dict[str, int], damaged: int) -> dict[str, bool]:
-    """The checks of the pages that A and B share, by name."""
-    stored = a["stored_blocks"] + b["stored_blocks"]
-    return {
-        "B read from A's pages, in place": b["pages"]["regions_of_others"] > 0,
-        # A second copy of a loaded block in B's region would add a page. Blocks found damaged are stored again.
-        "each block lies in one page": held["keys"] == stored if not damaged else held["keys"] <= stored,
-        "no page is held any more": not held["pinned"],
     }

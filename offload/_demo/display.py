@@ -25,7 +25,7 @@ class ProgressBars:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, role: str, kind: str, event: dict[str, Any]) -> None:
-        """Handle one event that a process wrote."""
+        """Show an event that a process wrote, if it is about progress."""
         name = role.upper()
         match kind:
             case "ready":
@@ -34,7 +34,7 @@ class ProgressBars:
                 self._show(f"{name}: blocks stored", event["blocks"], None)
             case "prefill":
                 self._show(f"{name}: tokens computed", event["computed"], event["total"])
-            case _:
+            case "uncached":
                 self._show(f"{name}: the same without a cache", event["computed"], event["total"])
 
     def _show(self, what: str, completed: int, total: int | None) -> None:
@@ -60,23 +60,28 @@ def show_progress(sheet: Console) -> Iterator[ProgressBars]:
 
 def show(report: dict[str, Any], sheet: Console) -> None:
     """The tables."""
-    a, b, c = report["a"], report["b"], report["c"]
-    size = a["block_bytes"]
+    b, c = report["b"], report["c"]
+    size = b["block_bytes"]
     sheet.print(
         f"\nA document of {report['document']['bytes']:,} tokens ({report['document']['source']}), "
         f"in blocks of {size // 1024} KiB.\n"
     )
     sheet.print(_answers(report))
-    table = Table("", "A: computes and stores", "B: finds and loads", title="What moved", title_justify="left")
-    for row in zip(_figures(a, size), _figures(b, size), strict=True):
-        table.add_row(row[0][0], row[0][1], row[1][1])
+    table = Table("", title="What moved", title_justify="left")
+    columns = []
+    for role, does in (("a", "A: computes and stores"), ("b", "B: finds and loads")):
+        if "copies" in report[role]:  # else it was killed, and has no figures
+            table.add_column(does)
+            columns.append(_figures(report[role], size))
+    for row in zip(*columns, strict=True):
+        table.add_row(row[0][0], *(figure for _, figure in row))
     sheet.print(table)
+    if held := report.get("page_store"):
+        sheet.print(
+            f"\nThe page store held {held['keys']:,} pages, {_bytes(held['bytes'])}: B loaded from "
+            f"{report['a']['stored_blocks']:,} that A had written, and kept no copy."
+        )
     cancel = c["cancel"]
-    held = report["page_store"]
-    sheet.print(
-        f"\nThe page store held {held['keys']:,} pages, {_bytes(held['bytes'])}: B loaded from {a['stored_blocks']:,} that "
-        "A had written, and kept no copy."
-    )
     sheet.print(
         f"\nC cancelled {cancel['asked']} of {cancel['stores']} stores: {cancel['confirmed']} confirmed, of which "
         f"{cancel['cancelled']} in time and {cancel['too_late']} after the commit, when the copy drains."
@@ -110,12 +115,12 @@ def _answers(report: dict[str, Any]) -> Table:
 
 def _figures(engine: dict[str, Any], size: int) -> list[tuple[str, str]]:
     return [
-        ("blocks stored in shared pages", f"{engine['stored_blocks']:,}"),
+        ("blocks stored", f"{engine['stored_blocks']:,}"),
         ("blocks loaded", f"{engine['loaded_blocks']:,}"),
         ("hit rate", f"{engine['hit_blocks'] / engine['asked_blocks']:.1%}"),
         ("bytes stored", _bytes(engine["stored_bytes"])),
         ("bytes loaded", _bytes(engine["loaded_blocks"] * size)),
-        ("device to pages, registered", _rate(engine["copies"]["maru"])),
+        ("stores", _rate(next(iter(engine["copies"].values())))),
         ("loads", _rate(loads(engine))),
         ("found, but not loaded", ", ".join(f"{n} {why}" for why, n in engine["load_failures"].items()) or "0"),
     ]

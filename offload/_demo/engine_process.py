@@ -2,8 +2,9 @@
 
     python -m offload._demo.engine_process '{"role": "a", ...}'
 
-writes one JSON object per line: progress, then the outcome. The model and the offloading do not know each other;
-:class:`Server` is all that an inference engine has to add, and the place to look up how.
+reads a request from each line, and writes one JSON object per line: progress, and the replies. The model and the offloading do
+not know each other; :class:`Server` is all that an inference engine has to add, and the place to look up how. Its methods
+``in_pages``, ``in_a_daemon`` and ``in_files`` are all that differs by where the blocks are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,12 +32,15 @@ from maru import MaruHandler
 from .. import from_thread
 from .._pipeline.container import OffloadBatch, OffloadContainer
 from .._pipeline.lifecycle import Status
+from ..client import DaemonTier, SharedMemory
 from ..testing.reference_engine import ModelConfig, ReferenceEngine
 from ..testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
 """Tokens that one forward pass of a prefill computes."""
 _BLOCKS_IN_A_STORE = 4  # of the process that cancels: small stores, so that there are many
+_PATIENCE = 60.0
+"""Seconds to wait for a new daemon, and for the breaker to try it again."""
 
 
 @attrs.frozen
@@ -44,14 +49,16 @@ class Job:
 
     role: str
     """``a``: prefill, store and answer. ``b``: find, load, answer, and compare. ``c``: cancel half of the stores."""
+    daemon: bool
+    """Whether a daemon keeps the blocks of A and B; else a page store."""
+    url: str
+    """The endpoint of that."""
     directory: str
     """The directory of C's file tier."""
-    store: str
-    """The endpoint of the page store that A and B share."""
     document: str
     """The file with the text that every prompt begins with."""
     questions: list[str]
-    """Each prompt ends with one of these."""
+    """The ends of the prompts."""
     answer_tokens: int
     """Tokens to generate."""
     checksums: bool
@@ -74,6 +81,8 @@ class Answer:
     """Blocks that were found."""
     loaded_blocks: int
     """Blocks that were loaded and verified, and so not computed."""
+    stored_blocks: int
+    """Blocks stored until then, for all questions."""
     load: float
     """Duration of the load, in seconds."""
     kv: str
@@ -103,29 +112,23 @@ class Server:
 
     def __init__(self, job: Job, config: ModelConfig) -> None:
         self.job = job
-        self.model = self.make_model(config)
+        # A daemon copies out of the cache, and into it, by itself.
+        self.model = ReferenceEngine(config, allocate=in_shared_memory if job.daemon else None)
         self.clock = CopyClock()
         self.device = DeviceTier(self.model.kv_caches, block_axis=1)
         self.fingerprint = f"{config.fingerprint()} {self.device.fingerprint}"
         self.closing = contextlib.ExitStack()
+        self.handler: MaruHandler | None = None
         self.local: list[Tier] = self.in_files() if job.role == "c" else []
-        self.tiers: list[ReadableTier] = [*self.local] or self.elsewhere()
+        self.tiers: list[ReadableTier] = [*self.local] or [self.in_a_daemon() if job.daemon else self.in_pages()]
         self.canceller = Canceller()
         self.engine = from_thread.open_engine(self.device, self.tiers, instruments=[self.clock, self.canceller])
         self.stored_blocks = 0
 
-    def make_model(self, config: ModelConfig) -> ReferenceEngine:
-        """The model, with its cache."""
-        return ReferenceEngine(config)
-
-    def elsewhere(self) -> list[ReadableTier]:
-        """Tiers that other processes have as well."""
-        return [self.in_shared_pages()]
-
-    def in_shared_pages(self) -> MaruTier:
-        """A tier of pages in shared memory, which other processes read in place. The engine opens it in its own thread."""
+    def in_pages(self) -> ReadableTier:
+        """Make a tier of shared pages. The engine opens it in its own thread."""
         self.handler = MaruHandler(
-            server_url=self.job.store,
+            server_url=self.job.url,
             chunk_size_bytes=self.model.block_bytes,
             pool_size=self.job.region_bytes,
             namespace=self.fingerprint,
@@ -133,8 +136,12 @@ class Server:
         )
         return MaruTier(self.handler)
 
+    def in_a_daemon(self) -> ReadableTier:
+        """Make a tier that is a daemon."""
+        return DaemonTier(self.job.url, block_bytes=self.model.block_bytes, name=f"engine {self.job.role.upper()}")
+
     def in_files(self) -> list[Tier]:
-        """A memory tier, and a file tier behind it."""
+        """Make a memory tier, and a file tier behind it."""
         config, size = self.model.config, self.model.block_bytes
         host = MemoryTier(config.num_blocks * size, size, checksums=self.job.checksums)
         disk = FileTier(
@@ -178,7 +185,7 @@ class Server:
             future.result()
         model.free(sequence)  # only now: stores in flight read from these blocks
         self.tell_progress()
-        return Answer(question, tokens, first_token, len(keys), len(hit), loaded, load, kv)
+        return Answer(question, tokens, first_token, len(keys), len(hit), loaded, self.stored_blocks, load, kv)
 
     def prefill(
         self, sequence: Generation, keys: Sequence[bytes], blocks_in_a_store: int = CHUNK_TOKENS
@@ -213,15 +220,25 @@ class Server:
             tell(event="prefill", computed=sequence.computed, total=len(sequence.tokens))
         tell(event="stored", blocks=self.stored_blocks)
 
+    def wait_available(self, wanted: bool) -> list[str]:
+        """Look a key up until all tiers answer, or one does not; return those that do not."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            with self.engine.lookup([b"a key that is nowhere"]) as hit:
+                if (not hit.unavailable) is wanted or time.monotonic() > deadline:
+                    return list(hit.unavailable)
+            time.sleep(0.02)
+
     def figures(self) -> dict[str, Any]:
-        """The figures of the outcome, once everything has settled."""
+        """Return the figures of the outcome, once everything has settled."""
         self.engine.drain()
         self.tell_progress()
         statistics = self.engine.statistics()
         pipelines, tiers = statistics.engine.pipelines, statistics.engine.tiers
         *_, to_last = pipelines.values()
         places = [self.device, *self.tiers]
-        return {
+        figures: dict[str, Any] = {
+            "block_bytes": self.model.block_bytes,
             "stored_blocks": to_last.blocks_completed,
             "stored_bytes": to_last.copied_bytes,
             "copies": {
@@ -242,24 +259,32 @@ class Server:
                 "hits": statistics.unreleased_hits,
             },
         }
-
-    def page_figures(self) -> dict[str, Any]:
-        """The figures of the shared pages, for A and B."""
-        statistics = self.engine.call(self.handler.statistics)
-        pages = statistics.pages
-        return {
-            "registered": pages.registered,
-            "regions_of_others": statistics.regions - pages.regions,
-            "neither_free_nor_registered": pages.pages - pages.free - pages.registered,
-            "pinned": statistics.pinned,
-        }
+        if self.handler is not None:
+            shared = self.engine.call(self.handler.statistics)
+            pages = shared.pages
+            figures["pages"] = {"registered": pages.registered, "regions_of_others": shared.regions - pages.regions}
+            figures["at_rest"] |= {
+                "neither_free_nor_registered": pages.pages - pages.free - pages.registered,
+                "pinned": shared.pinned,
+            }
+        return figures
 
 
-# --- the three roles ----------------------------------------------------------------------------------------------
+def in_shared_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make a storage that a daemon can map."""
+    memory = SharedMemory(math.prod(shape) * dtype.itemsize)
+    return memory.tensor(shape, dtype)
 
 
-def main(job: Job) -> dict[str, Any]:
-    """Do the job and return the outcome."""
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+def main(job: Job) -> None:
+    """Do as each line of the standard input requests, and reply.
+
+    ``answer`` the next question. ``cancel`` half of the stores of a prompt. ``reach`` the daemon: wait until it answers.
+    ``miss`` it: wait until it is named as unavailable. ``finish``: report the figures, and the same answers without any cache.
+    """
     # One thread computes, another core copies. Two that compute wait for each other at every step, which on a busy machine
     # takes ten times as long.
     torch.set_num_threads(1)
@@ -268,28 +293,34 @@ def main(job: Job) -> dict[str, Any]:
     tokens = max(map(len, prompts)) + job.answer_tokens
     blocks = -(-tokens // ModelConfig().block_size)
     config = ModelConfig(num_blocks=2 * blocks + 8, max_context=tokens)
+    answered = 0
     with Server(job, config) as server:
         tell(event="ready", blocks=len(document) // config.block_size)
-        outcome: dict[str, Any] = {"block_bytes": server.model.block_bytes}
-        if job.role == "c":
-            outcome["cancel"] = cancel_half(server, prompts[0])
-        answers = [server.answer(*pair) for pair in zip(prompts, job.questions, strict=True)]
-        outcome["answers"] = [attrs.asdict(answer) for answer in answers]
-        outcome |= server.figures()
-        if job.role != "c":
-            outcome["pages"] = server.page_figures()
-            for leak in ("neither_free_nor_registered", "pinned"):
-                outcome["at_rest"][leak] = outcome["pages"].pop(leak)
+        for line in sys.stdin:
+            match request := line.rstrip():
+                case "answer":
+                    answer = server.answer(prompts[answered], job.questions[answered])
+                    answered += 1
+                    tell(event=request, **attrs.asdict(answer))
+                case "cancel":
+                    tell(event=request, **cancel_half(server, prompts[0]))
+                case "reach" | "miss":
+                    tell(event=request, unavailable=server.wait_available(request == "reach"))
+                case _:
+                    break
+        else:  # the demo is gone
+            return
+        figures = server.figures()
     if job.role != "a":
-        outcome["uncached"] = [attrs.asdict(answer) for answer in without_cache(job, config, prompts)]
-    return outcome
+        figures["uncached"] = [attrs.asdict(answer) for answer in without_cache(job, config, prompts[:answered])]
+    tell(event="finish", **figures)
 
 
 def without_cache(job: Job, config: ModelConfig, prompts: Sequence[bytes]) -> list[Answer]:
-    """Answer the same questions with a model without any cache."""
+    """Answer the questions of these prompts with a model without any cache."""
     model = ReferenceEngine(config)
     answers = []
-    for prompt, question in zip(prompts, job.questions, strict=True):
+    for prompt, question in zip(prompts, job.questions, strict=False):
         start = time.perf_counter()
         sequence = model.add_sequence(prompt)
         for step in model.prefill(sequence, chunk_tokens=CHUNK_TOKENS):
@@ -298,7 +329,7 @@ def without_cache(job: Job, config: ModelConfig, prompts: Sequence[bytes]) -> li
         first_token = time.perf_counter() - start
         tokens += model.generate(sequence, job.answer_tokens - 1)
         kv = model.kv_digest(sequence).hex()
-        answers.append(Answer(question, tokens, first_token, 0, 0, 0, 0.0, kv))
+        answers.append(Answer(question, tokens, first_token, 0, 0, 0, 0, 0.0, kv))
         model.free(sequence)
     return answers
 
@@ -377,4 +408,4 @@ def tell(**event: object) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        tell(event="outcome", **main(Job(**json.loads(sys.argv[1]))))
+        main(Job(**json.loads(sys.argv[1])))

@@ -1,17 +1,17 @@
-"""The page store of a demo, and the engine processes that it starts, one after the other."""
+"""The engine processes of the demo, which it starts one after the other and drives line by line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import click
@@ -19,18 +19,17 @@ import trio
 
 from maru.base.ending import EnvironmentFault
 from maru.base.scratch import scratch
+from maru.exception_groups import raise_unwrapped
 
 from .display import ProgressBars
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from maru import MaruServer
-
 
 QUESTIONS = {
     "a": ["What is a block?", "Who may cancel a store, and until when?"],
-    "b": ["When may the bytes be read?", "What is left behind by a transfer that failed?"],
+    "b": ["When may the bytes be read?", "What is left behind by a transfer that failed?", "Is a hit a promise?"],
     "c": ["Is a cancelled store really over?"],
 }
 
@@ -39,17 +38,16 @@ _BLOCK_TOKENS, _BLOCK_BYTES = 16, 64 << 10
 _SPARE = 1.25
 """Memory for each byte of blocks: the page store evicts ahead of need from a region that is nearly full."""
 _REGION_STEP = 2 << 20
-_POOL_BYTES = 1 << 30
-"""Capacity of the page store for each byte of its regions: with less it would evict ahead of need."""
-SHARING = 2
-"""Engine processes that have a region each."""
 
 PROCESS_TIMEOUT = 300.0
-"""The longest time of one engine process, in seconds. A healthy one takes about ten."""
+"""Seconds for one engine process. A healthy one takes about ten."""
+
+Request: TypeAlias = Literal["answer", "cancel", "reach", "miss", "finish"]
+"""A line that an engine process reads: see ``main`` in ``engine_process.py``."""
 
 
 class DemoFailed(EnvironmentFault):
-    """An engine process exited without an outcome."""
+    """An engine process exited without an outcome, or could not be run."""
 
 
 @attrs.frozen
@@ -61,47 +59,129 @@ class Options:
     damage: int = 0
     checksums: bool = True
     keep: Path | None = None
+    daemon: bool = False
 
 
-async def run_engine_process(
-    role: str, directory: Path, server: MaruServer, options: Options, bars: ProgressBars
-) -> dict[str, Any]:
-    """Run an engine process, show its progress, and return its outcome. When cancelled, it kills the process."""
-    job = {
-        "role": role,
-        "directory": str(directory / "files"),
-        "store": server.endpoints[-1],
-        "document": str(directory / "document.txt"),
-        "questions": QUESTIONS[role],
-        "answer_tokens": options.answer_tokens,
-        "checksums": options.checksums,
-        "region_bytes": region_bytes(options),
-    }
-    command = [sys.executable, "-P", "-m", "offload._demo.engine_process", json.dumps(job)]
-    outcome: dict[str, Any] | None = None
-    status: int | None = None
-    with trio.move_on_after(PROCESS_TIMEOUT) as scope:
-        async with trio.open_nursery() as nursery:  # leaving it in any way kills the process
+class Engine:
+    """An engine process. Each request is a line that it reads; its reply is an event of the same name."""
+
+    def __init__(self, role: str, process: trio.Process, lines: AsyncGenerator[bytes], bars: ProgressBars) -> None:
+        self.role = role
+        self.answers: list[dict[str, Any]] = []
+        self._process = process
+        self._lines = lines
+        self._bars = bars
+
+    async def ask(self, request: Request) -> dict[str, Any]:
+        """Send a request, and return the reply."""
+        await self.send(request)
+        return await self.event(request)
+
+    async def answer(self) -> None:
+        """Have it answer its next question."""
+        await self.send("answer")
+        await self.end_answer()
+
+    async def begin_answer(self) -> None:
+        """Ask its next question, and return when it has computed a part of the prompt."""
+        await self.send("answer")
+        await self.event("prefill")
+
+    async def end_answer(self) -> None:
+        """Wait for the answer to the question that it was asked."""
+        self.answers.append(await self.event("answer"))
+
+    async def finish(self) -> dict[str, Any]:
+        """Have it end, and return its outcome with all of its answers."""
+        outcome = await self.ask("finish")
+        await self._process.wait()
+        return {"answers": self.answers, **outcome}
+
+    async def kill(self) -> None:
+        """End it by SIGKILL."""
+        self._process.kill()
+        await self._process.wait()
+
+    async def send(self, request: Request) -> None:
+        """Send a request."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(trio.BrokenResourceError):  # it has exited: `event` raises that, with its status
+            await self._process.stdin.send_all(f"{request}\n".encode())
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        """Show the progress until the next event of this kind, and return that."""
+        async for line in self._lines:
+            event: dict[str, Any] = json.loads(line)
+            name = event.pop("event")
+            self._bars(self.role, name, event)
+            if name == kind:
+                return event
+        status = await self._process.wait()
+        raise DemoFailed(f"engine process {self.role.upper()} ended with status {status}, without an outcome")
+
+
+@attrs.frozen
+class Stage:
+    """The demo around the engine processes."""
+
+    directory: Path
+    """The directory for the document, and for C's files."""
+    options: Options
+    sheet: Console
+    bars: ProgressBars
+
+    @contextlib.asynccontextmanager
+    async def engine(self, role: str, url: str = "") -> AsyncIterator[Engine]:
+        """Run an engine process for the length of a block, which begins when it is ready.
+
+        Args:
+            role: ``a``, ``b`` or ``c``.
+            url: the endpoint of the page store or daemon that keeps its blocks. C has tiers of its own.
+        """
+        job = {
+            "role": role,
+            "daemon": self.options.daemon,
+            "url": url,
+            "directory": str(self.directory / "files"),
+            "document": str(self.directory / "document.txt"),
+            "questions": QUESTIONS[role],
+            "answer_tokens": self.options.answer_tokens,
+            "checksums": self.options.checksums,
+            "region_bytes": region_bytes(self.options),
+        }
+        with trio.move_on_after(PROCESS_TIMEOUT) as scope:
+            async with child("offload._demo.engine_process", json.dumps(job)) as (process, lines):
+                engine = Engine(role, process, lines, self.bars)
+                await engine.event("ready")
+                yield engine
+        if scope.cancelled_caught:
+            raise DemoFailed(f"engine process {role.upper()} took more than {PROCESS_TIMEOUT:g} s")
+
+
+@contextlib.asynccontextmanager
+async def child(*command: str) -> AsyncIterator[tuple[trio.Process, AsyncGenerator[bytes]]]:
+    """Run a module in a process for the length of a block; yield the lines that it writes, too."""
+    with raise_unwrapped():
+        async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)  # noqa: TID251
+                partial(
+                    trio.run_process,  # noqa: TID251
+                    [sys.executable, "-P", "-m", *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    check=False,
+                    process_group=0,
+                )
             )
-            async for line in lines_of(process):
-                event: dict[str, Any] = json.loads(line)
-                kind = event.pop("event")
-                if kind == "outcome":
-                    outcome = event
-                else:
-                    bars(role, kind, event)
-            status = await process.wait()
-    if scope.cancelled_caught:
-        raise DemoFailed(f"engine process {role.upper()} took more than {PROCESS_TIMEOUT:g} s")
-    if outcome is None:
-        raise DemoFailed(f"engine process {role.upper()} ended with status {status}, without an outcome")
-    return outcome
+            try:
+                async with aclosing(lines_of(process)) as lines:
+                    yield process, lines
+            finally:
+                nursery.cancel_scope.cancel()
 
 
 async def lines_of(process: trio.Process) -> AsyncGenerator[bytes]:
-    """The lines that a process writes, until it ends."""
+    """Yield the lines that a process writes, until it ends."""
     assert process.stdout is not None
     rest = b""
     async for part in process.stdout:
@@ -119,7 +199,7 @@ def region_bytes(options: Options) -> int:
 
 
 def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
-    """The directory for temporary files. Prints a note if a pool in it is not in memory.
+    """Return the directory for temporary files, and print a note if it is on a disk.
 
     Raises:
         DemoFailed: there is no room for a pool anywhere.
@@ -134,50 +214,6 @@ def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
     if place.note:
         sheet.print(place.note, soft_wrap=True)
     return place.parent if pool is None else tempfile.gettempdir()
-
-
-@contextlib.asynccontextmanager
-async def page_store(parent: str, pool: Path | None = None) -> AsyncIterator[MaruServer]:
-    """A page store in this process, over a temporary pool in a directory, or over one that stays."""
-    from maru import ServerConfig, open_server
-
-    with scratch("offload-demo", parent) as home:
-        config = ServerConfig(
-            host="",  # a Unix socket is enough
-            rm_address="",
-            runtime_dir=home,
-            pool_path=str(pool or home),
-            capacity_bytes=_POOL_BYTES,
-            log_level="error",
-        )
-        async with open_server(config) as server:
-            yield server
-
-
-def damage(server: MaruServer, n: int, page_bytes: int) -> int:
-    """Flip a bit in each of the first ``n`` pages of A's region, past the page store. Returns how many there were."""
-    if not n:
-        return 0
-    [region] = Path(server.config.pool_path).glob("maru_*.dat")
-    n = min(n, page_counts(server)["keys"])
-    with region.open("r+b") as file:
-        for page in range(n):  # pages are handed out ascending
-            file.seek((page + 1) * page_bytes - 1)
-            last = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([last ^ 1]))
-    return n
-
-
-def page_counts(server: MaruServer) -> dict[str, int]:
-    """What the page store holds: keys, bytes and pins."""
-    directory = server.statistics().service.directory
-    return {
-        "keys": directory.entries,
-        "bytes": directory.used_bytes,
-        "regions": directory.regions,
-        "pinned": directory.pinned,
-    }
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from rich.console import Console
 pytest.importorskip("torch", reason="needs the torch extra")
 
 from offload._demo import command as demo
-from offload._demo import display, processes
+from offload._demo import page_store, processes
 from offload._demo.document import ROOT, document
 
 SMALL = processes.Options(document_bytes=800, answer_tokens=4)
@@ -27,11 +27,12 @@ def process(role: str, directory: Path, options: processes.Options = SMALL, *, d
     """One engine process, over the page store in this directory."""
 
     async def run() -> dict[str, Any]:
-        with display.show_progress(Console(quiet=True)) as bars:
-            async with processes.page_store("/tmp", directory / "pool") as server:
+        with demo.show_progress(Console(quiet=True)) as bars:
+            stage = processes.Stage(directory, options, Console(quiet=True), bars)
+            async with page_store.page_store("/tmp", directory / "pool") as server:
                 if damaged:
-                    assert processes.damage(server, damaged, PAGE) == damaged
-                return await processes.run_engine_process(role, directory, server, options, bars)
+                    assert page_store.damage(server, damaged, PAGE) == damaged
+                return await page_store.two_answers(stage, role, server)
 
     return trio.run(run)
 
@@ -83,7 +84,7 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     assert list((kept / "pool").glob("maru_*.dat"))
     assert list((kept / "files").rglob("*.kv"))
     assert not {*Path("/dev/shm").glob(f"offload-demo-{os.getpid()}-*")}
-    display.show(report, Console(quiet=True))
+    demo.show(report, Console(quiet=True))
     with pytest.raises(click.UsageError, match="not empty"):
         trio.run(demo.run, processes.Options(keep=kept), Console(quiet=True))
 
@@ -157,13 +158,16 @@ def test_the_demo_with_a_daemon_verifies_although_an_engine_and_the_daemon_are_k
     report = json.loads(output)
     assert status == 0, report["checks"]
     assert report["verified"] and set(report["checks"].values()) == {True}
-    before, during, after = report["b"]
-    assert report["a"]["loaded_blocks"] == 0 and before["loaded_blocks"] == 50
+    [first], (before, during, after) = report["a"]["answers"], report["b"]["answers"]
+    assert first["loaded_blocks"] == 0 and before["loaded_blocks"] == 50
     assert after["loaded_blocks"] == 50
     assert len(during["tokens"]) == 4
+    assert len(report["daemon"]["unavailable"]) == 1
+    assert report["c"]["cancel"]["confirmed"] == report["c"]["cancel"]["asked"] > 0
+    demo.show(report, Console(quiet=True))
 
 
-def test_options_of_the_other_demo_are_refused_with_a_daemon() -> None:
+def test_options_of_the_page_store_are_refused_with_a_daemon() -> None:
     status, _ = run_command("--daemon", "--damage=1")
     assert status == 2
 
@@ -178,7 +182,7 @@ def test_a_directory_of_a_demo_goes_although_a_signal_comes_right_behind_its_mak
         raise KeyboardInterrupt
 
     async def run_page_store() -> None:
-        async with processes.page_store(str(tmp_path)):
+        async with page_store.page_store(str(tmp_path)):
             pass
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -205,7 +205,6 @@ WRITERS: Final = {"write_text", "write_bytes"}
 OURS: Final = {
     "maru/base/files.py": "the helper",
     "offload/_demo/command.py": "into a directory of its own",
-    "offload/_demo/daemon.py": "the same",
     "offload/bench/_daemon.py": "the same",
     "offload/testing/scenarios/_real_world.py": "the same",
     "maru/_pool/state_directory.py": "by a descriptor, in a directory that is ours",
