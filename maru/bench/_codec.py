@@ -6,8 +6,9 @@ same library: what columns are for. A published LOOKUP reply is encoded as a ser
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import process_time
 from typing import Final
 
 import msgspec
@@ -30,17 +31,16 @@ from .._wire import (
     request,
 )
 from ._keys import keys_of
-from ._measure import Effort, in_turn, noisiest
-from ._row import Goal, Row
+from ._measure import Effort, Row, measure, seconds_of
 
 ENTRIES: Final = 64
 _EPOCH: Final = 0x0123_4567_89AB_CDEF
 _MIB: Final = 1 << 20
-_BOUND: Final = 12.0
+_GOAL: Final = "value <= 12"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of the codec."""
+    """Yield the rows of the codec."""
     keys = keys_of(ENTRIES)
     offsets = [at * _MIB for at in range(ENTRIES)]
     generations = list(range(1_000_000, 1_000_000 + ENTRIES))
@@ -71,22 +71,16 @@ def rows(effort: Effort) -> Iterator[Row]:
         "maps.lookup": _maps({"entries": found}),
     }
     rounds = effort.size(2_000, 20)
-    samples = in_turn("codec", effort, {name: _timed(subject, rounds) for name, subject in subjects.items()})
-    for name, beside, goal in (
-        ("store", "maps.register", Goal("value", "<=", _BOUND)),
-        ("find", "maps.lookup", Goal("value", "<=", _BOUND)),
+    samples = measure(
+        "codec", effort, {name: partial(seconds_of, one, rounds, process_time) for name, one in subjects.items()}
+    )
+    for name, limit, goal in (
+        ("store", "maps.register", _GOAL),
+        ("find", "maps.lookup", _GOAL),
         ("register", "maps.register", None),
         ("lookup", "maps.lookup", None),
     ):
-        yield Row(
-            f"rpc.codec.{name}",
-            samples[name].median,
-            "us",
-            "a map per entry, without types",
-            samples[beside].median,
-            goal,
-            noisiest(samples[name], samples[beside]),
-        )
+        yield samples.row(f"rpc.codec.{name}", "us", name, "a map per entry, without types", limit, goal, scale=1e6)
 
 
 def _asked(code: int, make: Callable[[], StoreRequest | BatchRegisterRequest]) -> Callable[[], object]:
@@ -121,13 +115,3 @@ def _lookup(handle: Handle, offsets: Sequence[int], generations: Sequence[int]) 
 def _maps(message: object) -> Callable[[], object]:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     return lambda: decode(encode(message))
-
-
-def _timed(subject: Callable[[], object], rounds: int) -> Callable[[], float]:
-    def run() -> float:
-        start = time.process_time()
-        for _ in range(rounds):
-            subject()
-        return (time.process_time() - start) / rounds * 1e6
-
-    return run

@@ -26,9 +26,8 @@ from .._client.blocking import MaruHandler, PendingCall
 from .._client.views import MemoryInfo
 from .._config import MaruConfig
 from ._keys import keys_of
-from ._measure import Effort, Sample, in_turn, noisiest
+from ._measure import Effort, Row, measure, rate_of
 from ._processes import BenchFailed, Server, server
-from ._row import Goal, Row
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ _CASES: Final = (
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of all sizes."""
+    """Yield the rows of all sizes."""
     for case in _CASES:
         if effort.quick:
             case = case._replace(page_bytes=case.page_bytes // 16, batches=3)
@@ -92,7 +91,7 @@ def _of_size(case: _Case, running: Server, effort: Effort) -> Iterator[Row]:
         for sums, work in works.items():
             subjects[f"store.lockstep.{sums}"] = work.store_lockstep
             subjects[f"store.two.{sums}"] = work.store_two
-        stored = in_turn(f"store, {case.label}", effort, subjects)
+        stored = measure(f"store, {case.label}", effort, subjects)
         subjects = {"memcpy": memory.copy_out}
         for sums, work in works.items():
             work.fill()
@@ -100,30 +99,18 @@ def _of_size(case: _Case, running: Server, effort: Effort) -> Iterator[Row]:
             subjects[f"load.pipelined.{sums}"] = work.load_pipelined
         subjects["retrieve.lockstep.plain"] = works["plain"].retrieve_lockstep
         subjects["retrieve.pipelined.plain"] = works["plain"].retrieve_pipelined
-        loaded = in_turn(f"load, {case.label}", effort, subjects)
+        loaded = measure(f"load, {case.label}", effort, subjects)
     for samples in (stored, loaded):
-        limit = samples.pop("memcpy")
-        for subject, sample in samples.items():
-            yield _row(case, subject, sample, limit)
+        for subject in [subject for subject in samples if subject != "memcpy"]:
+            way, _, rest = subject.partition(".")
+            goal = f"ratio >= {case.goals[subject]:g}" if subject in case.goals else None
+            name = f"data.{way}.{case.label}.{rest}"
+            yield samples.row(name, "GB/s", subject, "memmove of the same bytes", "memcpy", goal, scale=1e-9)
 
 
 def _region_bytes(case: _Case) -> int:
     """Of the region of one handler; a pool counts in steps of 2 MiB."""
     return math.ceil(case.page_bytes * case.at_once * case.batches / _FILLED / (2 << 20)) * (2 << 20)
-
-
-def _row(case: _Case, subject: str, ours: Sample, limit: Sample) -> Row:
-    way, _, rest = subject.partition(".")
-    least = case.goals.get(subject)
-    return Row(
-        f"data.{way}.{case.label}.{rest}",
-        ours.median / 1e9,
-        "GB/s",
-        "memmove of the same bytes",
-        limit.median / 1e9,
-        None if least is None else Goal("ratio", ">=", least),
-        noisiest(ours, limit),
-    )
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -162,10 +149,11 @@ class _Memory:
         return self._copied(self.address, self._shared_address)
 
     def _copied(self, to: int, at: int) -> float:
-        start = perf_counter()
-        for offset in self._offsets:
-            ctypes.memmove(to + offset, at + offset, self.batch_bytes)
-        return len(self._offsets) * self.batch_bytes / (perf_counter() - start)
+        def copy() -> None:
+            for offset in self._offsets:
+                ctypes.memmove(to + offset, at + offset, self.batch_bytes)
+
+        return rate_of(len(self._offsets) * self.batch_bytes, copy)
 
 
 # --- through a handler: bytes per second ----------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from types import TracebackType
 import zmq
 
 from ..base.scratch import scratch
-from ._processes import PATIENCE, Child, Clock
+from ._measure import Clock
+from ._processes import PATIENCE, Child
 
 _PACKET_BYTES = 64 << 10
 

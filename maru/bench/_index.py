@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
+from time import process_time
 from typing import Final
 
 from .._client.blocking import MaruHandler
@@ -31,9 +33,8 @@ from .._index import (
     header_of_board,
 )
 from ._keys import keys_of
-from ._measure import Effort, in_turn, noisiest
+from ._measure import Effort, Figures, Row, measure, seconds_of
 from ._processes import BenchFailed, Child, processor_time, server
-from ._row import Goal, Row
 
 AT_ONCE: Final = 28
 """Keys of one lookup: a request of the conversation trace, with 16 tokens a block."""
@@ -47,7 +48,7 @@ _PATIENCE: Final = 30.0
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Rows of a client, then those of the index itself."""
+    """Yield the rows of a client, then those of the index itself."""
     yield from _client(effort)
     yield from _readers(effort.at_most(3))
     yield from _inside(effort)
@@ -57,7 +58,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         "bytes",
         "a hash and an entry",
         80.0,
-        Goal("value", "<=", 96),
+        "value <= 96",
     )
 
 
@@ -73,26 +74,16 @@ def _client(effort: Effort) -> Iterator[Row]:
             faces = {"index": over_index, "message": by_message}
             for handler in faces.values():
                 handler.batch_get_into(keys, buffers)  # maps the region
-            for what, goal, subject in (
-                ("lookup28.there", Goal("value", "<=", 100.0), lambda one: one.batch_exists(keys)),
+            for what, goal, call in (
+                ("lookup28.there", "value <= 100", lambda one: one.batch_exists(keys)),
                 ("lookup28.missing", None, lambda one: one.batch_exists(missing)),
                 ("hold28", None, lambda one: _hold(one, keys)),
                 ("load28.64KiB", None, lambda one: one.batch_get_into(keys, buffers)),
             ):
-                samples = in_turn(
-                    f"index.{what}",
-                    effort,
-                    {name: _elapsed(subject, one, calls) for name, one in faces.items()},
-                )
-                yield Row(
-                    f"index.{what}",
-                    samples["index"].median,
-                    "us",
-                    "by message",
-                    samples["message"].median,
-                    goal,
-                    noisiest(*samples.values()),
-                )
+                name = f"index.{what}"
+                subjects = {face: partial(seconds_of, partial(call, one), calls) for face, one in faces.items()}
+                samples = measure(name, effort, subjects)
+                yield samples.row(name, "us", "index", "by message", "message", goal, scale=1e6)
 
 
 def _hold(handler: MaruHandler, keys: list[str]) -> None:
@@ -121,22 +112,19 @@ def _readers(effort: Effort) -> Iterator[Row]:
             def idle() -> None:
                 time.sleep(0.05)
 
-            def measure(readers: int, meanwhile: Callable[[], None]) -> Callable[[], dict[str, float]]:
+            def read(readers: int, meanwhile: Callable[[], None]) -> Callable[[], dict[str, float]]:
                 name = "alone" if readers == 1 else "written" if meanwhile is write else "still"
                 return lambda: _read(address, readers, seconds, meanwhile, ours.pid, name)
 
-            samples = in_turn(
+            samples = measure(
                 "index.readers",
                 effort,
-                {"alone": measure(1, idle), "written": measure(_READERS, write), "still": measure(_READERS, idle)},
+                {"alone": read(1, idle), "written": read(_READERS, write), "still": read(_READERS, idle)},
                 warm_up=False,
             )
-    alone, beside, servers = samples["alone"], samples["written"], samples["still.server"]
-    goal = Goal("ratio", "<=", 1.2)
-    noise = noisiest(alone, beside)
-    yield Row("index.readers4.lookup28", beside.median, "us", "a reader alone", alone.median, goal, noise)
-    # With what they cost it at their start: they connect, and map its memory.
-    yield Row("index.readers4.server", servers.median, "us", "a lookup", samples["still"].median, None, servers.noise)
+    yield samples.row("index.readers4.lookup28", "us", "written", "a reader alone", "alone", "ratio <= 1.2")
+    # With the costs of their start: they connect, and map its memory.
+    yield samples.row("index.readers4.server", "us", "still.server", "a lookup", "still")
 
 
 def _read(
@@ -172,21 +160,22 @@ def _inside(effort: Effort) -> Iterator[Row]:
     generations = range(n + 1, n + 257)
     there = dict.fromkeys(names)
 
-    def add_and_remove() -> dict[str, float]:
-        began = time.process_time()
+    def add() -> None:
         writer.add(Entries(new, 1, range(256), 1, [7] * 256, generations))
-        added = time.process_time()
-        writer.remove(new, generations)
-        return {"add": (added - began) / 256 * 1e6, "remove": (time.process_time() - added) / 256 * 1e6}
 
-    def dict_add_and_remove() -> dict[str, float]:
-        began = time.process_time()
+    def add_to_dict() -> None:
         for name in new:
             there[name] = None
-        added = time.process_time()
+
+    def remove_from_dict() -> None:
         for name in new:
             del there[name]
-        return {"dict add": (added - began) / 256 * 1e6, "dict remove": (time.process_time() - added) / 256 * 1e6}
+
+    def in_both(add: Callable[[], object], remove: Callable[[], object], names: str) -> Callable[[], Figures]:
+        return lambda: {
+            names.format("add"): seconds_of(add, 1, process_time) / len(new),
+            names.format("remove"): seconds_of(remove, 1, process_time) / len(new),
+        }
 
     boards = Boards(writer, _fence)  # type: ignore[arg-type]  # it marks, and that is all that is asked of it here
     for number in range(_CLIENTS):
@@ -203,26 +192,22 @@ def _inside(effort: Effort) -> Iterator[Row]:
         boards.claim(some, found.generations)
         boards.give_up(some, found.generations)
 
-    samples = in_turn(
-        "index",
-        effort,
-        {
-            "find28": _timed(lambda: reader.find(some), calls),
-            "dict find28": _timed(lambda: [there.get(name) for name in some], calls),
-            "recheck28": _timed(lambda: reader.changed(found), calls),
-            "dict recheck28": _timed(lambda: [there.get(name) for name in some], calls),
-            "board.hold28": _timed(hold, calls),
-            "dict board.hold28": _timed(lambda: [there.get(name) for name in some], calls),
-            "board.claim28": _timed(claim, calls),
-            "dict board.claim28": _timed(lambda: [there.get(name) for name in some], calls),
-            "both": add_and_remove,
-            "dict": dict_add_and_remove,
-        },
-    )
-    goals = {"find28": Goal("value", "<=", 50.0)}
-    for what in ("find28", "recheck28", "board.hold28", "board.claim28", "add", "remove"):
-        mine, beside = samples[what], samples[f"dict {what}"]
-        yield Row(f"index.{what}", mine.median, "us", "a dict", beside.median, goals.get(what), noisiest(mine, beside))
+    calls_of: dict[str, Callable[[], object]] = {
+        "find28": lambda: reader.find(some),
+        "recheck28": lambda: reader.changed(found),
+        "board.hold28": hold,
+        "board.claim28": claim,
+    }
+    subjects: dict[str, Callable[[], Figures | float]] = {}
+    for name, call in calls_of.items():
+        subjects[name] = partial(seconds_of, call, calls, process_time)
+        subjects[f"dict {name}"] = partial(seconds_of, lambda: [there.get(name) for name in some], calls, process_time)
+    subjects["both"] = in_both(add, lambda: writer.remove(new, generations), "{}")
+    subjects["dict"] = in_both(add_to_dict, remove_from_dict, "dict {}")
+    samples = measure("index", effort, subjects)
+    for name in (*calls_of, "add", "remove"):
+        goal = "value <= 50" if name == "find28" else None
+        yield samples.row(f"index.{name}", "us", name, "a dict", f"dict {name}", goal, scale=1e6)
 
 
 def _wait_filled(handler: MaruHandler, missing: list[str]) -> None:
@@ -235,26 +220,6 @@ def _wait_filled(handler: MaruHandler, missing: list[str]) -> None:
             return
         time.sleep(0.01)
     raise BenchFailed(f"the index is not used: {handler.statistics().why_no_index or 'it is never filled'}")
-
-
-def _elapsed(subject: Callable[[MaruHandler], object], handler: MaruHandler, calls: int) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            subject(handler)
-        return (time.perf_counter() - start) / calls * 1e6
-
-    return run
-
-
-def _timed(subject: Callable[[], object], calls: int) -> Callable[[], float]:
-    def run() -> float:
-        start = time.process_time()
-        for _ in range(calls):
-            subject()
-        return (time.process_time() - start) / calls * 1e6
-
-    return run
 
 
 _lock = threading.Lock()

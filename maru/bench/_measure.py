@@ -1,25 +1,79 @@
-"""How everything here is measured: in turn with what it is compared with, after a warm-up, as a median.
+"""Measure subjects in turn, after a warm-up, as medians; and put each figure next to its limit in a row.
 
-A machine is never quiet, and what disturbs it lasts longer than a repetition. So the subjects of one comparison take turns,
-back and forth, in one process: what disturbs one repetition disturbs its neighbour as well, and a median forgets both.
-The garbage of the one before is collected before each repetition; during it the collector runs as usual.
+A machine is never quiet, and a disturbance lasts longer than a repetition. So the subjects of one comparison take turns, back
+and forth, in one process: a disturbance of one repetition is one of its neighbour as well, and a median forgets both. The
+garbage of the previous repetition is collected before each one; during it the collector runs as usual.
+
+A row has the same form on the screen and in ``--json``. A figure that could not be measured is a row without a value, never a
+row that is left out: a goal that was not measured is not a goal that was met.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar, TypeVarTuple
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
-import trio
 
-F = TypeVar("F")
-Ts = TypeVarTuple("Ts")
-
+Clock: TypeAlias = Callable[[], float]
+"""Seconds since some time: elapsed, or of processors."""
 Figures: TypeAlias = Mapping[str, float]
-"""What one repetition of a subject has measured, by name."""
+"""The figures of one repetition, by name."""
+Json: TypeAlias = "str | float | bool | None"
+
+
+@attrs.frozen
+class Row:
+    """One figure next to its limit."""
+
+    name: str
+    """Its name, from the bench down to the case: ``cancel.parked.awaiting.p99``."""
+    value: float | None
+    """The median over the repetitions; None if it could not be measured."""
+    unit: str
+    """The unit of the value and of the limit."""
+    limit_name: str | None = None
+    """The subject that it is compared with."""
+    limit_value: float | None = None
+    """The same measure of that subject, from the same run."""
+    goal: str | None = None
+    """``ratio`` or ``value``, ``<=`` or ``>=``, and a number; None for a figure without a goal."""
+    noise: float | None = None
+    """The spread of the middle half of the repetitions, as a share of the median, on the noisier side."""
+    why_not: str = ""
+    """The reason why it could not be measured."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The value divided by the limit."""
+        return self.value / self.limit_value if self.value is not None and self.limit_value else None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None if there is none, or nothing was measured."""
+        if self.goal is None:
+            return None
+        of, sign, bound = self.goal.split()
+        figure = {"ratio": self.ratio, "value": self.value}[of]
+        if figure is None:
+            return None
+        return {"<=": figure <= float(bound), ">=": figure >= float(bound)}[sign]
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the form for machines."""
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "limit_name": self.limit_name,
+            "limit_value": self.limit_value,
+            "ratio": self.ratio,
+            "goal": self.goal,
+            "met": self.met,
+        }
 
 
 @attrs.frozen
@@ -35,7 +89,7 @@ class Sample:
 
     @property
     def noise(self) -> float | None:
-        """Half of the repetitions lie within this share of the median; None where there were too few to tell."""
+        """Half of the repetitions lie within this share of the median; None for fewer than three."""
         if len(self.values) < 3 or not self.median:
             return None
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -43,8 +97,47 @@ class Sample:
 
 
 def noisiest(*samples: Sample) -> float | None:
-    """The noise of a comparison: that of its noisier side."""
+    """Return the noise of a comparison: that of its noisier side."""
     return max((sample.noise for sample in samples if sample.noise is not None), default=None)
+
+
+class Samples(dict[str, Sample]):
+    """The samples of one measurement, by name; or none, and the reason why nothing could be measured."""
+
+    def __init__(self, samples: Mapping[str, Sample] | None = None, *, why_not: str = "") -> None:
+        super().__init__(samples or {})
+        self.why_not = why_not
+
+    def row(
+        self,
+        name: str,
+        unit: str,
+        figure: str,
+        limit_name: str | None = None,
+        limit: str | None = None,
+        goal: str | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> Row:
+        """Put a sample next to the one that limits it.
+
+        Args:
+            name: of the row.
+            unit: of value and limit.
+            figure: the sample.
+            limit_name: of the limit, for readers.
+            limit: the sample that is the limit.
+            goal: of the row, as :attr:`Row.goal`.
+            scale: turns the medians into the unit.
+        """
+        if self.why_not:
+            return Row(name, None, unit, limit_name, goal=goal, why_not=self.why_not)
+        ours = self[figure]
+        if limit is None:
+            return Row(name, ours.median * scale, unit, goal=goal, noise=ours.noise)
+        beside = self[limit]
+        noise = noisiest(ours, beside)
+        return Row(name, ours.median * scale, unit, limit_name, beside.median * scale, goal, noise)
 
 
 @attrs.frozen
@@ -54,23 +147,23 @@ class Effort:
     repeat: int = 9
     """Repetitions of each subject."""
     quick: bool = False
-    """Whether it is to be seen only that everything runs: the figures are of little use then."""
+    """Whether only to show that everything runs: the figures mean little then."""
     progress: Callable[[str], None] = lambda text: None
-    """Told what is being measured."""
+    """Shows the name of the running measurement."""
 
     def size(self, full: int, quick: int) -> int:
-        """How large a subject is made."""
+        """Return the size of a subject."""
         return quick if self.quick else full
 
     def at_most(self, repeat: int) -> Effort:
-        """The same, for a subject of which one repetition is long."""
+        """Return the same with fewer repetitions, for a subject of which one takes long."""
         return attrs.evolve(self, repeat=min(self.repeat, repeat))
 
 
-def in_turn(
+def measure(
     what: str, effort: Effort, subjects: Mapping[str, Callable[[], Figures | float]], *, warm_up: bool = True
-) -> dict[str, Sample]:
-    """Measure subjects in turn, back and forth. What each returns counts, not how long it takes.
+) -> Samples:
+    """Measure subjects in turn, back and forth: the value that each returns, not how long it takes.
 
     Args:
         what: the name of the measurement, for the progress display.
@@ -91,20 +184,28 @@ def in_turn(
         if number:
             for figure, value in (measured if isinstance(measured, Mapping) else {name: measured}).items():
                 values.setdefault(figure, []).append(value)
-    return {figure: Sample(column) for figure, column in values.items()}
+    return Samples({figure: Sample(column) for figure, column in values.items()})
 
 
-def _turns(names: Sequence[str], numbers: range) -> Iterator[tuple[int, str]]:
+def _turns(names: Sequence[str], numbers: Iterable[int]) -> Iterator[tuple[int, str]]:
     for number in numbers:
         yield from ((number, name) for name in (names if number % 2 else reversed(names)))
 
 
-def in_trio(subject: Callable[[*Ts], Awaitable[F]], *args: *Ts) -> Callable[[], F]:
-    """A subject that is measured in a trio run of its own."""
-    return lambda: trio.run(subject, *args)
+def seconds_of(call: Callable[[], object], times: int = 1, clock: Clock = time.perf_counter) -> float:
+    """Return the seconds that each of so many calls takes."""
+    start = clock()
+    for _ in range(times):
+        call()
+    return (clock() - start) / times
+
+
+def rate_of(amount: float, call: Callable[[], object], times: int = 1) -> float:
+    """Return the amount that a call moves in a second, over so many calls."""
+    return amount / seconds_of(call, times)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of them."""
+    """Return the smallest value that is at least as large as this share of them."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]

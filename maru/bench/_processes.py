@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 from .._pool.placement import find_place
 from ..base.all_bytes import read_some
@@ -27,8 +27,6 @@ from ..base.scratch import scratch
 
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""
-Clock: TypeAlias = Callable[[], float]
-"""Seconds, since some time: elapsed, or of processors."""
 SERVER: Final = ("-c", "from maru.server_cli import main; main()")
 
 

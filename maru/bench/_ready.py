@@ -11,16 +11,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from .._client.blocking import MaruHandler
 from .._wire import Code, DescribeReply, KeyRequest, LookupReply
 from ._bare import Bare
 from ._keys import keys_of
-from ._measure import Effort, in_turn, noisiest
+from ._measure import Effort, Row, measure, seconds_of
 from ._processes import PATIENCE, BenchFailed, Server, environment, home
-from ._row import Goal, Row
 
 KEYS: Final = 100_000
 _AT_ONCE: Final = 64
@@ -29,7 +29,7 @@ _BARE_START: Final = "import trio, zmq, attrs, msgspec, xxhash, click"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The row of the start."""
+    """Yield the row of the start."""
     keys = keys_of(effort.size(KEYS, 1_000))
     capacity_bytes = len(keys) * _PAGE_BYTES + (8 << 20)
     with home(capacity_bytes) as path:
@@ -37,18 +37,13 @@ def rows(effort: Effort) -> Iterator[Row]:
             _fill(first, keys)
             _wait_settled(first)
             first.kill()
-        subjects = {"ready": lambda: _start(path, capacity_bytes, keys), "bare": _bare_start}
-        samples = in_turn("start after kill -9", effort.at_most(effort.size(9, 1)), subjects)
-    ready, bare = samples["ready"], samples["bare"]
-    yield Row(
-        "rpc.ready.after-kill",
-        ready.median,
-        "ms",
-        "an interpreter with the same packages",
-        bare.median,
-        Goal("value", "<=", 300),
-        noisiest(ready, bare),
-    )
+        subjects: dict[str, Callable[[], float]] = {
+            "ready": lambda: _start(path, capacity_bytes, keys),
+            "bare": partial(seconds_of, _bare_start),
+        }
+        samples = measure("start after kill -9", effort.at_most(effort.size(9, 1)), subjects)
+    limit_name = "an interpreter with the same packages"
+    yield samples.row("rpc.ready.after-kill", "ms", "ready", limit_name, "bare", "value <= 300", scale=1e3)
 
 
 def _fill(server: Server, keys: Sequence[str]) -> None:
@@ -80,21 +75,19 @@ def _wait_settled(server: Server) -> None:
 
 
 def _start(path: str, capacity_bytes: int, keys: Sequence[str]) -> float:
-    """Start it, ask, and kill it again; milliseconds."""
+    """Start it, ask, and kill it again; seconds."""
     begin = time.perf_counter()
     with Server(path, capacity_bytes) as server:
         with Bare(server.addresses["ipc"]) as client:
             answer = client.ask(Code.LOOKUP_KV, KeyRequest(keys[-1]))
-            milliseconds = (time.perf_counter() - begin) * 1e3
+            seconds = time.perf_counter() - begin
         server.kill()
     if not isinstance(answer, LookupReply) or not answer.found or server.ready["keys"] != len(keys):
         raise BenchFailed(f"{server.ready['keys']} of {len(keys)} keys were found again")
-    return milliseconds
+    return seconds
 
 
-def _bare_start() -> float:
-    begin = time.perf_counter()
+def _bare_start() -> None:
     subprocess.run(
         [sys.executable, "-P", "-c", _BARE_START], check=True, timeout=PATIENCE, env=environment(), process_group=0
     )
-    return (time.perf_counter() - begin) * 1e3

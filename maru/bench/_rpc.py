@@ -42,9 +42,8 @@ from . import _codec, _ready
 from ._bare import Bare
 from ._echo import Caller, Echo, PacketCaller, echo
 from ._keys import keys_of
-from ._measure import Effort, Sample, in_trio, in_turn, noisiest
-from ._processes import BenchFailed, Clock, Server, processor_time, server
-from ._row import Goal, Row
+from ._measure import Clock, Effort, Row, Samples, measure
+from ._processes import BenchFailed, Server, processor_time, server
 
 Transport = Literal["tcp", "ipc"]
 
@@ -66,8 +65,8 @@ _LOCKSTEP: Final[Mapping[tuple[str, Transport], float]] = {
     ("blocking", "ipc"): 0.75,
 }
 _PIPELINED: Final = {"trio": 0.70, "blocking": 0.95}
-_CHECKPOINTS: Final = 24
-"""What a message to the server may cost in Python of all processes that it passes, without its echo."""
+_OF_CHECKPOINTS: Final = "ratio <= 24"
+"""The cost of a message in Python of all processes that it passes, without its echo, in checkpoints of trio."""
 _THEIRS: Final = 120_000
 """Keys that the published server looked up in a second, in batches of 64, on the machine the goals were drawn on."""
 
@@ -94,40 +93,33 @@ def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Itera
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
     with Caller(bare) as caller, MaruHandler(server_url=ours, pool_size=0, index="off") as handler:
-        lockstep = in_turn(
-            f"single, {transport}",
-            effort,
-            {
-                "trio": in_trio(_trio_lockstep, ours, key, calls),
-                "echo": lambda: caller.lockstep(messages),
-                "blocking": lambda: _blocking_lockstep(handler, key, calls),
-            },
-        )
-        pipelined = in_turn(
+        lockstep = measure(f"single, {transport}", effort, _lockstep(caller, handler, ours, key, messages))
+        pipelined = measure(
             f"{_WINDOW} in flight, {transport}",
             effort,
             {
-                "trio": in_trio(_trio_pipelined, ours, key, calls),
+                "trio": partial(trio.run, _trio_pipelined, ours, key, calls),
                 "echo": lambda: caller.pipelined(messages, _WINDOW),
                 "blocking": lambda: _blocking_pipelined(handler, key, calls),
             },
         )
     for face in ("trio", "blocking"):
-        yield _row(
-            f"rpc.single.lockstep.{face}.{transport}",
-            lockstep[face],
-            "bare echo, lockstep",
-            lockstep["echo"],
-            _LOCKSTEP[face, transport],
-        )
+        name, goal = f"rpc.single.lockstep.{face}.{transport}", f"ratio >= {_LOCKSTEP[face, transport]:g}"
+        yield lockstep.row(name, "calls/s", face, "bare echo, lockstep", "echo", goal)
     for face in ("trio", "blocking"):
-        yield _row(
-            f"rpc.single.window{_WINDOW}.{face}.{transport}",
-            pipelined[face],
-            "bare echo, pipelined",
-            pipelined["echo"],
-            _PIPELINED[face],
-        )
+        name, goal = f"rpc.single.window{_WINDOW}.{face}.{transport}", f"ratio >= {_PIPELINED[face]:g}"
+        yield pipelined.row(name, "calls/s", face, "bare echo, pipelined", "echo", goal)
+
+
+def _lockstep(
+    caller: Caller | PacketCaller, handler: MaruHandler, address: str, key: str, messages: Sequence[bytes]
+) -> dict[str, Callable[[], float]]:
+    """Return the subjects that make one call after the other: both faces, and an echo."""
+    return {
+        "trio": partial(trio.run, _trio_lockstep, address, key, len(messages)),
+        "echo": lambda: caller.lockstep(messages),
+        "blocking": lambda: _blocking_lockstep(handler, key, len(messages)),
+    }
 
 
 def _channel(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
@@ -139,21 +131,13 @@ def _channel(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
         PacketCaller(bare.addresses["channel"]) as caller,
         MaruHandler(server_url=address, pool_size=0, index="off") as handler,
     ):
-        measured = in_turn(
-            "single, channel",
-            effort,
-            {
-                "trio": in_trio(_trio_lockstep, address, key, calls),
-                "echo": lambda: caller.lockstep(messages),
-                "blocking": lambda: _blocking_lockstep(handler, key, calls),
-            },
-        )
+        measured = measure("single, channel", effort, _lockstep(caller, handler, address, key, messages))
         python = _python("channel", caller, bare.pid, address, (ours.pid,), effort)
     for face in ("trio", "blocking"):
         name = f"rpc.single.lockstep.{face}.channel"
-        yield _row(name, measured[face], "bare echo of packets", measured["echo"], None)
+        yield measured.row(name, "calls/s", face, "bare echo of packets", "echo")
     for face in ("trio", "blocking"):
-        yield _python_row(f"rpc.python.{face}.channel", python, face, _CHECKPOINTS)
+        yield _python_row(python, face, f"{face}.channel")
 
 
 def _relayed(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
@@ -165,17 +149,18 @@ def _relayed(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
         python = _python("tcp", caller, bare.pid, address, (ours.pid, relay), effort)
     with MaruHandler(server_url=address, pool_size=0, index="off") as handler:
         calls, [key], clock = effort.size(4_096, 2 * _WINDOW), keys_of(1), partial(processor_time, relay)
-        relays = in_turn(
+        relays = measure(
             "processor time, relay", effort, {"relay": lambda: 1e6 / _blocking_lockstep(handler, key, calls, clock)}
         )
     for face in ("trio", "blocking"):
-        yield _python_row(f"rpc.python.{face}.tcp", python, face, _CHECKPOINTS)
-    yield _python_row("rpc.relay.tcp", python | relays, "relay", None)
+        yield _python_row(python, face, f"{face}.tcp")
+    python |= relays
+    yield python.row("rpc.relay.tcp", "us", "relay", "a checkpoint of trio", "checkpoint")
 
 
 def _python(
     transport: str, caller: Caller | PacketCaller, echoing: int, address: str, serving: Sequence[int], effort: Effort
-) -> dict[str, Sample]:
+) -> Samples:
     """Microseconds of processor time that a message costs more than its echo, by face; and a checkpoint of trio."""
     calls = effort.size(4_096, 2 * _WINDOW)
     [key] = keys_of(1)
@@ -194,7 +179,11 @@ def _python(
         return {"checkpoint": 1e6 / trio.run(_checkpoints, calls), **spent}
 
     with MaruHandler(server_url=address, pool_size=0, index="off") as handler:
-        return in_turn(f"processor time, {transport}", effort, {"python": beside_echo})
+        return measure(f"processor time, {transport}", effort, {"python": beside_echo})
+
+
+def _python_row(python: Samples, face: str, case: str) -> Row:
+    return python.row(f"rpc.python.{case}", "us", face, "a checkpoint of trio", "checkpoint", _OF_CHECKPOINTS)
 
 
 async def _checkpoints(calls: int) -> float:
@@ -287,7 +276,7 @@ def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iter
 
         lookup_bytes = request(Code.BATCH_LOOKUP_KV, 1, KeysRequest(asked[0]))
         find_bytes = request(Code.FIND, 1, FindRequest(token, 0, asked[0], False, False))
-        looked_up = in_turn(
+        looked_up = measure(
             f"lookups of {BATCH}, {transport}",
             effort,
             {
@@ -297,7 +286,7 @@ def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iter
                 "find.echo": echoed(find_bytes),
             },
         )
-        ahead = in_turn(
+        ahead = measure(
             f"{_AHEAD} lookups of {BATCH} in flight, {transport}",
             effort,
             {
@@ -307,7 +296,7 @@ def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iter
                 "find.echo": echoed(find_bytes, _AHEAD),
             },
         )
-        registered = in_turn(
+        registered = measure(
             f"registrations of {BATCH}, {transport}",
             effort,
             {
@@ -317,14 +306,23 @@ def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iter
                 "store.echo": echoed(request(Code.STORE, 1, _storing(token, 1, 0, written[0], 0))),
             },
         )
-    yield _beside(f"rpc.register{BATCH}.{transport}", registered, "register", 0.45)
-    yield _beside(f"rpc.store{BATCH}.{transport}", registered, "store", None)
-    yield _beside(f"rpc.lookup{BATCH}.{transport}", looked_up, "lookup", 0.55)
-    yield _beside(f"rpc.find{BATCH}.{transport}", looked_up, "find", None)
-    yield _keys_row(f"rpc.keys.lockstep.lookup.{transport}", looked_up, "lookup", 3 * _THEIRS)
-    yield _keys_row(f"rpc.keys.lockstep.find.{transport}", looked_up, "find", None)
-    yield _keys_row(f"rpc.keys.window{_AHEAD}.lookup.{transport}", ahead, "lookup", None)
-    yield _keys_row(f"rpc.keys.window{_AHEAD}.find.{transport}", ahead, "find", 15 * _THEIRS)
+    beside = "bare echo of these bytes"
+    for samples, subject, goal in (
+        (registered, "register", "ratio >= 0.45"),
+        (registered, "store", None),
+        (looked_up, "lookup", "ratio >= 0.55"),
+        (looked_up, "find", None),
+    ):
+        name = f"rpc.{subject}{BATCH}.{transport}"
+        yield samples.row(name, "calls/s", subject, beside, f"{subject}.echo", goal)
+    for samples, way, subject, goal in (
+        (looked_up, "lockstep", "lookup", f"value >= {3 * _THEIRS}"),
+        (looked_up, "lockstep", "find", None),
+        (ahead, f"window{_AHEAD}", "lookup", None),
+        (ahead, f"window{_AHEAD}", "find", f"value >= {15 * _THEIRS}"),
+    ):
+        name = f"rpc.keys.{way}.{subject}.{transport}"
+        yield samples.row(name, "keys/s", subject, beside, f"{subject}.echo", goal, scale=BATCH)
 
 
 def _all_found(reply: BatchLookupReply) -> bool:
@@ -377,35 +375,3 @@ def _drop(client: Bare, token: bytes, batches: Sequence[Sequence[str]]) -> None:
         reply = client.ask(Code.DROP, DropRequest(token, 0, 0, keys[start : start + _AT_ONCE]))
         if any(reply.answers):
             raise BenchFailed("what was registered could not be deleted")
-
-
-# --- rows -----------------------------------------------------------------------------------------------------------
-
-
-def _row(name: str, ours: Sample, limit_name: str, limit: Sample, least: float | None) -> Row:
-    goal = None if least is None else Goal("ratio", ">=", least)
-    return Row(name, ours.median, "calls/s", limit_name, limit.median, goal, noisiest(ours, limit))
-
-
-def _python_row(name: str, measured: Mapping[str, Sample], what: str, most: float | None) -> Row:
-    ours, checkpoint = measured[what], measured["checkpoint"]
-    goal = None if most is None else Goal("ratio", "<=", most)
-    return Row(name, ours.median, "us", "a checkpoint of trio", checkpoint.median, goal, noisiest(ours, checkpoint))
-
-
-def _beside(name: str, samples: Mapping[str, Sample], subject: str, least: float | None) -> Row:
-    return _row(name, samples[subject], "bare echo of these bytes", samples[f"{subject}.echo"], least)
-
-
-def _keys_row(name: str, samples: Mapping[str, Sample], subject: str, least: float | None) -> Row:
-    ours, limit = samples[subject], samples[f"{subject}.echo"]
-    goal = None if least is None else Goal("value", ">=", least)
-    return Row(
-        name,
-        ours.median * BATCH,
-        "keys/s",
-        "bare echo of these bytes",
-        limit.median * BATCH,
-        goal,
-        noisiest(ours, limit),
-    )

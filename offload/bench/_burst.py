@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TypeAlias
 
 import attrs
 import trio
@@ -18,8 +17,7 @@ import trio
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, in_turn, noisiest
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Clock, Effort, Row, measure, noisiest
 
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status
@@ -29,8 +27,6 @@ from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._straight import StraightLine, through_channels
 from ._work import BLOCKS, containers, roomy
-
-Clock: TypeAlias = Callable[[], float]
 
 
 @attrs.frozen
@@ -106,7 +102,7 @@ class Burst:
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of goal 1."""
+    """Yield the rows of goal 1."""
     burst = Burst.of(effort.size(2_000, 100))
     subjects: dict[str, Callable[[], float]] = {
         "ours": burst.ours,
@@ -114,41 +110,28 @@ def rows(effort: Effort) -> Iterator[Row]:
         "channels": burst.channels,
         "on the wall": partial(burst.ours, clock=time.perf_counter),
     }
-    samples = in_turn("burst", effort, subjects)
+    samples = measure("burst", effort, subjects)
     ours, straight, channels = samples["ours"], samples["straight-line code"], samples["channels"]
-    wall = samples["on the wall"]
+    same = "straight-line code, same decisions"
     yield Row(
         "pipeline.burst.rate",
         1 / ours.median,
         "containers/s",
         "four trio memory channels, one item each",
         1 / channels.median,
-        Goal("ratio", ">=", 4),
+        "ratio >= 4",
         noisiest(ours, channels),
     )
-    yield Row(
-        "pipeline.burst.time",
-        ours.median * 1e6,
-        "us/container",
-        "straight-line code, same decisions",
-        straight.median * 1e6,
-        Goal("ratio", "<=", 3),
-        noisiest(ours, straight),
+    yield samples.row(
+        "pipeline.burst.time", "us/container", "ours", same, "straight-line code", "ratio <= 3", scale=1e6
     )
     yield Row(
         "pipeline.burst.blocks",
         BLOCKS / ours.median,
         "blocks/s",
-        "straight-line code, same decisions",
+        same,
         BLOCKS / straight.median,
-        Goal("value", ">=", 1.5e6),
+        "value >= 1500000",
         ours.noise,
     )
-    yield Row(
-        "pipeline.burst.wall",
-        wall.median * 1e6,
-        "us/container",
-        "its processor time",
-        ours.median * 1e6,
-        noise=noisiest(wall, ours),
-    )
+    yield samples.row("pipeline.burst.wall", "us/container", "on the wall", "its processor time", "ours", scale=1e6)

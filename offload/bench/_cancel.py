@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, TypeAlias
 
 import attrs
@@ -29,8 +30,7 @@ from trio.testing import wait_all_tasks_blocked
 from backends.abc import Key, WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, NullExecutor
-from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Figures, Row, measure, percentile
 
 from .._config import BatchConfig, PipelineConfig
 from .._pipeline.handle import TransferHandle
@@ -42,15 +42,15 @@ from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._work import BLOCK_BYTES, BLOCKS, containers
 
-_P99: Final = Goal("value", "<=", 100)
-_EACH: Final = Goal("value", "<=", 1)
+_P99: Final = "value <= 100"
+_EACH: Final = "value <= 1"
 _FOR_EVER: Final = 3_600.0
 
 _Work: TypeAlias = tuple[MemoryTier, Sequence[WeakBlocks]]
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of goal 4."""
+    """Yield the rows of goal 4."""
     yield from _one_by_one(effort)
     yield from _bulk(effort)
 
@@ -123,23 +123,16 @@ def _one_by_one(effort: Effort) -> Iterator[Row]:
     work = containers(effort.size(16_000, 1_000) + victims)
     cases: dict[str, Callable[[], Figures]] = {}
     for name in _PLACES:
-        cases[f"idle.{name}"] = in_trio(_idle, name, work, victims)
+        cases[f"idle.{name}"] = partial(trio.run, _idle, name, work, victims)
     for name in ("queue", *_AMONG_OTHERS, "ready"):
-        cases[f"burst.{name}"] = in_trio(_amid_a_burst, name, work, victims)
-    samples = in_turn("cancel", effort, cases)
+        cases[f"burst.{name}"] = partial(trio.run, _amid_a_burst, name, work, victims)
+    samples = measure("cancel", effort, cases)
     for case in cases:
         when, _, _ = case.partition(".")
         for figure, goal in (("p50", None), ("p99", _P99), ("wall.p99", None)):
-            sample, beside = samples[f"{case}.{figure}"], samples[f"{case}.checkpoint.{figure}"]
-            yield Row(
-                f"cancel.{case}.{figure}",
-                sample.median * 1e6,
-                "us",
-                "a trio checkpoint" if when == "idle" else "a trio checkpoint meanwhile",
-                beside.median * 1e6,
-                goal,
-                noisiest(sample, beside),
-            )
+            beside = "a trio checkpoint" if when == "idle" else "a trio checkpoint meanwhile"
+            limit = f"{case}.checkpoint.{figure}"
+            yield samples.row(f"cancel.{case}.{figure}", "us", f"{case}.{figure}", beside, limit, goal, scale=1e6)
 
 
 async def _idle(name: str, work: _Work, n: int) -> Figures:
@@ -244,21 +237,14 @@ class _Times:
 def _bulk(effort: Effort) -> Iterator[Row]:
     work = containers(effort.size(2_000, 50))
     names = [name for name in _PLACES if name != "room"]  # a batch that waits for room is one of a few
-    cases: dict[str, Callable[[], Figures | float]] = {name: in_trio(_many, name, work) for name in names}
+    cases: dict[str, Callable[[], Figures | float]] = {name: partial(trio.run, _many, name, work) for name in names}
     cases["dictionary"] = lambda: _from_a_dictionary(len(work[1]))
-    samples = in_turn("cancel in bulk", effort, cases)
+    samples = measure("cancel in bulk", effort, cases)
     for name in names:
         for what, goal in (("asked", _EACH), ("confirmed", None)):
-            sample = samples[f"{name}.{what}"]
-            yield Row(
-                f"cancel.bulk.{name}.{what}",
-                sample.median * 1e6,
-                "us/container",
-                "taking it out of an ordered dictionary",
-                samples["dictionary"].median * 1e6,
-                goal,
-                noisiest(sample, samples["dictionary"]),
-            )
+            beside = "taking it out of an ordered dictionary"
+            row = f"cancel.bulk.{name}.{what}"
+            yield samples.row(row, "us/container", f"{name}.{what}", beside, "dictionary", goal, scale=1e6)
 
 
 async def _many(name: str, work: _Work) -> Figures:

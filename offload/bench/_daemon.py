@@ -16,16 +16,15 @@ import ctypes
 import itertools
 import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
 from maru.base.scratch import scratch
 from maru.bench._echo import PacketCaller, echo
-from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest
+from maru.bench._measure import Effort, Figures, Row, Samples, measure
 from maru.bench._processes import BenchFailed, Child, processor_time
-from maru.bench._row import Goal, Row
 
 from ._daemon_client import CACHE_BYTES
 
@@ -35,8 +34,8 @@ _SIZES: Final = ((4, 125_000, 64, 3), (256, 256, 32, 9), (1024, 64, 16, 9))
 """KiB of a block, blocks of a client in a round, blocks of a request, and how often at most: 1,000,000 of 4 KiB in all."""
 _SPARE: Final = 1.25
 """Room in the tier for each byte of a round: each deletes what it has stored."""
-_OF_MEMMOVE: Final = Goal("ratio", ">=", 0.4)
-_OF_ECHO: Final = Goal("ratio", "<=", 2.0)
+_OF_MEMMOVE: Final = "ratio >= 0.4"
+_OF_ECHO: Final = "ratio <= 2"
 _ENQUEUED_BYTES: Final = 128
 """Of the packets that are echoed: the frame of a store of one block."""
 _MOVED: Final = 1 << 30
@@ -45,7 +44,7 @@ _PATIENCE: Final = 600.0
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Rates of eight clients and of one, by size of block; and what one store costs."""
+    """Yield the rates of eight clients and of one, by size of block; and the cost of one store."""
     for kib, blocks, each, repeat in _SIZES:
         yield from _rates(kib, effort.size(blocks, 4), effort.size(each, 2), effort.at_most(repeat))
     yield from _pages_at_once(effort)
@@ -67,7 +66,7 @@ def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
             f"{n} clients": partial(_one_round, commands, daemon, clients[:n], rounds, blocks) for n in (CLIENTS, 1)
         }
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
-        samples = in_turn(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
+        samples = measure(f"daemon, {kib} KiB", effort, {**subjects, "memmove": memmove})
     for what, n in itertools.product(commands[:-1], (CLIENTS, 1)):
         goal = _OF_MEMMOVE if kib > 4 and n == CLIENTS and what != "load_lockstep" else None
         yield from _rows(kib, f"{what}.{n}", f"daemon.{kib}KiB.clients{n}.{what.replace('_', '.')}", goal, samples)
@@ -85,7 +84,7 @@ def _pages_at_once(effort: Effort) -> Iterator[Row]:
     ):
         subjects = {"pages": partial(_one_way, "pages", daemon, clients, itertools.count(), blocks)}
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
-        samples = in_turn(f"daemon, pages of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
+        samples = measure(f"daemon, pages of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
     for what in ("store", "load"):
         name = f"daemon.{kib}KiB.clients{CLIENTS}.pages.{what}"
         yield from _rows(kib, f"pages.{what}", name, _OF_MEMMOVE, samples)
@@ -106,14 +105,9 @@ def _ways(effort: Effort) -> Iterator[Row]:
             clients = stack.enter_context(_clients(daemon, 1, block_bytes, blocks, each, way))
             subjects[way] = partial(_one_way, way, daemon, clients, rounds, blocks)
         memmove = _memmove(min(round_bytes, _MOVED), block_bytes)
-        samples = in_turn(f"daemon, ways of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
-    beside = samples["memmove.processor"]
+        samples = measure(f"daemon, ways of {kib} KiB", effort.at_most(repeat), {**subjects, "memmove": memmove})
     for way, what in itertools.product(("shared", "private", "pages"), ("store", "load")):
-        ours = samples[f"{way}.{what}.processor"]
-        yield Row(
-            f"daemon.{kib}KiB.{way}.{what}.processor", ours.median * 1e6, "us/block", "memmove of a block",
-            beside.median * 1e6, None, noisiest(ours, beside),
-        )  # fmt: skip
+        yield _processor_row(f"daemon.{kib}KiB.{way}.{what}", f"{way}.{what}", samples)
 
 
 def _one_way(way: str, daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int) -> Figures:
@@ -126,20 +120,17 @@ def _one_way(way: str, daemon: Child, clients: Sequence[Child], rounds: Iterator
     }
 
 
-def _rows(kib: int, figure: str, name: str, goal: Goal | None, samples: Mapping[str, Sample]) -> Iterator[Row]:
-    rate, memmove = samples[f"{figure}.rate"], samples["memmove.rate"]
-    gigabytes = kib * _KIB / 1e9
-    yield Row(
-        name, rate.median * gigabytes, "GB/s", "memmove of the same bytes", memmove.median * gigabytes, goal,
-        noisiest(rate, memmove),
-    )  # fmt: skip
+def _rows(kib: int, figure: str, name: str, goal: str | None, samples: Samples) -> Iterator[Row]:
+    beside, rate = "memmove of the same bytes", f"{figure}.rate"
+    yield samples.row(name, "GB/s", rate, beside, "memmove.rate", goal, scale=kib * _KIB / 1e9)
     if kib == 4:
-        yield Row(f"{name}.blocks", rate.median, "blocks/s", noise=rate.noise)
-    ours, beside = samples[f"{figure}.processor"], samples["memmove.processor"]
-    yield Row(
-        f"{name}.processor", ours.median * 1e6, "us/block", "memmove of a block", beside.median * 1e6, None,
-        noisiest(ours, beside),
-    )  # fmt: skip
+        yield samples.row(f"{name}.blocks", "blocks/s", rate)
+    yield _processor_row(name, figure, samples)
+
+
+def _processor_row(name: str, figure: str, samples: Samples) -> Row:
+    processor, limit = f"{figure}.processor", "memmove.processor"
+    return samples.row(f"{name}.processor", "us/block", processor, "memmove of a block", limit, scale=1e6)
 
 
 def _one_round(
@@ -202,15 +193,13 @@ def _one_store(effort: Effort) -> Iterator[Row]:
             told: Figures = client.hear(_PATIENCE)
             return told
 
-        samples = in_turn("daemon, one store", effort, {"store": store, "echo": lambda: 1e6 / caller.lockstep(packets)})
-    beside = samples["echo"]
+        samples = measure("daemon, one store", effort, {"store": store, "echo": lambda: 1e6 / caller.lockstep(packets)})
     for figure, name, goal in (
         ("burst", "daemon.enqueue.burst.p50", _OF_ECHO),
         ("first", "daemon.enqueue.first.p50", _OF_ECHO),
         ("whole", "daemon.one-store.p50", None),
     ):
-        ours = samples[figure]
-        yield Row(name, ours.median, "us", "an echo of packets", beside.median, goal, noisiest(ours, beside))
+        yield samples.row(name, "us", figure, "an echo of packets", "echo", goal)
 
 
 @contextmanager
@@ -252,11 +241,7 @@ def _clients(
             stack.enter_context(
                 Child(
                     [
-                        "-m",
-                        "offload.bench._daemon_client",
-                        daemon.ready,
-                        f"c{number}",
-                        way,
+                        *("-m", "offload.bench._daemon_client", daemon.ready, f"c{number}", way),
                         *map(str, (block_bytes, blocks, each)),
                     ]
                 )

@@ -9,9 +9,9 @@ Without a GPU all of it runs over a driver in Python, and the bytes are compared
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -21,8 +21,7 @@ from backends.base.copier import BlockPieces, Pieces, close_copiers, copier_of
 from backends.device import DeviceBlocks
 from backends.memory import HostPages
 from maru.base.memory.cuda import Driver, NoDriver, find_driver
-from maru.bench._measure import Effort, in_turn, noisiest
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Row, Samples, measure, rate_of, seconds_of
 from maru.fake_cuda import FakeCuda, use
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ class _Layout:
     tensors: int
     row: int
     """Bytes of a block in a tensor."""
-    goal: float | None = None
-    """Least share of the bare call."""
+    goal: str | None = None
+    """The goal beside the bare call."""
 
     @property
     def block_bytes(self) -> int:
@@ -55,9 +54,9 @@ class _Layout:
 _LAYOUTS: Final = (
     _Layout("run.64KiB", 1, 64 * _KIB),
     _Layout("run.256KiB", 1, 256 * _KIB),
-    _Layout("run.1MiB", 1, 1024 * _KIB, goal=0.85),
+    _Layout("run.1MiB", 1, 1024 * _KIB, goal="ratio >= 0.85"),
     _Layout("run.2MiB", 1, 2048 * _KIB),
-    _Layout("layers32.64KiB", 32, 64 * _KIB, goal=0.7),
+    _Layout("layers32.64KiB", 32, 64 * _KIB, goal="ratio >= 0.7"),
     _Layout("keys-and-values64.32KiB", 64, 32 * _KIB),
     _Layout("latent61.18KiB", 61, 18 * _KIB),
 )
@@ -95,25 +94,17 @@ def _of_layout(layout: _Layout, driver: Driver, effort: Effort, why_not: str) ->
         _check(blocks, pages, n)
         order = [*range(1, n, 2), *range(0, n, 2)]
         bare = BlockPieces(planes, n).of(order, pages)
-        subjects: dict[str, Callable[[], float]] = {}
+        copies: dict[str, Callable[[], object]] = {}
         for way in _WAYS:
-            copy = blocks.copy_out if way == "store" else blocks.copy_in
-            subjects[way] = _timed(lambda copy=copy: copy(order, pages))  # type: ignore[misc]
-            subjects[f"bare {way}"] = _timed(_bare(driver, bare, load=way == "load", stack=stack))
-        samples = in_turn(f"device, {layout.name}", effort, subjects)
+            copies[way] = partial(blocks.copy_out if way == "store" else blocks.copy_in, order, pages)
+            copies[f"bare {way}"] = _bare(driver, bare, load=way == "load", stack=stack)
+        subjects = {name: partial(rate_of, n * layout.block_bytes, copy) for name, copy in copies.items()}
+        samples = measure(f"device, {layout.name}", effort, subjects)
+        samples.why_not = why_not
+        beside = "cuMemcpyBatchAsync of the same pieces" if driver.has_batches else "a call for each piece"
         for way in _WAYS:
-            ours, limit = samples[way], samples[f"bare {way}"]
-            gigabytes = n * layout.block_bytes / 1e9
-            yield Row(
-                f"device.{layout.name}.{way}",
-                None if why_not else gigabytes / ours.median,
-                "GB/s",
-                "cuMemcpyBatchAsync of the same pieces" if driver.has_batches else "a call for each piece",
-                None if why_not else gigabytes / limit.median,
-                None if layout.goal is None else Goal("ratio", ">=", layout.goal),
-                noisiest(ours, limit),
-                why_not,
-            )
+            name = f"device.{layout.name}.{way}"
+            yield samples.row(name, "GB/s", way, beside, f"bare {way}", layout.goal, scale=1e-9)
 
 
 def _check(blocks: DeviceBlocks, pages: Pages, n: int) -> None:
@@ -130,15 +121,6 @@ def _check(blocks: DeviceBlocks, pages: Pages, n: int) -> None:
     blocks.copy_out(range(n - 1, -1, -1), pages)
     for at, page in enumerate(pages):
         assert page == ((n - 1 - at) % 251 + 1).to_bytes(1, "big") * len(page), f"block {n - 1 - at} is other bytes"
-
-
-def _timed(call: Callable[[], object]) -> Callable[[], float]:
-    def measure() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return measure
 
 
 def _bare(driver: Driver, pieces: Pieces, *, load: bool, stack: ExitStack) -> Callable[[], None]:
@@ -160,11 +142,9 @@ def _bare(driver: Driver, pieces: Pieces, *, load: bool, stack: ExitStack) -> Ca
 
 
 def _beside_a_matmul(driver: Driver, effort: Effort, why_not: str) -> Row:
-    name, goal = "device.matmul.beside-copies", Goal("ratio", "<=", 1.05)
     torch = None if why_not else _torch()
     if torch is None:
-        why_not = why_not or "torch sees no device"
-        return Row(name, None, "ms", "the same alone", None, goal, None, why_not)
+        return _matmul_row(Samples(why_not=why_not or "torch sees no device"))
     a = torch.randn(_MATMUL, _MATMUL, device="cuda", dtype=torch.bfloat16)
 
     def multiply() -> None:
@@ -179,13 +159,17 @@ def _beside_a_matmul(driver: Driver, effort: Effort, why_not: str) -> Row:
     host.start_pinning(now=True)
     pieces = BlockPieces([(address, Plane(0, size, size))], n).of(range(n), host.pages(range(n)))
     try:
-        subjects = {"beside": _timed(lambda: _beside(pieces, multiply)), "alone": _timed(multiply)}
-        samples = in_turn("device, matmul", effort, subjects)
+        beside = partial(_beside, pieces, multiply)
+        subjects = {"beside": partial(seconds_of, beside), "alone": partial(seconds_of, multiply)}
+        return _matmul_row(measure("device, matmul", effort, subjects))
     finally:
         driver.free(address)
         host.close()
-    ours, limit = samples["beside"], samples["alone"]
-    return Row(name, ours.median * 1e3, "ms", "the same alone", limit.median * 1e3, goal, noisiest(ours, limit))
+
+
+def _matmul_row(samples: Samples) -> Row:
+    name, goal = "device.matmul.beside-copies", "ratio <= 1.05"
+    return samples.row(name, "ms", "beside", "the same alone", "alone", goal, scale=1e3)
 
 
 def _beside(pieces: Pieces, work: Callable[[], None]) -> None:

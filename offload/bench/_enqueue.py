@@ -19,8 +19,7 @@ import trio
 
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
-from maru.bench._measure import Effort, Figures, in_turn, noisiest, percentile
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Figures, Row, measure, percentile
 
 from ..from_thread import open_engine
 from ..preconditions import NO_WAIT
@@ -33,21 +32,18 @@ _PAUSE = 0.002
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of goal 3."""
+    """Yield the rows of goal 3."""
     burst, firsts = effort.size(1_000, 50), effort.size(100, 5)
     source, groups = containers(burst + firsts)
-    samples = in_turn("enqueue", effort, {"an engine": lambda: _session(source, groups, firsts)})
-    us = {name: sample.median * 1e6 for name, sample in samples.items()}
-
-    def row(name: str, figure: str, limit_name: str, limit: str, goal: Goal | None = None) -> Row:
-        noise = noisiest(samples[figure], samples[limit])
-        return Row(f"enqueue.{name}", us[figure], "us/store", limit_name, us[limit], goal, noise)
-
-    yield row("burst.p50", "burst.p50", "run_sync_soon, in a burst", "run_sync_soon", Goal("value", "<=", 1))
-    yield row("burst.p99", "burst.p99", "run_sync_soon, in a burst", "run_sync_soon")
-    yield row("burst.mean", "burst.mean", "trio.from_thread.run_sync", "run_sync", Goal("ratio", "<=", 1 / 20))
-    yield row("first.p50", "first.p50", "run_sync_soon, first", "first run_sync_soon", Goal("value", "<=", 20))
-    yield row("first.p99", "first.p99", "run_sync_soon, first", "first run_sync_soon")
+    samples = measure("enqueue", effort, {"an engine": lambda: _session(source, groups, firsts)})
+    for figure, beside, limit, goal in (
+        ("burst.p50", "run_sync_soon, in a burst", "run_sync_soon", "value <= 1"),
+        ("burst.p99", "run_sync_soon, in a burst", "run_sync_soon", None),
+        ("burst.mean", "trio.from_thread.run_sync", "run_sync", "ratio <= 0.05"),
+        ("first.p50", "run_sync_soon, first", "first run_sync_soon", "value <= 20"),
+        ("first.p99", "run_sync_soon, first", "first run_sync_soon", None),
+    ):
+        yield samples.row(f"enqueue.{figure}", "us/store", figure, beside, limit, goal, scale=1e6)
 
 
 def _session(source: MemoryTier, groups: Sequence[WeakBlocks], firsts: int) -> Figures:

@@ -15,15 +15,14 @@ import trio
 from backends.abc import Key
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, in_turn, noisiest
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Row, Samples, measure, noisiest
 
 from ._burst import Burst
 from ._work import BLOCKS, filled, keys_of
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of goal 6."""
+    """Yield the rows of goal 6."""
     yield from _queued(effort)
     yield from _stored(effort)
 
@@ -35,35 +34,25 @@ def _queued(effort: Effort) -> Iterator[Row]:
     few, many = effort.size(1_000, 50), effort.size(100_000, 500)
     large = Burst.of(many)
     small = large.first(few)
-    samples = in_turn(
+    samples = measure(
         "growth, queued",
         effort.at_most(5),
         {
-            "ours, few": _five_times(small.ours),
-            "straight, few": _five_times(small.straight),
-            "ours, many": large.ours,
-            "straight, many": large.straight,
+            "ours.few": _five_times(small.ours),
+            "straight.few": _five_times(small.straight),
+            "ours.many": large.ours,
+            "straight.many": large.straight,
         },
     )
-    us = {name: sample.median * 1e6 for name, sample in samples.items()}
     for size, label in ((few, "few"), (many, "many")):
-        yield Row(
-            f"pipeline.growth.queued.{label}",
-            us[f"ours, {label}"],
-            "us/container",
-            f"straight-line code, {size:,} queued",
-            us[f"straight, {label}"],
-            noise=noisiest(samples[f"ours, {label}"], samples[f"straight, {label}"]),
-        )
-    yield Row(
-        "pipeline.growth.queued",
-        us["ours, many"] / us["ours, few"],
-        "times",
-        "the growth of straight-line code",
-        us["straight, many"] / us["straight, few"],
-        Goal("ratio", "<=", 1.6),
-        noisiest(*samples.values()),
-    )
+        name, beside = f"pipeline.growth.queued.{label}", f"straight-line code, {size:,} queued"
+        yield samples.row(name, "us/container", f"ours.{label}", beside, f"straight.{label}", scale=1e6)
+    yield _growth("pipeline.growth.queued", samples, "few", "many", "ratio <= 1.6")
+
+
+def _growth(name: str, samples: Samples, few: str, many: str, goal: str) -> Row:
+    ours, straight = (samples[f"{one}.{many}"].median / samples[f"{one}.{few}"].median for one in ("ours", "straight"))
+    return Row(name, ours, "times", "the growth of straight-line code", straight, goal, noisiest(*samples.values()))
 
 
 def _five_times(subject: Callable[[], float]) -> Callable[[], float]:
@@ -73,8 +62,8 @@ def _five_times(subject: Callable[[], float]) -> Callable[[], float]:
 
 # --- where many are stored ----------------------------------------------------------------------------------------
 
-_UNSEEN = Goal("value", "<=", 1.25)
-"""The largest ratio that counts as no growth: a table of a million keys is larger than the caches, for any code."""
+_UNSEEN = "value <= 1.25"
+"""The largest growth that counts as none: a table of a million keys is larger than the caches, for any code."""
 
 
 def _stored(effort: Effort) -> Iterator[Row]:
@@ -87,26 +76,11 @@ def _stored(effort: Effort) -> Iterator[Row]:
             emptied = _Nothing(set(keys[:size])) if place == "null" else _Memory(keys[:size], spare=burst)
             subjects[f"ours.{size}"] = partial(emptied.after, burst, burst.ours)
             subjects[f"straight.{size}"] = partial(emptied.after, burst, burst.straight)
-        samples = in_turn(f"growth, stored, {place}", effort.at_most(7), subjects)
-        ns = {name: sample.median * 1e9 / BLOCKS for name, sample in samples.items()}
+        samples = measure(f"growth, stored, {place}", effort.at_most(7), subjects)
         for size, label in zip(sizes, ("few", "many", "million"), strict=True):
-            yield Row(
-                f"pipeline.growth.stored.{place}.{label}",
-                ns[f"ours.{size}"],
-                "ns/key",
-                f"straight-line code, {size:,} stored",
-                ns[f"straight.{size}"],
-                noise=noisiest(samples[f"ours.{size}"], samples[f"straight.{size}"]),
-            )
-        yield Row(
-            f"pipeline.growth.stored.{place}",
-            ns[f"ours.{sizes[-1]}"] / ns[f"ours.{sizes[0]}"],
-            "times",
-            "the growth of straight-line code",
-            ns[f"straight.{sizes[-1]}"] / ns[f"straight.{sizes[0]}"],
-            _UNSEEN,
-            noisiest(*samples.values()),
-        )
+            name, beside = f"pipeline.growth.stored.{place}.{label}", f"straight-line code, {size:,} stored"
+            yield samples.row(name, "ns/key", f"ours.{size}", beside, f"straight.{size}", scale=1e9 / BLOCKS)
+        yield _growth(f"pipeline.growth.stored.{place}", samples, str(sizes[0]), str(sizes[-1]), _UNSEEN)
 
 
 _Subject: TypeAlias = Callable[[NullExecutor | MemoryTier], float]

@@ -14,8 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, Figures, in_turn, noisiest, percentile
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Figures, Row, measure, percentile
 
 from .._pipeline.opening import open_pipeline
 from ..policies import PresenceFilter
@@ -27,19 +26,12 @@ _CHECKPOINTS = 10
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows of goal 2."""
+    """Yield the rows of goal 2."""
     n = effort.size(1_000, 20)
-    samples = in_turn("idle", effort, {"one container": lambda: trio.run(_one_by_one, n)})
-    for name, goal in (("p50", Goal("ratio", "<=", 12)), ("p99", Goal("ratio", "<=", 30)), ("wall.p99", None)):
-        yield Row(
-            f"pipeline.idle.{name}",
-            samples[name].median * 1e6,
-            "us/container",
-            "a trio checkpoint",
-            samples["checkpoint"].median * 1e6,
-            goal,
-            noisiest(samples[name], samples["checkpoint"]),
-        )
+    samples = measure("idle", effort, {"one container": lambda: trio.run(_one_by_one, n)})
+    for figure, goal in (("p50", "ratio <= 12"), ("p99", "ratio <= 30"), ("wall.p99", None)):
+        name, beside = f"pipeline.idle.{figure}", "a trio checkpoint"
+        yield samples.row(name, "us/container", figure, beside, "checkpoint", goal, scale=1e6)
 
 
 async def _one_by_one(n: int) -> Figures:

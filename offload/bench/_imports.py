@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from maru.bench._measure import Effort, Figures, in_turn, noisiest
-from maru.bench._row import Row
+from maru.bench._measure import Effort, Figures, Row, measure
 
 _PROGRAM: Final = """
 import time
@@ -22,22 +21,15 @@ print(seconds, pages * resource.getpagesize())
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Seconds and resident bytes."""
+    """Yield the rows of seconds and resident bytes."""
     subjects = {
         "ours": lambda: _figures("ours", "offload"),
         "beside": lambda: _figures("beside", "trio, attrs, zmq"),
     }
-    samples = in_turn("import", effort.at_most(effort.size(9, 1)), subjects)
+    samples = measure("import", effort.at_most(effort.size(9, 1)), subjects)
     for figure, unit, scale in (("time", "ms", 1e3), ("memory", "MiB", 1 / (1 << 20))):
-        ours, beside = samples[f"ours.{figure}"], samples[f"beside.{figure}"]
-        yield Row(
-            f"pipeline.import.{figure}",
-            ours.median * scale,
-            unit,
-            "import trio, attrs, zmq",
-            beside.median * scale,
-            noise=noisiest(ours, beside),
-        )
+        name, beside = f"pipeline.import.{figure}", "import trio, attrs, zmq"
+        yield samples.row(name, unit, f"ours.{figure}", beside, f"beside.{figure}", scale=scale)
 
 
 def _figures(name: str, modules: str) -> Figures:

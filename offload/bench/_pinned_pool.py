@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import time
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from maru.base.scratch import scratch
-from maru.bench._measure import Effort, Sample, in_turn, noisiest
+from maru.bench._measure import Effort, Row, Samples, measure, rate_of, seconds_of
 from maru.bench._processes import Child
-from maru.bench._row import Goal, Row
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 _MIB: Final = 1 << 20
 _WAYS: Final = ("in", "out")
-_MEMMOVE: Final = Goal("ratio", ">=", 0.85)
-_SOCKET: Final = Goal("ratio", ">=", 3.0)
+_LIMITS: Final = (
+    ("memmove", "memmove of the same bytes", "ratio >= 0.85"),
+    ("socket", "the same through the socket", "ratio >= 3"),
+)
 _GOALS_FROM: Final = 64
 """MiB. The goals are for larger blocks; the figures of smaller ones are shown without a goal."""
 _NO_TORCH: Final = "torch is not installed, so there are no tensors to copy: pip install 'trio-offload[torch]'"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Copies of blocks of two sizes, and what an allocation costs."""
+    """Yield the rows of blocks of two sizes, and of an allocation."""
     sizes = {1: effort.size(1, 1), 64: effort.size(64, 2)}
     if importlib.util.find_spec("torch") is None:
         for label in sizes:
-            for way in _WAYS:
-                yield from _rows(label, way, None, None, None)
+            yield from _rows(label, Samples(why_not=_NO_TORCH))
         return
     import torch
 
@@ -62,28 +63,17 @@ def rows(effort: Effort) -> Iterator[Row]:
                 assert block is not None
                 subjects |= {f"in.{name}": _in(block, source), f"out.{name}": _out(block.copy_(source), into)}
             subjects |= _memmoves(source, into)
-            samples = in_turn(f"pinned pool, {label} MiB", effort, subjects)
+            samples = measure(f"pinned pool, {label} MiB", effort, subjects)
             del subjects
-            for way in _WAYS:
-                yield from _rows(label, way, *(samples[f"{way}.{name}"] for name in ("shared", "memmove", "socket")))
+            yield from _rows(label, samples)
         yield _allocations(pools["shared"], effort)
 
 
-def _rows(label: int, way: str, shared: Sample | None, memmove: Sample | None, socket: Sample | None) -> Iterator[Row]:
-    for name, beside, limit, goal in (
-        ("memmove", "memmove of the same bytes", memmove, _MEMMOVE),
-        ("socket", "the same through the socket", socket, _SOCKET),
-    ):
-        yield Row(
-            f"pinned_pool.{label}MiB.{way}.{name}",
-            None if shared is None else shared.median / 1e9,
-            "GB/s",
-            beside,
-            None if limit is None else limit.median / 1e9,
-            goal if label >= _GOALS_FROM else None,
-            noisiest(shared, limit) if shared and limit else None,
-            "" if shared else _NO_TORCH,
-        )
+def _rows(label: int, samples: Samples) -> Iterator[Row]:
+    for way, (limit, beside, goal) in itertools.product(_WAYS, _LIMITS):
+        goal_of_label = goal if label >= _GOALS_FROM else None
+        name = f"pinned_pool.{label}MiB.{way}.{limit}"
+        yield samples.row(name, "GB/s", f"{way}.shared", beside, f"{way}.{limit}", goal_of_label, scale=1e-9)
 
 
 # --- subjects: bytes per second -----------------------------------------------------------------------------------
@@ -117,12 +107,8 @@ def _memmoves(source: torch.Tensor, into: torch.Tensor) -> dict[str, Callable[[]
 
 
 def _rate(nbytes: int, copy: Callable[[], object]) -> float:
-    """Bytes per second over several copies, so that one measurement moves some 16 MiB at least."""
-    times = max(1, 16 * _MIB // nbytes)
-    begun = time.perf_counter()
-    for _ in range(times):
-        copy()
-    return times * nbytes / (time.perf_counter() - begun)
+    """Return bytes per second over several copies, so that one measurement moves some 16 MiB at least."""
+    return rate_of(nbytes, copy, max(1, 16 * _MIB // nbytes))
 
 
 def _allocations(pool: MemoryPool, effort: Effort) -> Row:
@@ -131,31 +117,16 @@ def _allocations(pool: MemoryPool, effort: Effort) -> Row:
 
     tensor, times = torch.empty(1, dtype=torch.uint8), effort.size(300, 20)
 
-    def blocks() -> float:
-        begun = time.perf_counter()
-        for _ in range(times):
-            block = pool.alloc_same_pin_tensor(tensor)
-            assert block is not None
-            pool.free(block)
-        return (time.perf_counter() - begun) / times * 1e6
+    def allocate_and_free() -> None:
+        block = pool.alloc_same_pin_tensor(tensor)
+        assert block is not None
+        pool.free(block)
 
-    def questions() -> float:
-        begun = time.perf_counter()
-        for _ in range(times):
-            pool.get_usage_info()
-        return (time.perf_counter() - begun) / times * 1e6
-
-    samples = in_turn("pinned pool, allocations", effort, {"blocks": blocks, "questions": questions})
-    ours, limit = samples["blocks"], samples["questions"]
-    return Row(
-        "pinned_pool.alloc_and_free",
-        ours.median,
-        "us",
-        "one question and its answer",
-        limit.median,
-        None,
-        noisiest(ours, limit),
-    )
+    calls = {"blocks": allocate_and_free, "questions": pool.get_usage_info}
+    subjects = {name: partial(seconds_of, call, times) for name, call in calls.items()}
+    samples = measure("pinned pool, allocations", effort, subjects)
+    beside = "one question and its answer"
+    return samples.row("pinned_pool.alloc_and_free", "us", "blocks", beside, "questions", scale=1e6)
 
 
 @contextmanager

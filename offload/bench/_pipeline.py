@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from maru.bench._measure import Effort
-from maru.bench._row import Row
+from maru.bench._measure import Effort, Row
 
 from . import _burst, _growth, _idle, _imports, _watched
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Goals 1, 2 and 6, what it costs to watch, and the import."""
+    """Yield the rows of goals 1, 2 and 6, of watching, and of the import."""
     for part in (_burst, _watched, _idle, _growth, _imports):
         yield from part.rows(effort)

@@ -32,8 +32,7 @@ from trio.testing import MockClock
 
 from backends.memory import MemoryTier
 from backends.testing import PacedTier
-from maru.bench._measure import Effort, Figures, Sample, in_turn, noisiest, percentile
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Figures, Row, Samples, measure, percentile
 
 from .._config import BatchConfig, PipelineConfig
 from .._engine import Engine, EngineConfig, LoadOrRecompute, open_engine
@@ -60,13 +59,14 @@ _WARM_UP: Final = 6
 """Requests that the engine which chooses is served first, to know its tier."""
 _PAUSE: Final = 0.2
 """Seconds between two requests."""
+_GOAL: Final = "ratio <= 1.03"
 _NO_TORCH: Final = "torch is not installed, so there is no reference engine: pip install 'trio-offload[torch]'"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """For each pace the 95th percentile, beside the better way and beside no cache, the median, and the elapsed time."""
+    """Yield the rows of each pace: percentiles beside the better way and beside no cache, and the elapsed time."""
     if importlib.util.find_spec("torch") is None:
-        yield Row("recompute.p95", None, "ms", "the better way", None, Goal("ratio", "<=", 1.03), why_not=_NO_TORCH)
+        yield Row("recompute.p95", None, "ms", "the better way", None, _GOAL, why_not=_NO_TORCH)
         return
     import torch
 
@@ -91,11 +91,11 @@ def _measured(
     requests: int,
     tier_type: type[MemoryTier],
     clock: Callable[[], MockClock | None],
-) -> dict[str, Sample]:
+) -> Samples:
     def serve() -> Figures:
         return trio.run(_serve, prompt, pace, requests, tier_type, clock=clock())
 
-    return in_turn(f"recompute {pace:g}", effort.at_most(3), {"": serve}, warm_up=False)
+    return measure(f"recompute {pace:g}", effort.at_most(3), {"": serve}, warm_up=False)
 
 
 class _InThisThread(MemoryTier):
@@ -116,21 +116,17 @@ def _busy_clock() -> MockClock:
     return clock
 
 
-def _rows_of(name: str, samples: dict[str, Sample]) -> Iterator[Row]:
-    chosen, off = samples["chosen p95"], samples["off p95"]
-    yield _row(f"{name}.p95", samples, "p95", Goal("ratio", "<=", 1.03))
-    goal = Goal("ratio", "<=", 1.02)
-    yield Row(f"{name}.off.p95", chosen.median, "ms", "no cache", off.median, goal, noisiest(chosen, off))
-    paired = samples["paired"]
-    yield Row(f"{name}.off.paired", paired.median, "of no cache", goal=Goal("value", "<=", 1.02), noise=paired.noise)
+def _rows_of(name: str, samples: Samples) -> Iterator[Row]:
+    yield _row(f"{name}.p95", samples, "p95", _GOAL)
+    yield samples.row(f"{name}.off.p95", "ms", "chosen p95", "no cache", "off p95", "ratio <= 1.02")
+    yield samples.row(f"{name}.off.paired", "of no cache", "paired", goal="value <= 1.02")
     yield _row(f"{name}.p50", samples, "p50", None)
 
 
-def _row(name: str, samples: dict[str, Sample], at: str, goal: Goal | None) -> Row:
-    """Beside the better of loading and computing."""
-    chosen = samples[f"chosen {at}"]
-    better = min(samples[f"load {at}"], samples[f"off {at}"], key=lambda sample: sample.median)
-    return Row(name, chosen.median, "ms", "the better way", better.median, goal, noisiest(chosen, better))
+def _row(name: str, samples: Samples, at: str, goal: str | None) -> Row:
+    """Put the engine that chooses next to the better of loading and computing."""
+    better = min(f"load {at}", f"off {at}", key=lambda way: samples[way].median)
+    return samples.row(name, "ms", f"chosen {at}", "the better way", better, goal)
 
 
 @attrs.define(eq=False)

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
+import trio
+
 from backends.memory import MemoryTier
-from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
-from maru.bench._row import Goal, Row
+from maru.base.ending import BadInput
+from maru.bench._measure import Effort, Figures, Row, Samples, measure, percentile
 from maru.eviction import LRU
 
 from .._replay.baseline import Baseline
 from .._replay.driver import Cache, Driven, Place, drive, make_places
 from .._replay.engine_cache import open_engine_cache
 from .._replay.replayer import keys_of
-from .._replay.trace import Request, read_trace
+from .._replay.trace import Request, TraceError, read_trace
 
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500
@@ -32,44 +35,34 @@ _TIERS: Final = {"plain": (False, 1), "checksums": (True, 1), "plain.flight4": (
 """The engines, by name: whether their tier keeps checksums, and how many requests are in flight."""
 _AT_ONCE: Final = 25
 """Requests that one subject is sent before the next one has its turn."""
-_P99: Final = Goal("ratio", "<=", 2.5)
+_P99: Final = "ratio <= 2.5"
 _NO_TRACE: Final = "no trace: name one by --trace, or in OFFLOAD_TRACE"
 _BASELINE: Final = "dictionary, LRU order, memmove"
 
 
 def rows(effort: Effort, trace: str | None) -> Iterator[Row]:
-    """The rows of the main job."""
-    requests = read_trace(trace, effort.size(_REQUESTS, 20)) if trace is not None else None
+    """Yield the rows of the main job."""
+    try:
+        requests = read_trace(trace, effort.size(_REQUESTS, 20)) if trace is not None else None
+    except TraceError as error:
+        raise BadInput(str(error)) from error
     for kib in _GOALS:
-        yield from _of_size(kib, effort.at_most(3), requests)
-
-
-def _of_size(kib: int, effort: Effort, requests: Sequence[Request] | None) -> Iterator[Row]:
-    if requests is None:
+        samples = Samples(why_not=_NO_TRACE) if requests is None else _measured(kib, effort.at_most(3), requests)
         for tier in _TIERS:
             for figure, unit, goal in _figures(kib, tier):
-                yield Row(f"replay.{kib}KiB.{tier}.{figure}", None, unit, _BASELINE, goal=goal, why_not=_NO_TRACE)
-        return
+                name = f"replay.{kib}KiB.{tier}.{figure}"
+                yield samples.row(name, unit, f"{tier}.{figure}", _BASELINE, f"baseline.{figure}", goal)
+
+
+def _measured(kib: int, effort: Effort, requests: Sequence[Request]) -> Samples:
     # The memory is populated before, and the trace is long compared with the first requests: no warm-up is needed.
-    subject = in_trio(_play, requests, kib << 10, effort.size(_CAPACITY, _CAPACITY >> 4))
-    samples = in_turn(f"replay, {kib} KiB", effort, {"trace": subject}, warm_up=False)
-    for tier in _TIERS:
-        for figure, unit, goal in _figures(kib, tier):
-            ours, baseline = samples[f"{tier}.{figure}"], samples[f"baseline.{figure}"]
-            yield Row(
-                f"replay.{kib}KiB.{tier}.{figure}",
-                ours.median,
-                unit,
-                _BASELINE,
-                baseline.median,
-                goal,
-                noisiest(ours, baseline),
-            )
+    subject = partial(trio.run, _play, requests, kib << 10, effort.size(_CAPACITY, _CAPACITY >> 4))
+    return measure(f"replay, {kib} KiB", effort, {"trace": subject}, warm_up=False)
 
 
-def _figures(kib: int, tier: str) -> Iterator[tuple[str, str, Goal | None]]:
+def _figures(kib: int, tier: str) -> Iterator[tuple[str, str, str | None]]:
     plain = _TIERS[tier] == (False, 1)
-    yield "time", "s", Goal("ratio", "<=", _GOALS[kib]) if plain else None
+    yield "time", "s", f"ratio <= {_GOALS[kib]:g}" if plain else None
     if _TIERS[tier][1] == 1:  # those of several in flight overlap
         yield "p50", "ms/request", None
         yield "p99", "ms/request", _P99 if plain else None

@@ -13,12 +13,14 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
+
+import trio
 
 from backends.abc import Key
 from backends.memory import MemoryTier
-from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Figures, Row, measure, noisiest
 
 from .._config import BatchConfig, PipelineConfig
 from .._engine import Engine, open_engine
@@ -40,35 +42,30 @@ _SHAPE: Final = (
 _PROMPT: Final = 16
 _LOADS: Final = 3
 """How often each prompt is loaded."""
-_GOAL: Final = Goal("ratio", "<=", 0.01)
 _NO_TORCH: Final = "torch is not installed, so there are no planes: pip install 'trio-offload[torch]'"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The rows."""
+    """Yield the rows of loads that are compared, beside loads that are not."""
+    unit, without = "us/prompt", "without the check"
     if importlib.util.find_spec("torch") is None:
-        yield Row(
-            "shadow.time", None, "us/prompt", "without the check", None, Goal("ratio", "<=", 1.01), why_not=_NO_TORCH
-        )
+        yield Row("shadow.time", None, unit, without, goal="ratio <= 1.01", why_not=_NO_TORCH)
         return
     cache, prompts = _cache(), effort.size(200, 4)
-    samples = in_turn(
+    samples = measure(
         "shadow",
         effort,
         {
-            "default": in_trio(_session, cache, SHADOW_CHECK, prompts),
-            "each": in_trio(_session, cache, 1, max(2, prompts // 10)),
+            "default": partial(trio.run, _session, cache, SHADOW_CHECK, prompts),
+            "each": partial(trio.run, _session, cache, 1, max(2, prompts // 10)),
         },
     )
-    us, without = {name: 1e6 * sample.median for name, sample in samples.items()}, "without the check"
-    for row, every in (("time", SHADOW_CHECK), ("each", 1)):
-        names = (str(every), f"beside {every}")
-        noise = noisiest(*[samples[name] for name in names])
-        yield Row(f"shadow.{row}", us[names[0]], "us/prompt", without, us[names[1]], None, noise)
-    share = (us["1"] - us["beside 1"]) / SHADOW_CHECK
-    yield Row(
-        "shadow.share", share, "us/prompt", without, us["beside 1"], _GOAL, noisiest(samples["1"], samples["beside 1"])
-    )
+    yield samples.row("shadow.time", unit, str(SHADOW_CHECK), without, f"beside {SHADOW_CHECK}", scale=1e6)
+    yield samples.row("shadow.each", unit, "1", without, "beside 1", scale=1e6)
+    each, beside = samples["1"], samples["beside 1"]
+    share = 1e6 * (each.median - beside.median) / SHADOW_CHECK
+    noise = noisiest(each, beside)
+    yield Row("shadow.share", share, unit, without, 1e6 * beside.median, "ratio <= 0.01", noise)
 
 
 async def _session(cache: DeviceTier, every: int, prompts: int) -> Figures:

@@ -18,8 +18,7 @@ from typing import Final
 import trio
 
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, in_turn, noisiest
-from maru.bench._row import Goal, Row
+from maru.bench._measure import Effort, Row, measure
 
 from .._recorder.flight import FlightRecorder
 from .._tracing.perfetto import PerfettoTrace
@@ -32,30 +31,25 @@ _SETTLING: Final = 4
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """The recorder with its limit, which has a goal, then without, then the trace for Perfetto."""
+    """Yield the rows of the recorder with its limit, without it, and of the trace for Perfetto."""
     burst = Burst.of(effort.size(2_000, 100))
     pairs = effort.size(_PAIRS, 2)
     paired: dict[str, Callable[[], float]] = {
         "nothing": partial(trio.run, _in_pairs, burst, [], _Turns(), pairs),
         "recorder": partial(_recorded_in_pairs, burst, pairs),
     }
-    samples = in_turn("watched, in pairs", effort, paired)
-    for name, goal in (("nothing", None), ("recorder", Goal("value", "<=", 1.01))):
-        sample = samples[name]
-        yield Row(f"pipeline.watched.{name}", sample.median, "of the same without it", goal=goal, noise=sample.noise)
+    samples = measure("watched, in pairs", effort, paired)
+    for name, goal in (("nothing", None), ("recorder", "value <= 1.01")):
+        yield samples.row(f"pipeline.watched.{name}", "of the same without it", name, goal=goal)
     burst = Burst.of(effort.size(60_000, 100))
     subjects: dict[str, Callable[[], float]] = {
         "without": burst.ours,
         "full": partial(_recorded, burst),
         "perfetto": lambda: burst.ours(clock=time.thread_time, instruments=[PerfettoTrace()]),
     }
-    samples = in_turn("watched", effort, subjects)
+    samples = measure("watched", effort, subjects)
     for name in ("full", "perfetto"):
-        ours, without = samples[name], samples["without"]
-        yield Row(
-            f"pipeline.watched.{name}", ours.median * 1e6, "us/container", _WITHOUT, without.median * 1e6, None,
-            noisiest(ours, without),
-        )  # fmt: skip
+        yield samples.row(f"pipeline.watched.{name}", "us/container", name, _WITHOUT, "without", scale=1e6)
 
 
 def _recorded(burst: Burst) -> float:

@@ -17,9 +17,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
+
+import trio
 
 from backends.abc import LOADED, STORED, Key, RoomRequest
 from backends.base.pages import Pages, new_pages
@@ -29,8 +33,7 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.wrappers import AesGcm, Fp8, Wrapper, Zstd, slot_bytes, wrap
 from maru.base.scratch import scratch
-from maru.bench._measure import Effort, Sample, in_trio, in_turn, noisiest
-from maru.bench._row import Row
+from maru.bench._measure import Effort, Row, Samples, measure, rate_of
 
 _BLOCKS: Final = 64
 _ROW: Final = 128
@@ -38,52 +41,36 @@ _SECRET: Final = bytes(range(32))
 _CHAINS: Final = ("zstd", "fp8", "aes", "fp8-zstd-aes")
 _NEEDED: Final = {"torch": "torch", "zstandard": "zstd", "cryptography": "aes"}
 _WAYS: Final = ("store", "load")
+_LIMITS: Final = (("bare", "the bare library, one thread"), ("memmove", "memmove of the same bytes"))
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Each wrapper by itself and all of them, in and out; then what is gained."""
+    """Yield the rows of each wrapper and of all together, in and out; then those of the bytes on disk."""
     missing = [extra for package, extra in _NEEDED.items() if find_spec(package) is None]
     if missing:
-        why = f"not all extras are installed: pip install 'trio-offload[{','.join(missing)}]'"
+        nothing = Samples(why_not=f"not all extras are installed: pip install 'trio-offload[{','.join(missing)}]'")
         for chain in _CHAINS:
-            for way in _WAYS:
-                yield from _rows(chain, way, None, None, None, why)
-            yield _gained(chain, None, why)
+            yield from _rows(chain, nothing)
+            yield _gained(chain, None, nothing.why_not)
         return
     blocks = _Blocks(effort.size(256 << 10, 4 << 10))
     with _one_thread_each():
         for chain in _CHAINS:
-            samples = in_turn(f"wrappers, {chain}", effort, _subjects(blocks, chain))
-            for way in _WAYS:
-                ours, bare, memmove = (samples[f"{way}.{name}"] for name in ("wrapped", "bare", "memmove"))
-                yield from _rows(chain, way, ours, bare, memmove)
+            yield from _rows(chain, measure(f"wrappers, {chain}", effort, _subjects(blocks, chain)))
     for chain in _CHAINS:
         effort.progress(f"wrappers, {chain}: on disk")
-        yield _gained(chain, in_trio(_on_disk, blocks, chain)())
+        yield _gained(chain, trio.run(_on_disk, blocks, chain))
 
 
-def _rows(
-    chain: str, way: str, ours: Sample | None, bare: Sample | None, memmove: Sample | None, why: str = ""
-) -> Iterator[Row]:
-    for name, beside, limit in (
-        ("bare", "the bare library, one thread", bare),
-        ("memmove", "memmove of the same bytes", memmove),
-    ):
-        yield Row(
-            f"wrappers.{chain}.{way}.{name}",
-            None if ours is None else ours.median / 1e6,
-            "MB/s",
-            beside,
-            None if limit is None else limit.median / 1e6,
-            None,
-            noisiest(ours, limit) if ours and limit else None,
-            why,
-        )
+def _rows(chain: str, samples: Samples) -> Iterator[Row]:
+    for way, (limit, beside) in product(_WAYS, _LIMITS):
+        name = f"wrappers.{chain}.{way}.{limit}"
+        yield samples.row(name, "MB/s", f"{way}.wrapped", beside, f"{way}.{limit}", scale=1e-6)
 
 
 def _gained(chain: str, share: float | None, why: str = "") -> Row:
     one = None if share is None else 1.0
-    return Row(f"wrappers.{chain}.on_disk", share, "B per plain B", "unwrapped", one, None, None, why)
+    return Row(f"wrappers.{chain}.on_disk", share, "B per plain B", "unwrapped", one, why_not=why)
 
 
 @contextmanager
@@ -150,19 +137,18 @@ def _subjects(blocks: _Blocks, chain: str) -> dict[str, Callable[[], float]]:
     tier = wrap(MemoryTier(_BLOCKS * slot, slot), *wrappers, block_bytes=blocks.block_bytes)
     bare = _Bare(blocks, chain)
 
-    def memmove() -> float:
-        begun = time.perf_counter()
+    def memmove() -> None:
         for to, at in zip(blocks.places.addresses, blocks.pages.addresses, strict=True):
             ctypes.memmove(to, at, blocks.block_bytes)
-        return blocks.nbytes / (time.perf_counter() - begun)
 
+    moved = partial(rate_of, blocks.nbytes, memmove)
     return {
-        "store.wrapped": in_trio(_store, tier, blocks),
+        "store.wrapped": partial(trio.run, _store, tier, blocks),
         "store.bare": bare.there,
-        "store.memmove": memmove,
-        "load.wrapped": in_trio(_load, tier, blocks),
+        "store.memmove": moved,
+        "load.wrapped": partial(trio.run, _load, tier, blocks),
         "load.bare": bare.back,
-        "load.memmove": memmove,
+        "load.memmove": moved,
     }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from maru.bench._measure import Effort, Sample, in_turn, percentile
-from maru.bench._row import Goal, Row, noise_of, table_of
+from maru.bench._measure import Effort, Row, Sample, Samples, measure, percentile, rate_of, seconds_of
+from maru.bench._shown import noise_of, table_of
 from offload.bench import command
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
@@ -164,9 +164,9 @@ def test_table_says_what_is_met_missed_and_not_measured() -> None:
     from rich.console import Console
 
     rows = [
-        Row("a", 1.0, "us", "b", 2.0, Goal("ratio", "<=", 1.0), 0.25),
-        Row("c", 3.0, "us", goal=Goal("value", ">=", 4.0)),
-        Row("d", None, "us", goal=Goal("value", ">=", 4.0), why_not="nobody looked"),
+        Row("a", 1.0, "us", "b", 2.0, "ratio <= 1", 0.25),
+        Row("c", 3.0, "us", goal="value >= 4"),
+        Row("d", None, "us", goal="value >= 4", why_not="nobody looked"),
     ]
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(table_of(rows, "title"))
@@ -180,12 +180,33 @@ def test_table_says_what_is_met_missed_and_not_measured() -> None:
 
 
 def test_goal_is_judged_by_value_or_ratio() -> None:
-    assert Row("a", 3.0, "us", "b", 2.0, Goal("ratio", "<=", 1.5)).met is True
-    assert Row("a", 3.0, "us", "b", 2.0, Goal("ratio", "<=", 1.4)).met is False
-    assert Row("a", 3.0, "us", "b", 2.0, Goal("value", ">=", 3.0)).met is True
-    assert Row("a", 3.0, "us", goal=Goal("ratio", ">=", 3.0)).met is None
+    assert Row("a", 3.0, "us", "b", 2.0, "ratio <= 1.5").met is True
+    assert Row("a", 3.0, "us", "b", 2.0, "ratio <= 1.4").met is False
+    assert Row("a", 3.0, "us", "b", 2.0, "value >= 3").met is True
+    assert Row("a", 3.0, "us", goal="ratio >= 3").met is None
     assert Row("a", 3.0, "us").met is None
     assert Row("a", 3.0, "us", "b", 2.0).ratio == 1.5
+
+
+def test_goal_names_a_figure_and_a_sign_that_exist() -> None:
+    for goal in ("share <= 1", "value < 1"):
+        with pytest.raises(KeyError):
+            assert Row("a", 3.0, "us", "b", 2.0, goal).met
+
+
+def test_row_puts_a_sample_next_to_its_limit() -> None:
+    samples = Samples({"ours": Sample([2.0, 4.0, 3.0]), "theirs": Sample([1.0, 1.0, 3.0])})
+    row = samples.row("a.b", "us", "ours", "the others", "theirs", "ratio <= 4", scale=10.0)
+    assert row == Row("a.b", 30.0, "us", "the others", 10.0, "ratio <= 4", samples["theirs"].noise)
+    assert samples.row("a", "us", "ours") == Row("a", 3.0, "us", noise=samples["ours"].noise)
+    with pytest.raises(KeyError):
+        samples.row("a", "us", "nobody")
+
+
+def test_row_that_was_not_measured_has_a_reason() -> None:
+    row = Samples(why_not="no torch").row("a", "us", "ours", "the others", "theirs", "ratio <= 4")
+    assert row == Row("a", None, "us", "the others", None, "ratio <= 4", why_not="no torch")
+    assert row.met is None
 
 
 def test_noise_travels_as_a_row_of_its_own() -> None:
@@ -201,16 +222,23 @@ def test_subjects_take_turns_back_and_forth_behind_a_warm_up() -> None:
         turns.append(name)
         return float(len(turns))
 
-    samples = in_turn("", Effort(repeat=2), {"a": lambda: subject("a"), "b": lambda: subject("b")})
+    samples = measure("", Effort(repeat=2), {"a": lambda: subject("a"), "b": lambda: subject("b")})
     assert turns == ["b", "a", "a", "b", "b", "a"]
     assert samples["a"].values == [3.0, 6.0]
     assert samples["b"].values == [4.0, 5.0]
     turns.clear()
-    samples = in_turn("", Effort(repeat=1), {"a": lambda: {"x": subject("a"), "y": 7.0}}, warm_up=False)
+    samples = measure("", Effort(repeat=1), {"a": lambda: {"x": subject("a"), "y": 7.0}}, warm_up=False)
     assert (samples["x"].values, samples["y"].values) == ([1.0], [7.0])
     turns.clear()
-    in_turn("", Effort(repeat=1, quick=True), {"a": lambda: subject("a")})
+    measure("", Effort(repeat=1, quick=True), {"a": lambda: subject("a")})
     assert turns == ["a"]  # of a quick one, the figures are of little use
+
+
+def test_seconds_and_rate_are_those_of_each_call() -> None:
+    times: list[float] = []
+    assert seconds_of(lambda: times.append(1.0), 4, lambda: 8.0 * bool(times)) == 2.0
+    assert len(times) == 4
+    assert rate_of(1e9, lambda: None, 3) > 1e9
 
 
 def test_sample_is_its_median_and_noise_the_middle_half_of_it() -> None:

@@ -193,7 +193,7 @@ from maru.bench import command
 
 assert set(command.commands) == {"rpc", "data", "index", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
-here = {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
+here = {f"maru.bench._{name}" for name in ("command", "measure", "shown")}
 texts = ("_all_bytes", "_commands", "_console", "_ending", "_files", "_printable", "exception_groups")
 shown = {f"maru.{name}" for name in texts}
 measuring = {"maru.base.errors", "maru.base.lazy", "maru.bench"} | shown | here
