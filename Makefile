@@ -39,8 +39,10 @@ check: $(VENV)/.ready  ## every static check, and the documentation and the whee
 docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build/html
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-bench: $(VENV)/.usable  ## each figure beside its limit
+bench: $(VENV)/.usable  ## each figure beside its limit, of the benches for users and for developers
 	$(BIN)/offload bench all $(ARGS)
+	$(BIN)/maru bench all $(ARGS)
+	$(BIN)/python -m tests.bench all $(ARGS)
 
 figures: $(VENV)/.ready  ## how much there is to read, beside its budget; ARGS="--at REVISION" compares with a commit
 	$(BIN)/python tests/support/code_figures.py $(ARGS)

@@ -7,9 +7,8 @@ from typing import Final
 from ._shown import group_of
 
 BENCHES: Final = {
-    "rpc": "Requests, as a share of a bare echo; the codec; and the start after kill -9.",
+    "rpc": "Requests, as a share of a bare echo.",
     "data": "Bytes into pages and out of them, as a share of memcpy.",
-    "index": "Lookups and loads over the shared index, beside messages; and what it costs to keep it.",
 }
 
 command = group_of(

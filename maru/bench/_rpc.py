@@ -38,7 +38,6 @@ from .._wire import (
     StoreRequest,
     request,
 )
-from . import _codec, _ready
 from ._bare import Bare
 from ._echo import Caller, Echo, PacketCaller, echo
 from ._keys import keys_of
@@ -72,7 +71,7 @@ _THEIRS: Final = 120_000
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """All rows of a request, then those of the codec and of the start."""
+    """Yield the rows of requests."""
     with echo() as bare, server(_CAPACITY_BYTES) as ours:
         transports: tuple[Transport, ...] = ("tcp", "ipc")
         for transport in transports:
@@ -81,8 +80,6 @@ def rows(effort: Effort) -> Iterator[Row]:
         yield from _relayed(bare, ours, effort)
         for transport in transports:
             yield from _batches(transport, bare.addresses[transport], ours.addresses[transport], effort)
-    yield from _codec.rows(effort)
-    yield from _ready.rows(effort)
 
 
 # --- single operations ----------------------------------------------------------------------------------------------

@@ -10,14 +10,9 @@ import click
 from maru.bench._shown import group_of
 
 BENCHES: Final[Mapping[str, str]] = {
-    "pipeline": "What a container costs in a burst, alone and among many.",
     "copy": "Device tensors to shared pages, as a share of memmove.",
     "device": "Blocks of a GPU to pinned pages and back, beside a bare call of the driver.",
-    "enqueue": "What a store costs the thread of an engine that knows no trio.",
-    "cancel": "How soon a cancellation is confirmed, wherever the container is.",
     "replay": "A request trace, beside a dictionary with the same copies.",
-    "shadow": "Loads of which some are compared with what was stored, beside loads without that.",
-    "recompute": "The time to the first token of an engine that chooses between loading and recomputing, beside either.",
     "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
     "daemon": "Eight engine processes at one daemon, beside memmove; an enqueue, beside an echo.",
     "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from backends.abc import Blocks
+from backends.abc import Blocks, Key
 from backends.memory import MemoryTier
 
-from ._work import filled, keys_of
+from .._keys import block_key
 
 if TYPE_CHECKING:
     from backends.device import DeviceTier
@@ -40,9 +40,14 @@ class CopySource:
         return sum(len(blocks) for blocks in self.groups) * self.tier.block_bytes
 
 
+def _keys() -> list[Key]:
+    return [block_key(number.to_bytes(4, "little")) for number in range(BATCHES * BATCH)]
+
+
 def from_memory(block_bytes: int) -> CopySource:
-    keys = keys_of(BATCHES * BATCH)
-    tier = filled(keys, block_bytes=block_bytes)
+    keys = _keys()
+    tier = MemoryTier(len(keys) * block_bytes, block_bytes, checksums=False)
+    tier.register(tier.stage(len(keys)), keys)
     pages = tier.views(range(len(keys)))
     assert pages is not None
     scattered = random.Random(0).sample(keys, len(keys))
@@ -65,7 +70,7 @@ def from_device(block_bytes: int, layers: int) -> CopySource:
     else:
         tensors = [torch.full((n, block_bytes), 1, dtype=torch.int8)]
         tier = DeviceTier(tensors)
-    keys = keys_of(n)
+    keys = _keys()
     numbers = random.Random(0).sample(range(n), n)
     groups = [
         tier.external(numbers[start : start + BATCH], keys[start : start + BATCH]) for start in range(0, n, BATCH)

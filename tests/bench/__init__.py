@@ -1,1 +1,1 @@
-"""Yardsticks that the product is measured against. Not shipped."""
+"""Benches for developers: what parts of the packages cost, each figure beside its limit."""

@@ -1,6 +1,6 @@
-"""A process of ``maru bench index``: looks keys up over the shared index, and says what a lookup took of its processor.
+"""A process of ``python -m tests.bench index``: looks keys up over the shared index, and counts its processor time.
 
-    python -m maru.bench._reader ADDRESS KEYS SECONDS
+    python tests/bench/reader.py ADDRESS KEYS SECONDS
 
 It says so in one line at its end, so that several of them, started together, run side by side.
 """
@@ -11,9 +11,9 @@ import json
 import sys
 import time
 
-from .._client.blocking import MaruHandler
-from .._config import MaruConfig
-from ._keys import keys_of
+from maru import MaruConfig
+from maru.bench._keys import keys_of
+from maru.blocking import MaruHandler
 
 _AT_ONCE = 100
 """Lookups between two looks at the clock."""

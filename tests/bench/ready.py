@@ -1,4 +1,4 @@
-"""``maru bench rpc``, the start: how soon a server that was killed with -9 serves its 100,000 keys again.
+"""``python -m tests.bench ready``: the time until a server that was killed with -9 serves its 100,000 keys again.
 
 From the start of the process to the answer to a LOOKUP of one of the keys, over a new connection: the interpreter, what it
 imports, the journal, the memory of the region, the sockets. Before the first kill, the snapshots that were under way are
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from .._client.blocking import MaruHandler
-from .._wire import Code, DescribeReply, KeyRequest, LookupReply
-from ._bare import Bare
-from ._keys import keys_of
-from ._measure import Effort, Row, measure, seconds_of
-from ._processes import PATIENCE, BenchFailed, Server, environment, home
+from maru._wire import Code, DescribeReply, KeyRequest, LookupReply
+from maru.bench._bare import Bare
+from maru.bench._keys import keys_of
+from maru.bench._measure import Effort, Row, measure, seconds_of
+from maru.bench._processes import PATIENCE, BenchFailed, Server, environment, home
+from maru.blocking import MaruHandler
 
 KEYS: Final = 100_000
 _AT_ONCE: Final = 64

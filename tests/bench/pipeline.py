@@ -1,4 +1,4 @@
-"""``offload bench pipeline``: what a container costs in a burst, alone and among many, and what the import costs."""
+"""``python -m tests.bench pipeline``: the cost of a container in a burst, alone and among many, and of the import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from maru.bench._measure import Effort, Row
 
-from . import _burst, _growth, _idle, _imports, _watched
+from . import burst, growth, idle, imports, watched
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """Yield the rows of goals 1, 2 and 6, of watching, and of the import."""
-    for part in (_burst, _watched, _idle, _growth, _imports):
+    for part in (burst, watched, idle, growth, imports):
         yield from part.rows(effort)

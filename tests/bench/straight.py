@@ -19,10 +19,9 @@ from itertools import chain, pairwise
 import trio
 
 from backends.abc import EVICTED, STORED, Key, Outcome, RoomRequest, Source, TransferExecutor, WeakBlocks
-
-from .._config import PipelineConfig
-from .._pipeline.lifecycle import Phase, Status
-from ..abc import Policy
+from offload import PipelineConfig
+from offload._pipeline.lifecycle import Phase, Status
+from offload.abc import Policy
 
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
 _QUEUED, _TRANSFERRING, _COMPLETE = Status.QUEUED, Status.TRANSFERRING, Status.COMPLETE

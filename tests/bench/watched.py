@@ -1,4 +1,4 @@
-"""What it costs to watch a pipeline: the burst of :mod:`._burst`, with an instrument and without.
+"""What it costs to watch a pipeline: the burst of :mod:`.burst`, with an instrument and without.
 
 It is the worst case: containers come as fast as they can, and nothing is copied. The flight recorder keeps to its share of the
 time there by counting what it cannot pay for. Its share is a hundredth, less than a machine's noise, so it is compared in
@@ -19,10 +19,10 @@ import trio
 
 from backends.testing import NullExecutor
 from maru.bench._measure import Effort, Row, measure
+from offload.recorder import FlightRecorder
+from offload.tracing import PerfettoTrace
 
-from .._recorder.flight import FlightRecorder
-from .._tracing.perfetto import PerfettoTrace
-from ._burst import Burst
+from .burst import Burst
 
 _WITHOUT: Final = "the same without it"
 _PAIRS: Final = 60

@@ -1,6 +1,6 @@
 """Goal 6: what a container costs among many, and what a key costs where many are stored.
 
-Processor time, as in :mod:`._burst`. Larger sets of Python objects cost more per object in any code (caches, the
+Processor time, as in :mod:`.burst`. Larger sets of Python objects cost more per object in any code (caches, the
 collector), so the growth of ours stands beside that of the straight-line code.
 """
 
@@ -17,8 +17,8 @@ from backends.memory import MemoryTier
 from backends.testing import NullExecutor
 from maru.bench._measure import Effort, Row, Samples, measure, noisiest
 
-from ._burst import Burst
-from ._work import BLOCKS, filled, keys_of
+from .burst import Burst
+from .work import BLOCKS, filled, keys_of
 
 
 def rows(effort: Effort) -> Iterator[Row]:

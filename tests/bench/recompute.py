@@ -1,4 +1,4 @@
-"""``offload bench recompute``: the time to the first token, where an engine chooses between loading and recomputing.
+"""``python -m tests.bench recompute``: the time to the first token, where an engine chooses between loading and recomputing.
 
 The reference engine computes a prompt of 64 blocks and a short tail, for real. Its blocks are in memory, behind a tier whose
 loads are paced, from a twentieth of the time in which a block is computed to five times that: a hundredfold of bandwidth. At
@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TYPE_CHECKING, Final, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple
 
 import attrs
 import trio
@@ -33,19 +33,14 @@ from trio.testing import MockClock
 from backends.memory import MemoryTier
 from backends.testing import PacedTier
 from maru.bench._measure import Effort, Figures, Row, Samples, measure, percentile
-
-from .._config import BatchConfig, PipelineConfig
-from .._engine import Engine, EngineConfig, LoadOrRecompute, open_engine
-from .._engine.config import ChoiceMode
-from ..preconditions import NO_WAIT
+from offload import NO_WAIT, BatchConfig, Engine, EngineConfig, LoadOrRecompute, PipelineConfig, open_engine
 
 if TYPE_CHECKING:
     import torch
 
     from backends.device import DeviceTier
-
-    from ..testing.reference_engine import ReferenceEngine
-    from ..testing.reference_engine import Sequence as Generation
+    from offload.testing.reference_engine import ReferenceEngine
+    from offload.testing.reference_engine import Sequence as Generation
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -144,8 +139,7 @@ class _Prompt:
     def made(cls) -> _Prompt:
         """An engine with room for the prompt, twice."""
         from backends.device import DeviceTier
-
-        from ..testing.reference_engine import PLANE_AXES, ModelConfig, ReferenceEngine
+        from offload.testing.reference_engine import PLANE_AXES, ModelConfig, ReferenceEngine
 
         engine = ReferenceEngine(ModelConfig(num_blocks=2 * (_BLOCKS + 1)))
         tokens = [(at * 7 + at // 11) % 256 for at in range(_BLOCKS * engine.config.block_size + _TAIL)]
@@ -232,7 +226,7 @@ async def _serve(prompt: _Prompt, pace: float, requests: int, tier_type: type[Me
 
 
 def _opened(
-    prompt: _Prompt, pace: float, seconds_per_block: float, mode: ChoiceMode, tier_type: type[MemoryTier]
+    prompt: _Prompt, pace: float, seconds_per_block: float, mode: Any, tier_type: type[MemoryTier]
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine over one tier, whose loads are paced."""
     block_bytes = prompt.cache.block_bytes

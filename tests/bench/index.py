@@ -1,4 +1,4 @@
-"""``maru bench index``: what it costs to look keys up in shared memory, and to keep that true; beside a message, and a dict.
+"""``python -m tests.bench index``: the cost of lookups in shared memory, and of its upkeep; beside a message, and a dict.
 
 A request of an engine names 28 blocks. What a client does is measured with a server of the bench's own, by the blocking
 handler, whose calls with ``index = "off"`` stand beside it; what the index itself does, in this process, with 100,000 keys in
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from pathlib import Path
 from time import process_time
 from typing import Final
 
-from .._client.blocking import MaruHandler
-from .._client.operations import BoardCounters, BoardPins
-from .._config import MaruConfig
-from .._index import (
+from maru import MaruConfig
+from maru._client.operations import BoardCounters, BoardPins
+from maru._index import (
     BOARD_BYTES,
     Boards,
     BoardWriter,
@@ -32,9 +32,10 @@ from .._index import (
     bytes_for,
     header_of_board,
 )
-from ._keys import keys_of
-from ._measure import Effort, Figures, Row, measure, seconds_of
-from ._processes import BenchFailed, Child, processor_time, server
+from maru.bench._keys import keys_of
+from maru.bench._measure import Effort, Figures, Row, measure, seconds_of
+from maru.bench._processes import BenchFailed, Child, processor_time, server
+from maru.blocking import MaruHandler
 
 AT_ONCE: Final = 28
 """Keys of one lookup: a request of the conversation trace, with 16 tokens a block."""
@@ -131,7 +132,7 @@ def _read(
     address: str, readers: int, seconds: float, meanwhile: Callable[[], None], server_pid: int, name: str
 ) -> dict[str, float]:
     """Processor time of a lookup in so many readers at once, and of the server for each of them, in microseconds."""
-    arguments = ("-m", "maru.bench._reader", address, str(AT_ONCE), str(seconds))
+    arguments = (str(Path(__file__).with_name("reader.py")), address, str(AT_ONCE), str(seconds))
     before = processor_time(server_pid)
     with ThreadPoolExecutor(readers) as threads:
         children = [threads.submit(Child, arguments) for _ in range(readers)]

@@ -1,4 +1,4 @@
-"""``offload bench enqueue``: what a store costs the thread of an engine that does not use trio. Goal 3.
+"""``python -m tests.bench enqueue``: the cost of a store in the thread of an engine without trio. Goal 3.
 
 The engine's thread stores through :mod:`offload.from_thread` and takes the time of each call. In a *burst* it does not wait
 between the calls; the *first* call comes when all threads sleep, and has to wake the trio thread. Beside them stand trio's two
@@ -20,10 +20,10 @@ import trio
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
 from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from offload import NO_WAIT
+from offload.from_thread import open_engine
 
-from ..from_thread import open_engine
-from ..preconditions import NO_WAIT
-from ._work import BLOCK_BYTES, BLOCKS, containers, roomy
+from .work import BLOCK_BYTES, BLOCKS, containers, roomy
 
 T = TypeVar("T")
 

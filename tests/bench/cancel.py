@@ -1,4 +1,4 @@
-"""``offload bench cancel``: how long a cancel takes to be confirmed, by the place where the container waits. Goal 4.
+"""``python -m tests.bench cancel``: the time until a cancel is confirmed, by the place of the container. Goal 4.
 
 What is timed is the caller's whole wait in ``await handle.cancel()``, for containers whose gate is open:
 
@@ -31,16 +31,19 @@ from backends.abc import Key, WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, NullExecutor
 from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from offload import (
+    NO_WAIT,
+    BatchConfig,
+    Pipeline,
+    PipelineConfig,
+    PresenceFilter,
+    Status,
+    TransferHandle,
+    open_pipeline,
+)
+from offload.abc import AsyncPolicy, Policy, PreconditionLike, Reasons
 
-from .._config import BatchConfig, PipelineConfig
-from .._pipeline.handle import TransferHandle
-from .._pipeline.lifecycle import Status
-from .._pipeline.opening import open_pipeline
-from .._pipeline.pipeline import Pipeline
-from ..abc import AsyncPolicy, Policy, PreconditionLike, Reasons
-from ..policies import PresenceFilter
-from ..preconditions import NO_WAIT
-from ._work import BLOCK_BYTES, BLOCKS, containers
+from .work import BLOCK_BYTES, BLOCKS, containers
 
 _P99: Final = "value <= 100"
 _EACH: Final = "value <= 1"

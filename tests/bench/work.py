@@ -7,9 +7,7 @@ from typing import Final
 
 from backends.abc import Key, WeakBlocks
 from backends.memory import MemoryTier
-
-from .._config import BatchConfig, PipelineConfig
-from .._keys import block_key
+from offload import BatchConfig, PipelineConfig, block_key
 
 BLOCKS: Final = 8
 """Blocks in a container."""
@@ -22,11 +20,9 @@ def keys_of(n: int, salt: str = "") -> list[Key]:
     return [block_key(number.to_bytes(4, "little"), salt=salt) for number in range(n)]
 
 
-def filled(
-    keys: Sequence[Key], *, spare: int = 0, block_bytes: int = BLOCK_BYTES, checksums: bool = False
-) -> MemoryTier:
-    """A memory tier in which these keys are registered, with room for some more."""
-    tier = MemoryTier((len(keys) + spare) * block_bytes, block_bytes, checksums=checksums)
+def filled(keys: Sequence[Key], *, spare: int = 0) -> MemoryTier:
+    """Return a memory tier in which these keys are registered, with room for some more."""
+    tier = MemoryTier((len(keys) + spare) * BLOCK_BYTES, BLOCK_BYTES, checksums=False)
     tier.register(tier.stage(len(keys)), keys)
     return tier
 

@@ -1,4 +1,4 @@
-"""``offload bench shadow``: what it costs to compare some of what is loaded with what was stored.
+"""``python -m tests.bench shadow``: the cost of comparing some loads with their stores.
 
 A cache of 16 layers, keys and values of 8 heads each, in host memory, over a memory tier with checksums. Prompts of 16 blocks
 of 256 KiB are stored, and each is loaded some times, in two engines in turn: one has ``shadow_check`` at its default. What is
@@ -16,21 +16,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import attrs
 import trio
 
 from backends.abc import Key
 from backends.memory import MemoryTier
 from maru.bench._measure import Effort, Figures, Row, measure, noisiest
+from offload import NO_WAIT, BatchConfig, Engine, EngineConfig, PipelineConfig, open_engine
 
-from .._config import BatchConfig, PipelineConfig
-from .._engine import Engine, open_engine
-from .._engine.config import SHADOW_CHECK
-from ..preconditions import NO_WAIT
-from ._work import keys_of
+from .work import keys_of
 
 if TYPE_CHECKING:
     from backends.device import DeviceTier
 
+SHADOW_CHECK: Final = attrs.fields(EngineConfig).shadow_check.default
 _LAYERS: Final = 16
 _SHAPE: Final = (
     2,

@@ -1,4 +1,4 @@
-"""Goal 1: a burst of containers through a pipeline that has nothing to copy, beside the two limits of :mod:`._straight`.
+"""Goal 1: a burst of containers through a pipeline that has nothing to copy, beside the two limits of :mod:`.straight`.
 
 All of them run on one thread and never wait, so processor time is measured: wall time grows with whatever else the machine
 does. The last row would show a hidden wait.
@@ -18,15 +18,10 @@ from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
 from maru.bench._measure import Clock, Effort, Row, measure, noisiest
+from offload import NO_WAIT, Pipeline, PipelineConfig, PresenceFilter, Status, open_pipeline
 
-from .._config import PipelineConfig
-from .._pipeline.lifecycle import Status
-from .._pipeline.opening import open_pipeline
-from .._pipeline.pipeline import Pipeline
-from ..policies import PresenceFilter
-from ..preconditions import NO_WAIT
-from ._straight import StraightLine, through_channels
-from ._work import BLOCKS, containers, roomy
+from .straight import StraightLine, through_channels
+from .work import BLOCKS, containers, roomy
 
 
 @attrs.frozen

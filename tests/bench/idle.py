@@ -15,11 +15,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from backends.testing import NullExecutor
 from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from offload import NO_WAIT, PresenceFilter, open_pipeline
 
-from .._pipeline.opening import open_pipeline
-from ..policies import PresenceFilter
-from ..preconditions import NO_WAIT
-from ._work import containers, roomy
+from .work import containers, roomy
 
 _CHECKPOINTS = 10
 """Containers that are timed together: reading the clock for each would be a part of the figure."""

@@ -1,4 +1,4 @@
-"""``maru bench rpc``, the codec: what it costs to encode and decode a message of 64 entries, both ends together.
+"""``python -m tests.bench codec``: the cost of encoding and decoding a message of 64 entries, both ends together.
 
 Our own messages are arrays of columns. Beside each stands a map per entry, as the published protocol has it, through the
 same library: what columns are for. A published LOOKUP reply is encoded as a server encodes it, from entries that are there.
@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from .._wire import (
+from maru._wire import (
     HEADER_BYTES,
     BatchRegisterRequest,
     Code,
@@ -30,8 +30,8 @@ from .._wire import (
     reply,
     request,
 )
-from ._keys import keys_of
-from ._measure import Effort, Row, measure, seconds_of
+from maru.bench._keys import keys_of
+from maru.bench._measure import Effort, Row, measure, seconds_of
 
 ENTRIES: Final = 64
 _EPOCH: Final = 0x0123_4567_89AB_CDEF
