@@ -197,7 +197,7 @@ class PinnedPoolClient:
         return self._info
 
     def _ask_for_pool(self, nbytes: int, deadline: float) -> PoolAllocated:
-        """Return the answer to a request for a pool: to one of this size that ran out of time, if there is one."""
+        """Ask for a pool, or await the earlier request's answer."""
         with self._turn(deadline):
             if self._late_pool is None:
                 if self._pool_asked is None or self._pool_asked[1] != nbytes:

@@ -338,7 +338,7 @@ class Journal:
             self._flushed.unpark_all()
 
     def _flush_in_thread(self, files: list[_File], names: bool) -> None:
-        """Flush, and note a failed fsync. Raises what kept it from beginning, such as a want of descriptors."""
+        """Flush, and note a failed fsync. Raises if descriptors lack to begin."""
         try:
             directory = open_directory(self.path) if names else None
         except OSError as exc:

@@ -12,9 +12,9 @@ _SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGA
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Return whether an error means that descriptors, threads or memory lack now.
+    """Return whether an error means that descriptors, threads or memory lack.
 
-    Such an error says nothing about the file or the peer that it came with: the same call may succeed a moment later.
+    The same call may succeed a moment later: no fact about its file or its peer follows from it.
     """
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SCARCE)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._wire import HEADER_BYTES, Code, ErrorReply, HandshakeRequest, decode_reply, read_header, request
 from ..transport import BlockingDealer
-from ._processes import PATIENCE, BenchFailed
+from .processes import PATIENCE, BenchFailed
 
 
 class Bare:

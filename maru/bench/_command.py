@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ._shown import group_of
+from .shown import group_of
 
 BENCHES: Final = {
     "rpc": "Requests, as a share of a bare echo.",

@@ -26,8 +26,8 @@ from .._client.blocking import MaruHandler, PendingCall
 from .._client.views import MemoryInfo
 from .._config import MaruConfig
 from ._keys import keys_of
-from ._measure import Effort, Row, measure, rate_of
-from ._processes import BenchFailed, Server, server
+from .measure import Effort, Row, measure, rate_of
+from .processes import BenchFailed, Server, server
 
 T = TypeVar("T")
 

@@ -39,10 +39,10 @@ from .._wire import (
     request,
 )
 from ._bare import Bare
-from ._echo import Caller, Echo, PacketCaller, echo
 from ._keys import keys_of
-from ._measure import Clock, Effort, Row, Samples, measure
-from ._processes import BenchFailed, Server, processor_time, server
+from .echo import Caller, Echo, PacketCaller, echo
+from .measure import Clock, Effort, Row, Samples, measure
+from .processes import BenchFailed, Server, processor_time, server
 
 Transport = Literal["tcp", "ipc"]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from maru.bench._shown import group_of
+from maru.bench.shown import group_of
 
 BENCHES: Final[Mapping[str, str]] = {
     "copy": "Device tensors to shared pages, as a share of memmove.",

@@ -29,8 +29,8 @@ import trio
 
 from backends.memory import MemoryTier
 from maru import MaruHandler
-from maru.bench._measure import Effort, Row, Samples, measure, rate_of
-from maru.bench._processes import server
+from maru.bench.measure import Effort, Row, Samples, measure, rate_of
+from maru.bench.processes import server
 
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status

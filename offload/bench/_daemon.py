@@ -22,9 +22,9 @@ from functools import partial
 from typing import Final
 
 from maru.base.scratch import scratch
-from maru.bench._echo import PacketCaller, echo
-from maru.bench._measure import Effort, Figures, Row, Samples, measure
-from maru.bench._processes import BenchFailed, Child, processor_time
+from maru.bench.echo import PacketCaller, echo
+from maru.bench.measure import Effort, Figures, Row, Samples, measure
+from maru.bench.processes import BenchFailed, Child, processor_time
 
 from ._daemon_client import CACHE_BYTES
 

@@ -27,7 +27,7 @@ from itertools import cycle
 from typing import Any, Final
 
 from backends.abc import LOADED, STORED, Deletion
-from maru.bench._measure import percentile
+from maru.bench.measure import percentile
 
 from .. import from_thread
 from .._config import BatchConfig, PipelineConfig

@@ -21,7 +21,7 @@ from backends.base.copier import BlockPieces, Pieces, close_copiers, copier_of
 from backends.device import DeviceBlocks
 from backends.memory import HostPages
 from maru.base.memory.cuda import Driver, NoDriver, find_driver
-from maru.bench._measure import Effort, Row, Samples, measure, rate_of, seconds_of
+from maru.bench.measure import Effort, Row, Samples, measure, rate_of, seconds_of
 from maru.fake_cuda import FakeCuda, use
 
 if TYPE_CHECKING:

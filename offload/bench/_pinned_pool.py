@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from maru.base.scratch import scratch
-from maru.bench._measure import Effort, Row, Samples, measure, rate_of, seconds_of
-from maru.bench._processes import Child
+from maru.bench.measure import Effort, Row, Samples, measure, rate_of, seconds_of
+from maru.bench.processes import Child
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ import trio
 
 from backends.memory import MemoryTier
 from maru.base.ending import BadInput
-from maru.bench._measure import Effort, Figures, Row, Samples, measure, percentile
+from maru.bench.measure import Effort, Figures, Row, Samples, measure, percentile
 from maru.eviction import LRU
 
 from .._replay.baseline import Baseline

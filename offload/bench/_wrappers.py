@@ -33,7 +33,7 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.wrappers import AesGcm, Fp8, Wrapper, Zstd, slot_bytes, wrap
 from maru.base.scratch import scratch
-from maru.bench._measure import Effort, Row, Samples, measure, rate_of
+from maru.bench.measure import Effort, Row, Samples, measure, rate_of
 
 _BLOCKS: Final = 64
 _ROW: Final = 128

@@ -201,7 +201,7 @@ def weights_text(
             return f"weights {fingerprint(model, check)}"
         except NoWeights as error:
             if isinstance(error.__cause__, OSError | MemoryError) and is_scarcity(error.__cause__):
-                raise error.__cause__ from None  # a name alone would find what was stored with other weights
+                raise error.__cause__ from None  # a bare name would find blocks of other weights
             _log_once(
                 model, f"{error}: blocks are found by its path alone, also after it was replaced. Set weights_version"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from maru.bench._shown import group_of
+from maru.bench.shown import group_of
 
 BENCHES: Final = {
     "pipeline": "A container in a burst, alone and among many; watching it; the import.",

@@ -17,7 +17,7 @@ import trio
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
-from maru.bench._measure import Clock, Effort, Row, measure, noisiest
+from maru.bench.measure import Clock, Effort, Row, measure, noisiest
 from offload import NO_WAIT, Pipeline, PipelineConfig, PresenceFilter, Status, open_pipeline
 
 from .straight import StraightLine, through_channels

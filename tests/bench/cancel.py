@@ -30,7 +30,7 @@ from trio.testing import wait_all_tasks_blocked
 from backends.abc import Key, WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, NullExecutor
-from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from maru.bench.measure import Effort, Figures, Row, measure, percentile
 from offload import (
     NO_WAIT,
     BatchConfig,

@@ -31,7 +31,7 @@ from maru._wire import (
     request,
 )
 from maru.bench._keys import keys_of
-from maru.bench._measure import Effort, Row, measure, seconds_of
+from maru.bench.measure import Effort, Row, measure, seconds_of
 
 ENTRIES: Final = 64
 _EPOCH: Final = 0x0123_4567_89AB_CDEF

@@ -19,7 +19,7 @@ import trio
 
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
-from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from maru.bench.measure import Effort, Figures, Row, measure, percentile
 from offload import NO_WAIT
 from offload.from_thread import open_engine
 

@@ -15,7 +15,7 @@ import trio
 from backends.abc import Key
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, Row, Samples, measure, noisiest
+from maru.bench.measure import Effort, Row, Samples, measure, noisiest
 
 from .burst import Burst
 from .work import BLOCKS, filled, keys_of

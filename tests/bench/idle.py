@@ -14,7 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, Figures, Row, measure, percentile
+from maru.bench.measure import Effort, Figures, Row, measure, percentile
 from offload import NO_WAIT, PresenceFilter, open_pipeline
 
 from .work import containers, roomy

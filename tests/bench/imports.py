@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from maru.bench._measure import Effort, Figures, Row, measure
+from maru.bench.measure import Effort, Figures, Row, measure
 
 _PROGRAM: Final = """
 import time

@@ -33,8 +33,8 @@ from maru._index import (
     header_of_board,
 )
 from maru.bench._keys import keys_of
-from maru.bench._measure import Effort, Figures, Row, measure, seconds_of
-from maru.bench._processes import BenchFailed, Child, processor_time, server
+from maru.bench.measure import Effort, Figures, Row, measure, seconds_of
+from maru.bench.processes import BenchFailed, Child, processor_time, server
 from maru.blocking import MaruHandler
 
 AT_ONCE: Final = 28

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from maru.bench._measure import Effort, Row
+from maru.bench.measure import Effort, Row
 
 from . import burst, growth, idle, imports, watched
 

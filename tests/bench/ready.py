@@ -18,8 +18,8 @@ from typing import Final
 from maru._wire import Code, DescribeReply, KeyRequest, LookupReply
 from maru.bench._bare import Bare
 from maru.bench._keys import keys_of
-from maru.bench._measure import Effort, Row, measure, seconds_of
-from maru.bench._processes import PATIENCE, BenchFailed, Server, environment, home
+from maru.bench.measure import Effort, Row, measure, seconds_of
+from maru.bench.processes import PATIENCE, BenchFailed, Server, environment, home
 from maru.blocking import MaruHandler
 
 KEYS: Final = 100_000

@@ -32,7 +32,7 @@ from trio.testing import MockClock
 
 from backends.memory import MemoryTier
 from backends.testing import PacedTier
-from maru.bench._measure import Effort, Figures, Row, Samples, measure, percentile
+from maru.bench.measure import Effort, Figures, Row, Samples, measure, percentile
 from offload import NO_WAIT, BatchConfig, Engine, EngineConfig, LoadOrRecompute, PipelineConfig, open_engine
 
 if TYPE_CHECKING:

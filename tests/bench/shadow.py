@@ -21,7 +21,7 @@ import trio
 
 from backends.abc import Key
 from backends.memory import MemoryTier
-from maru.bench._measure import Effort, Figures, Row, measure, noisiest
+from maru.bench.measure import Effort, Figures, Row, measure, noisiest
 from offload import NO_WAIT, BatchConfig, Engine, EngineConfig, PipelineConfig, open_engine
 
 from .work import keys_of

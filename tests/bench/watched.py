@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from backends.testing import NullExecutor
-from maru.bench._measure import Effort, Row, measure
+from maru.bench.measure import Effort, Row, measure
 from offload.recorder import FlightRecorder
 from offload.tracing import PerfettoTrace
 

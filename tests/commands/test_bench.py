@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from maru.bench._measure import Effort, Row, Sample, Samples, measure, percentile, rate_of, seconds_of
-from maru.bench._shown import noise_of, table_of
+from maru.bench.measure import Effort, Row, Sample, Samples, measure, percentile, rate_of, seconds_of
+from maru.bench.shown import noise_of, table_of
 from offload.bench import command
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}

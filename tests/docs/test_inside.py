@@ -35,7 +35,12 @@ def imported(file: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from [(alias.name, "") for alias in node.names if alias.name.split(".")[0] in PACKAGES]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and node.module
+            and node.module.split(".")[0] in PACKAGES
+        ):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield (whole, "") if is_module(whole) else (node.module, alias.name)

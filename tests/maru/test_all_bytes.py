@@ -145,7 +145,7 @@ _WHOLE_PACKETS = {
     "maru/base/packets.py",
     "maru/base/all_bytes.py",
     "maru/_client/driver_trio.py",
-    "maru/bench/_echo.py",
+    "maru/bench/echo.py",
     "maru/transport/_frames.py",
     "offload/daemon/_handover.py",
     "offload/daemon/_notify.py",

@@ -16,9 +16,9 @@ from maru._wire import BatchRegisterRequest, BeatRequest, Code, KeyRequest, Regi
 from maru.base.ending import ending
 from maru.bench import command
 from maru.bench._bare import Bare
-from maru.bench._echo import Caller, echo
 from maru.bench._keys import keys_of
-from maru.bench._processes import BenchFailed, Child, home, server
+from maru.bench.echo import Caller, echo
+from maru.bench.processes import BenchFailed, Child, home, server
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
 GOALS = {
@@ -132,7 +132,7 @@ def test_child_that_does_not_start_says_why() -> None:
 
 
 def test_child_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maru.bench._processes.PATIENCE", 0.2)
+    monkeypatch.setattr("maru.bench.processes.PATIENCE", 0.2)
     with pytest.raises(BenchFailed, match="has said nothing"):
         Child(["-c", "import time; time.sleep(60)"])
 
@@ -184,10 +184,9 @@ from maru.bench import command
 
 assert set(command.commands) == {"rpc", "data", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
-here = {f"maru.bench._{name}" for name in ("command", "measure", "shown")}
-texts = ("_all_bytes", "_commands", "_console", "_ending", "_files", "_printable", "exception_groups")
-shown = {f"maru.{name}" for name in texts}
-measuring = {"maru.base.errors", "maru.base.lazy", "maru.bench"} | shown | here
+here = {"maru.bench", "maru.bench._command", "maru.bench.measure", "maru.bench.shown"}
+shared = ("all_bytes", "commands", "console", "ending", "errors", "files", "lazy", "printable")
+measuring = {"maru.base", "maru.exception_groups"} | {f"maru.base.{name}" for name in shared} | here
 assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()
 """

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from maru.base.console import console, identifier, show
 from maru.bench import _shown
-from maru.bench._measure import Row
+from maru.bench.measure import Row
 from offload.cli import main
 
 NAME = ":a:[bold]b.scenario.toml"

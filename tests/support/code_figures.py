@@ -32,12 +32,16 @@ _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, toke
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+_SHARED = {("maru", "base"), ("maru", "bench")}
+"""Packages that the three packages share, and that no user is promised."""
+
+
 def is_public(parts: Sequence[str]) -> bool:
     """Return whether users may import a module, by the parts of its path or of its dotted name."""
     private = any(
         part.startswith("_") and part.removesuffix(".py") not in ("__init__", "__version__") for part in parts
     )
-    return not private and tuple(parts[:2]) != ("maru", "base")
+    return not private and tuple(parts[:2]) not in _SHARED
 
 
 class Source:

@@ -206,7 +206,7 @@ class LazyEngine:
                 return
 
     def _closed_meanwhile(self) -> bool:
-        """Close the engine that has just opened if :meth:`close` has given up waiting for it. Returns whether it has."""
+        """Close an engine that opened too late; return whether it did."""
         with self._lock:
             opened = self._opened if self._left_behind else None
             if opened is not None:

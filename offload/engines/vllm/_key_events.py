@@ -74,7 +74,7 @@ class KeyEvents:
             self._name(keys, hashes)
 
     def settled(self, keys: Sequence[Key]) -> None:
-        """End a store. The hash of a key that is in no tier goes with the last store of it."""
+        """End a store; forget hashes that nothing needs any more."""
         with self._lock:
             self._storing.subtract(keys)
             for key in keys:

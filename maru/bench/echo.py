@@ -20,8 +20,8 @@ from types import TracebackType
 import zmq
 
 from ..base.scratch import scratch
-from ._measure import Clock
-from ._processes import PATIENCE, Child
+from .measure import Clock
+from .processes import PATIENCE, Child
 
 _PACKET_BYTES = 64 << 10
 
@@ -30,7 +30,7 @@ class Echo(Child):
     """The process that echoes, over TCP, over a Unix socket of ZeroMQ's, and over one of packets."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/seq"])
+        super().__init__(["-m", "maru.bench.echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/seq"])
         tcp, ipc, packets = self.ready["endpoints"]
         self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc, "channel": packets}
         """Where it listens, by transport."""

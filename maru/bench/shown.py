@@ -16,7 +16,7 @@ import click
 
 from ..base.commands import ProgramGroup
 from ..base.console import console, show
-from ._measure import Effort, Row
+from .measure import Effort, Row
 
 if TYPE_CHECKING:
     from rich.table import Table
