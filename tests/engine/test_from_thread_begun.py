@@ -624,4 +624,5 @@ def test_many_threads_begin_and_cancel_and_each_end_is_polled_once():
         for future in [future for mine in begun for future in mine]:
             future.request_cancel()
         assert keys_of(0)[0] in keys
+        engine.delete([b"unknown"])  # behind all releases
         at_rest(engine, host, disk)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.table import Table
 
 from maru.base.console import console, identifier, show
-from maru.bench import _shown
+from maru.bench import shown
 from maru.bench.measure import Row
 from offload.cli import main
 
@@ -55,7 +55,7 @@ def test_a_narrow_terminal_cuts_no_figure_of_a_bench(
     monkeypatch.setenv("COLUMNS", str(columns))
     name = "copy.device.pieces64.1024KiB.transfers2.checksums"
     row = Row(name, 12.0, "GB/s", "memmove of the same bytes", 24.0, "ratio >= 0.95", 0.03)
-    _shown._show([row, Row("other", None, "ms", why_not="no torch")], "offload bench copy")
+    shown._show([row, Row("other", None, "ms", why_not="no torch")], "offload bench copy")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "offload bench copy",
@@ -71,7 +71,7 @@ def test_the_progress_of_a_bench_fits_into_its_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("COLUMNS", "80")
-    _shown._progress_line()("copy, device, 1024 KiB: " + "x" * 200)
+    shown._progress_line()("copy, device, 1024 KiB: " + "x" * 200)
     assert terminal.getvalue().startswith("\r\x1b[Kcopy, device, 1024 KiB: ")
     assert len(terminal.getvalue()) == len("\r\x1b[K") + 79
 

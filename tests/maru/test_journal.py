@@ -570,7 +570,8 @@ async def test_a_flush_waits_for_a_descriptor(tmp_path, monkeypatch, caplog):
 async def test_a_flush_takes_closed_segments_and_new_names_along(tmp_path, monkeypatch):
     fsync = Fsync(monkeypatch)
     names = []
-    monkeypatch.setattr(journal_module, "sync_directory", names.append)
+    open_directory = journal_module.open_directory
+    monkeypatch.setattr(journal_module, "open_directory", lambda path: names.append(path) or open_directory(path))
     journal = open_journal(tmp_path, fsync=True, segment_bytes=100)
     for _ in range(3):
         journal.append([b"x" * 100])
@@ -678,7 +679,8 @@ async def test_a_cancelled_sync_changes_nothing(tmp_path):
 
 async def test_new_names_that_a_cancelled_flush_left_are_synced_by_the_next(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(journal_module, "sync_directory", names.append)
+    open_directory = journal_module.open_directory
+    monkeypatch.setattr(journal_module, "open_directory", lambda path: names.append(path) or open_directory(path))
     journal = open_journal(tmp_path, fsync=True)
     journal.append([b"first"])
     with trio.CancelScope() as scope:
