@@ -17,6 +17,7 @@ methods breaks the contract; :class:`Unproven` says that not even the end of a c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -84,36 +85,66 @@ class Source(Protocol):
         ...
 
 
-class Destination(Protocol):
-    """The memory that a load writes blocks to: one place for each block."""
+class Destination(ABC):
+    """The memory that a load writes blocks to: one place for each block.
+
+    A subclass defines the first four. All else has a default, by which a destination cannot do it; one that forwards to another
+    destination forwards all of it.
+    """
+
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def block_bytes(self) -> int:
         """Size of every place, in bytes."""
-        ...
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def views(self) -> Pages | None:
-        """The addresses of the places, writable, or ``None`` if a place is not one run of host memory."""
-        ...
+        """Return the addresses of the places, writable, or ``None`` if a place is not one run of host memory."""
 
+    @abstractmethod
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy ``pages`` into the places from ``start`` on. Called in a worker thread; returns when it is over."""
-        ...
-
-
-class DeviceDestination(Destination, Protocol):
-    """A destination that may lie on a device. Optional: one without the attribute lies in host memory.
-
-    What a device has to do yet may still write to the places, so whoever loads has to wait for that first. A destination that
-    forwards to another one forwards this as well.
-    """
 
     @property
     def on_device(self) -> bool:
-        """Whether a device writes to the places, behind what it was given to do before."""
-        ...
+        """Whether a device writes to the places, behind what it was given to do before: whoever loads waits for that first."""
+        return False
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        """Return the place that the blocks are of, and their numbers there (:class:`NumberedSource`); ``None`` for none."""
+        return None, ()
+
+    @property
+    def sums_pages(self) -> bool:
+        """Whether :meth:`copy_in_and_sum` sums pages while they are in the processor's cache."""
+        return False
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        """Do as :meth:`copy_in`, and return the xxh3-64 of each page, all of it, whatever of it is copied."""
+        raise NotImplementedError
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether :meth:`copy_out` reads the places back. Host memory is read where it lies, by :meth:`views`."""
+        return False
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        """Copy the places at these positions into pages. Called in a worker thread; returns when it is over."""
+        raise NotImplementedError
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The name of each plane of a block; see :class:`PlanarPlace`. Empty: it cannot be read plane by plane."""
+        return ()
+
+    def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
+        """Return the samples of the blocks at these positions; see :class:`PlanarPlace`. Any thread."""
+        raise NotImplementedError
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -362,7 +393,7 @@ class PaddedSource(Source, Protocol):
 
 @runtime_checkable
 class PlanarPlace(Protocol):
-    """A source, or a destination, of which each block can be read plane by plane (:mod:`backends.base.planes`). Optional.
+    """A source of which each block can be read plane by plane (:mod:`backends.base.planes`). Optional.
 
     What is copied is compared with it now and then: whether each plane of a block came to where it belongs.
     """
@@ -373,31 +404,10 @@ class PlanarPlace(Protocol):
         ...
 
     def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
-        """The samples of each of these blocks: of a source by their refs, of a destination by their positions. Any thread.
+        """The samples of each of these blocks. Any thread.
 
         ``None`` where a block cannot be read so, since only a part of it is copied, say.
         """
-        ...
-
-
-@runtime_checkable
-class ReadableDestination(Destination, Protocol):
-    """A destination that can be read back. Optional: one whose places are host memory is read there."""
-
-    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
-        """Copy the places at these positions into pages. Called in a worker thread; returns when it is over."""
-        ...
-
-
-@runtime_checkable
-class SummingDestination(Destination, Protocol):
-    """A destination that sums pages while it copies them, part by part. Optional; recognised by the method.
-
-    For one whose places are no runs of host memory: a page is read for its checksum while it is in the processor's cache.
-    """
-
-    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Like :meth:`copy_in`; returns the xxh3-64 of each page, all of it, whatever of it is copied."""
         ...
 
 
@@ -413,19 +423,6 @@ class NumberedSource(Source, Protocol):
         ...
 
 
-@runtime_checkable
-class NumberedDestination(Destination, Protocol):
-    """A destination whose places are blocks of such a place. Optional; recognised by the method."""
-
-    def numbered(self) -> tuple[object, Sequence[int]]:
-        """The place itself, and the number of each of its blocks that this destination consists of."""
-        ...
-
-
-class PlanarDestination(Destination, PlanarPlace, Protocol):
-    """A destination whose blocks can be read plane by plane."""
-
-
 class Canary(Protocol):
     """A free block of a cache, through which a pattern goes to see whether its planes come back as they were stored."""
 
@@ -433,6 +430,6 @@ class Canary(Protocol):
         """Write the pattern of ``seed`` into the block; returns the block to be stored under ``key``, and its samples."""
         ...
 
-    def clear(self) -> PlanarDestination:
+    def clear(self) -> Destination:
         """Write zeros into the block; returns it as a place to load into."""
         ...

@@ -27,7 +27,7 @@ import attrs
 from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
-from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
+from .abc import Canary, Destination, ExternalBlocks, Key
 from .base.block_layout import Layout, Plane, TensorMemory, check_disjoint, layout_of, memory_of
 from .base.copier import BlockPieces, Pieces, copier_of
 from .base.pages import Pages
@@ -363,7 +363,7 @@ class DeviceTier(SlotTier):
 
 
 @attrs.define(eq=False)
-class _Into:
+class _Into(Destination):
     """A column of an engine's blocks to load into."""
 
     _tier: DeviceTier
@@ -391,6 +391,10 @@ class _Into:
     def copy_in(self, start: int, pages: Pages) -> None:
         self._storage.copy_in(self._ids[start : start + len(pages)], pages)
 
+    @property
+    def is_readable(self) -> bool:
+        return True
+
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
         self._storage.copy_out([self._ids[at] for at in positions], pages)
 
@@ -414,7 +418,7 @@ class _Canary:
         (samples,) = self._planes.fill([self._block], seed)
         return self._tier.external([self._block], [key]), samples
 
-    def clear(self) -> PlanarDestination:
+    def clear(self) -> Destination:
         self._planes.clear([self._block])
         return _Into(self._tier, self._tier._storage, [self._block], self._planes)
 

@@ -313,11 +313,9 @@ def deliver(pages: Pages, destination: Destination, start: int, there: Pages | N
     if there is not None:
         return _copied_to(there, pages, summed, alone=True)
     beside = _is_large(pages)
-    copy_and_sum_there = getattr(destination, "copy_in_and_sum", None) if summed else None
-    if copy_and_sum_there is not None:
+    if summed and destination.sums_pages:
         with kept_if_unproven(pages):
-            arrived: list[int] = copy_and_sum_there(start, pages)
-        return arrived
+            return destination.copy_in_and_sum(start, pages)
     with run_beside(checksums, pages) if summed and beside else nullcontext(partial(checksums, pages)) as sums:
         with kept_if_unproven(pages):
             destination.copy_in(start, pages)

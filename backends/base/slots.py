@@ -384,13 +384,11 @@ def _load(
     return deliver(here, destination, 0, None, summed)
 
 
-class PagesDestination:
-    """A :class:`~backends.abc.Destination` over host memory of the caller."""
+class PagesDestination(Destination):
+    """A destination over host memory of the caller."""
 
     def __init__(self, pages: Pages) -> None:
         check_apart(pages)
-        self.block_bytes: int = pages.page_bytes
-        """Size of every place, in bytes."""
         self._pages = pages
 
     @classmethod
@@ -403,6 +401,11 @@ class PagesDestination:
             RepeatedPlaces: two of them share memory.
         """
         return cls(pages_of(_listed(buffers)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every place, in bytes."""
+        return self._pages.page_bytes
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -216,8 +216,8 @@ class EncodedSource:
         return self._encoding.coder.chain.used_bytes(page)
 
 
-class Decoding:
-    """The decoding of one load: a :class:`~backends.abc.Destination` for encoded blocks."""
+class Decoding(Destination):
+    """The decoding of one load: a destination for encoded blocks."""
 
     def __init__(
         self, coder: Coder, destination: Destination, there: Pages | None, contexts: Sequence[Context]
@@ -241,8 +241,8 @@ class Decoding:
 
     @property
     def on_device(self) -> bool:
-        """Whether the decoded blocks go to a device; see :class:`~backends.abc.DeviceDestination`."""
-        return getattr(self._destination, "on_device", False)
+        """Whether the decoded blocks go to a device."""
+        return self._destination.on_device
 
     def views(self) -> None:
         """None: blocks are decoded in :meth:`copy_in`."""

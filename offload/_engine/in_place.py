@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from backends.abc import Destination
 from backends.base.copying import BESIDE_BYTES
 from backends.base.direct import PlacedLease
 from backends.base.pages import Pages, checksums, copy_pages
@@ -22,7 +23,7 @@ from backends.base.threads import run_halves
 
 
 @attrs.define(eq=False)
-class BlocksInPlace:
+class BlocksInPlace(Destination):
     """The blocks of a hit where they lie; a destination for the load of that hit. Made by ``Hit.in_place``."""
 
     _leases: Sequence[PlacedLease]
@@ -47,8 +48,13 @@ class BlocksInPlace:
         """Sum these pages where they lie. See :class:`backends.abc.Destination`."""
         self.copy_in_and_sum(start, pages)
 
+    @property
+    def sums_pages(self) -> bool:
+        """True."""
+        return True
+
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Sum these pages where they lie; where it is much, in two threads. See :class:`backends.abc.SummingDestination`."""
+        """Sum these pages where they lie; where it is much, in two threads."""
         if len(pages) < 2 or len(pages) * pages.page_bytes < BESIDE_BYTES:
             sums = checksums(pages)
         else:
@@ -58,8 +64,13 @@ class BlocksInPlace:
         self._sums.update((at, value) for at, address, value in shown if address == self.pages.addresses[at])
         return sums
 
+    @property
+    def is_readable(self) -> bool:
+        """True."""
+        return True
+
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
-        """Copy these blocks into pages. See :class:`backends.abc.ReadableDestination`."""
+        """Copy these blocks into pages."""
         copy_pages(pages, self.pages.at(positions))
 
     def leading(self, loaded: int) -> int:

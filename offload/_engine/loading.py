@@ -26,7 +26,6 @@ from backends.abc import (
     Failed,
     Key,
     Missed,
-    NumberedDestination,
     Outcome,
     ReadableTier,
     ReadLease,
@@ -80,7 +79,7 @@ def precondition_of(destination: Destination, given: PreconditionLike | None) ->
     """
     if given is not None:
         return as_precondition(given)
-    if getattr(destination, "on_device", False):
+    if destination.on_device:
         raise TypeError(
             f"precondition is missing: {destination!r:.80} lies on a device, which may still write to it. Pass an event "
             "recorded behind that work, as torch.cuda.Event is one, or offload.NO_WAIT if there is none"
@@ -327,7 +326,7 @@ def _count_failures(outcomes: Sequence[Outcome], failures: dict[str, int]) -> No
             count(failures, "failed")
 
 
-class _Part:
+class _Part(Destination):
     """A range of a destination."""
 
     __slots__ = ("_n", "_start", "_whole")
@@ -346,15 +345,22 @@ class _Part:
 
     @property
     def on_device(self) -> bool:
-        return getattr(self._whole, "on_device", False)
+        return self._whole.on_device
 
     def views(self) -> Pages | None:
         views = self._whole.views()
         return None if views is None else views.part(self._start, self._start + self._n)
 
     def numbered(self) -> tuple[object, Sequence[int]]:
-        place, numbers = self._whole.numbered() if isinstance(self._whole, NumberedDestination) else (None, ())
+        place, numbers = self._whole.numbered()
         return place, numbers[self._start : self._start + self._n]
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._whole.copy_in(self._start + start, pages)
+
+    @property
+    def sums_pages(self) -> bool:
+        return self._whole.sums_pages
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        return self._whole.copy_in_and_sum(self._start + start, pages)

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from backends.abc import EVICTED, LOADED, DepthTier, Key, ReadableTier, TenantTier, WeakBlocks
+from backends.abc import EVICTED, LOADED, DepthTier, Destination, Key, ReadableTier, TenantTier, WeakBlocks
 from backends.base.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.base.threads import kept_if_unproven, leave_after
 
@@ -63,7 +63,7 @@ def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
     )
 
 
-class StagingBuffer:
+class StagingBuffer(Destination):
     """New host memory to read blocks into. Checksums are computed as blocks arrive, in the copy thread."""
 
     def __init__(self, n: int, block_bytes: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 import attrs
 import trio
 
-from backends.abc import LOADED, Deletion, Destination, Key, Missed, PlanarPlace, Source, Unproven
+from backends.abc import LOADED, Deletion, Destination, Key, Missed, Source, Unproven
 from backends.base.pages import Pages, checksums, new_pages
 from backends.base.planes import difference
 from backends.base.slots import PagesDestination
@@ -244,11 +244,10 @@ class ShadowCheck:
         """Compare planes at the destination with what they should hold."""
         if not expected:
             return
-        names = destination.plane_names if isinstance(destination, PlanarPlace) else ()
+        names = destination.plane_names
         if not names or (self.stored is not None and tuple(names) != tuple(self.stored.plane_names)):
             self._note_inconclusive("no planes at the destination", len(expected))
             return
-        assert isinstance(destination, PlanarPlace)
         positions = list(expected)
         try:
             found = await run_in_thread_to_the_end(destination.plane_samples, positions)
@@ -289,7 +288,7 @@ class ShadowCheck:
         """Read blocks of one tier into other memory, and compare what stands at the destination with that."""
         if not positions:
             return
-        if destination.views() is None and not hasattr(destination, "copy_out"):  # backends.abc.ReadableDestination
+        if destination.views() is None and not destination.is_readable:
             self._note_inconclusive("destination not readable", len(positions))
             return
         _, tier = self.places[speed]
@@ -401,11 +400,10 @@ def _compare_in_thread(destination: Destination, positions: Sequence[int], pages
     places = destination.views()
     if places is not None:
         return _equal(places.at(positions), pages)
-    readable: Any = destination
     here = new_pages(len(positions), pages.page_bytes)
     try:
         with kept_if_unproven(here):
-            readable.copy_out(positions, here)
+            destination.copy_out(positions, here)
     except Exception as error:
         if len(positions) == 1:
             _log.warning("a destination could not be read back: %s", describe(error))

@@ -8,10 +8,9 @@ its checksums (:class:`backends.abc.ChecksummedSource`), and ``isinstance`` sees
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 
-from backends.abc import Failed, Outcome
+from backends.abc import Destination, Failed, Outcome
 from backends.base.forwarding import OPTIONAL, ForwardingTier
 from backends.base.pages import Pages
 from maru.exception_groups import leaves
@@ -30,13 +29,17 @@ class ErrorAttribution:
     def __init__(self) -> None:
         self._errors: list[BaseException] = []  # several if a tier copies in several tasks
 
-    def observe(self, other_end: T) -> T:
-        """A proxy for the source or the destination of the copy, which records its errors."""
-        observed: Any = _Observed(other_end, self._errors)
-        if isinstance(other_end, ForwardingTier):
+    def observe_destination(self, destination: Destination) -> Destination:
+        """Return a proxy for the destination of the copy, which records its errors."""
+        return _ObservedDestination(destination, self._errors)
+
+    def observe_source(self, source: T) -> T:
+        """Return a proxy for the source of the copy, which records its errors."""
+        observed: Any = _Observed(source, self._errors)
+        if isinstance(source, ForwardingTier):
             # Its optional methods are attributes of the instance. `__class__` does not show them, and from Python 3.12 on
             # `isinstance` of a protocol does not ask `__getattr__`, so the proxy has them as its own.
-            vars(observed).update((name, method) for name, method in vars(other_end).items() if name in _PASSED_ON)
+            vars(observed).update((name, method) for name, method in vars(source).items() if name in _PASSED_ON)
         return observed  # type: ignore[no-any-return]
 
     def is_of_other_end(self, error: BaseException) -> bool:
@@ -68,8 +71,55 @@ class ErrorAttribution:
         return False
 
 
+class _ObservedDestination(Destination):
+    """A destination whose errors are recorded."""
+
+    def __init__(self, place: Destination, errors: list[BaseException]) -> None:
+        self._place = place
+        self._errors = errors
+
+    def __repr__(self) -> str:
+        return repr(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._place.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        return self._place.on_device
+
+    @property
+    def sums_pages(self) -> bool:
+        return self._place.sums_pages
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        return self._place.numbered()
+
+    def views(self) -> Pages | None:
+        return _recorded(self._errors, self._place.views)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        _recorded(self._errors, self._place.copy_in, start, pages)
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        return _recorded(self._errors, self._place.copy_in_and_sum, start, pages)
+
+
+def _recorded(errors: list[BaseException], call: Callable[..., T], *args: Any) -> T:
+    """Call, and record an error before it is raised."""
+    try:
+        return call(*args)
+    except BaseException as error:
+        errors.append(error)
+        raise
+
+
 class _Observed:
-    """A source or a destination whose errors are recorded."""
+    """A source whose errors are recorded."""
 
     def __init__(self, place: Any, errors: list[BaseException]) -> None:
         self._place = place
@@ -84,11 +134,7 @@ class _Observed:
     __class__: Any = property(_kind)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._place, name)
-        return partial(self._recorded, found) if name == "copy_in_and_sum" else found
-
-    def __len__(self) -> int:
-        return len(self._place)
+        return getattr(self._place, name)
 
     @property
     def block_bytes(self) -> int:
@@ -96,18 +142,8 @@ class _Observed:
         return size
 
     def views(self, *refs: Sequence[int]) -> Pages | None:
-        views: Pages | None = self._recorded(self._place.views, *refs)
+        views: Pages | None = _recorded(self._errors, self._place.views, *refs)
         return views
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        self._recorded(self._place.copy_out, refs, pages)
-
-    def copy_in(self, start: int, pages: Pages) -> None:
-        self._recorded(self._place.copy_in, start, pages)
-
-    def _recorded(self, call: Callable[..., T], *args: Any) -> T:
-        try:
-            return call(*args)
-        except BaseException as error:
-            self._errors.append(error)
-            raise
+        _recorded(self._errors, self._place.copy_out, refs, pages)

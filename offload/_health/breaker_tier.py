@@ -200,7 +200,7 @@ class BreakerTier(ForwardingTier):
             self.time_to_load(len(lease.keys) * destination.block_bytes),
             self.inner.load,
             lease.inner if isinstance(lease, BreakerLease) else lease,
-            attribution.observe(destination),
+            attribution.observe_destination(destination),
             attribution=attribution,
         )
         return outcomes
@@ -424,7 +424,7 @@ class BreakerReservation(_Forwarding):
         attribution = ErrorAttribution()
         verdict, cause = _SILENT, ""
         try:
-            outcomes = await self.inner.transfer(attribution.observe(source), refs)
+            outcomes = await self.inner.transfer(attribution.observe_source(source), refs)
             verdict, cause = attribution.judge_outcomes(outcomes)
             return outcomes
         except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.abc import EVICTED, Destination, ExternalBlocks, Key
 from backends.base.pages import Pages, copy_pages
 
 from ..daemon._messages import TensorLayout
@@ -86,7 +86,7 @@ class SharedBlocks:
 
 
 @attrs.define(eq=False)
-class IntoSharedBlocks:
+class IntoSharedBlocks(Destination):
     """Blocks to load into. Made by :meth:`SharedBlocks.into`."""
 
     blocks: SharedBlocks
@@ -101,7 +101,7 @@ class IntoSharedBlocks:
         return len(self.ids)
 
     def numbered(self) -> tuple[object, Sequence[int]]:
-        """See :class:`~backends.abc.NumberedDestination`."""
+        """See :class:`~backends.abc.Destination`."""
         return self.blocks, self.ids
 
     def views(self) -> Pages:

@@ -30,7 +30,6 @@ from backends.abc import (
     Failed,
     Key,
     Missed,
-    NumberedDestination,
     NumberedSource,
     Outcome,
     Rejected,
@@ -379,9 +378,7 @@ class DaemonTier(TierBase[DaemonLease]):
         self, lease: DaemonLease, destination: Destination, there: Pages | None
     ) -> Mapping[int, Missed | Failed]:
         session, places, n = lease.session, self._its_places(), len(lease.keys)
-        place, numbers = (
-            cast(NumberedDestination, destination).numbered() if hasattr(destination, "numbered") else (None, ())
-        )
+        place, numbers = destination.numbered()
         cache = None if place is None else await places.cache_of(place, session)
         if cache is not None:
             return await self._ask_load(lease, cache, numbers[:n])

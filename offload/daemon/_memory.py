@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from backends.abc import EVICTED, DamagedBlock, ExternalBlocks, Key
+from backends.abc import EVICTED, DamagedBlock, Destination, ExternalBlocks, Key
 from backends.base.pages import Pages, copy_pages, new_pages
 from backends.base.slots import Storage
 from backends.base.threads import kept_if_unproven
@@ -411,14 +411,20 @@ class Caches:
         return parts
 
 
-class CacheBlocks:
+class CacheBlocks(Destination):
     """Blocks of a cache as a destination."""
 
     def __init__(self, storage: Storage, ids: list[int]) -> None:
-        self.block_bytes: int = storage.block_bytes
-        self.on_device: bool = getattr(storage, "on_device", False)
         self._storage = storage
         self._ids = ids
+
+    @property
+    def block_bytes(self) -> int:
+        return self._storage.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        return getattr(self._storage, "on_device", False)
 
     def __len__(self) -> int:
         return len(self._ids)

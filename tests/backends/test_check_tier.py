@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from backends.abc import STORED, Deletion, RoomRequest, Tier
+from backends.abc import STORED, Deletion, Destination, RoomRequest, Tier
 from backends.base.copying import StoreCopy
 from backends.base.pages import checksums, copy_pages, pages_of
 from backends.base.pooled import Lease, PooledReservation
@@ -353,7 +353,7 @@ async def test_copies_take_the_time_they_are_told(source, autojump_clock):
     assert fake.copied == KEYS
 
 
-class FakeDestination:
+class FakeDestination(Destination):
     block_bytes = 64
 
     def __init__(self, n):

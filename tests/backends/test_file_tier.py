@@ -23,6 +23,7 @@ from backends.abc import (
     MAX_KEY_BYTES,
     STORED,
     Deletion,
+    Destination,
     Failed,
     Missed,
     RoomRequest,
@@ -721,7 +722,7 @@ async def test_a_source_outside_host_memory_is_written_in_portions(directory, mo
     first.release(refs)
     assert await load(second, keys) == [LOADED] * 8
 
-    class Places:
+    class Places(Destination):
         block_bytes = SIZE
 
         def __init__(self):

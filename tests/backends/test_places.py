@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backends import RepeatedPlaces
-from backends.abc import LOADED, BlockSizeError
+from backends.abc import LOADED, BlockSizeError, Destination
 from backends.base.pages import Pages, pages_of
 from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
@@ -19,8 +19,10 @@ from tests.support.damaged_places import DESTINATIONS, SIZE, fill, opened, paylo
 KEYS = [b"key %d" % number for number in range(4)]
 
 
-class Places:
+class Places(Destination):
     """A destination as somebody else would write it: it checks nothing."""
+
+    block_bytes = SIZE
 
     def __init__(self, buffers, block_bytes=SIZE, in_host=True):
         self.pages = pages_of(buffers)

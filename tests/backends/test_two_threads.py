@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from backends.abc import LOADED
+from backends.abc import LOADED, Destination
 from backends.base import copying as _copying
 from backends.base import pages as pages_module
 from backends.base import slots
@@ -25,12 +25,22 @@ SIZE = 256
 
 
 @attrs.define(eq=False)
-class Places:
+class Places(Destination):
     """A destination that is no host memory, and says in which thread it was written to."""
 
     into: Pages
     error: Exception | None = None
     threads: list[str] = attrs.Factory(list)
+
+    @property
+    def block_bytes(self) -> int:
+        return SIZE
+
+    def __len__(self) -> int:
+        return len(self.into)
+
+    def views(self) -> None:
+        return None
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self.threads.append(threading.current_thread().name)
@@ -42,6 +52,8 @@ class Places:
 
 class SummingPlaces(Places):
     """Such a destination that sums what it copies."""
+
+    sums_pages = True
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
         self.copy_in(start, pages)

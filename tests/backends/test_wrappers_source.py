@@ -8,7 +8,7 @@ import trio.testing
 
 import offload
 from backends import DamagedBlock, DuplicateKeys, MissingKeys, Unproven
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, PaddedSource, RoomRequest
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Destination, PaddedSource, RoomRequest
 from backends.base.blockfile import Directory
 from backends.base.pages import pages_of
 from backends.base.slots import PagesDestination
@@ -43,7 +43,7 @@ async def copied_out(tier, refs):
     return [bytes(buffer) for buffer in buffers]
 
 
-class Remote:
+class Remote(Destination):
     """Where blocks come from and go to by copies of its own, the next of which does not come to an end."""
 
     block_bytes = 64

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from backends.abc import DUPLICATE, LOADED, STORED, DuplicateKeys, Missed, Rejected, Unproven
+from backends.abc import DUPLICATE, LOADED, STORED, Destination, DuplicateKeys, Missed, Rejected, Unproven
 from backends.maru.l1 import ReservationOver
 from maru import ServerConfig
 from offload import NO_WAIT, ConfigError, Route, open_engine
@@ -380,7 +380,7 @@ async def test_a_load_that_is_cancelled_anywhere_is_over_when_it_returns_and_its
         assert pages._l1.report_status().pinned_keys == 0
 
 
-class OnDevice:
+class OnDevice(Destination):
     """Places of a device."""
 
     on_device, block_bytes = True, SIZE

@@ -11,7 +11,8 @@ import trio
 import trio.testing
 
 from backends import PlaceClosed
-from backends.abc import LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier, Unproven
+from backends.abc import LOADED, STORED, Deletion, Destination, Failed, Missed, RoomRequest, Source, Tier, Unproven
+from backends.base.slots import PagesDestination
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, payload_of
 from offload import BreakerTier, HealthState, TierTooSlow, TierUnavailable, with_breaker
@@ -129,8 +130,11 @@ async def test_a_call_that_never_answers_is_cut_off_and_a_fault(autojump_clock, 
 async def test_time_of_a_load_grows_with_its_bytes(autojump_clock, megabytes, seconds) -> None:
     tier, guard = asked_and_guard()
     tier.hang = True
-    large = places(len(KEYS))
-    large.block_bytes = megabytes * 1_000_000
+
+    class Large(PagesDestination):
+        block_bytes = megabytes * 1_000_000
+
+    large = Large.over([bytearray(SIZE) for _ in KEYS])
     async with await tier.pool_lease(KEYS) as lease:
         with pytest.raises(TierTooSlow):
             await guard.load(lease, large)
@@ -434,7 +438,7 @@ class BadSource(FakeTier):
         raise OSError("the source is gone")
 
 
-class BadPlaces:
+class BadPlaces(Destination):
     """They cannot be written."""
 
     block_bytes = SIZE
@@ -491,6 +495,8 @@ async def test_an_error_of_the_destination_is_not_the_tiers(autojump_clock) -> N
 
 async def test_an_error_of_a_destination_that_sums_is_not_the_tiers(autojump_clock) -> None:
     class BadSums(BadPlaces):
+        sums_pages = True
+
         def copy_in_and_sum(self, start: int, pages: Any) -> list[int]:
             raise OSError("the destination is gone")
 

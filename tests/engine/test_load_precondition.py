@@ -12,7 +12,7 @@ import torch
 import trio
 import trio.testing
 
-from backends.abc import Key
+from backends.abc import Destination, Key
 from backends.base.block_layout import TensorMemory
 from backends.base.copier import close_copiers
 from backends.base.pages import Pages, copy_pages, pages_of
@@ -31,7 +31,7 @@ SOON = 60.0
 MISSING = r"precondition is missing: .* lies on a device.* Pass an event .* or offload\.NO_WAIT"
 
 
-class OnDevice:
+class OnDevice(Destination):
     """Places that a device writes to; ``on_arrival`` is called as soon as a copy begins."""
 
     on_device = True

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trio
 
-from backends.abc import Key
+from backends.abc import Destination, Key
 from backends.base.pages import Pages
 from backends.base.slots import PagesDestination
 from backends.device import DeviceTier
@@ -144,12 +144,15 @@ async def restored(engine: Engine, model: ReferenceEngine, tier: DeviceTier, pro
         model.free(sequence)
 
 
-class Beside:
+class Beside(Destination):
     """A destination that puts what it is given one place further."""
 
     def __init__(self, n: int) -> None:
         self.places = [bytearray(SIZE) for _ in range(n)]
-        self.block_bytes = SIZE
+
+    @property
+    def block_bytes(self) -> int:
+        return SIZE
 
     def __len__(self) -> int:
         return len(self.places)
@@ -160,6 +163,10 @@ class Beside:
     def copy_in(self, start: int, pages: Pages) -> None:
         for at, page in enumerate(pages, start):
             self.places[(at + 1) % len(self.places)][:] = page
+
+    @property
+    def is_readable(self) -> bool:
+        return True
 
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
         for at, page in zip(positions, pages, strict=True):

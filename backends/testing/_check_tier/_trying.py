@@ -17,6 +17,7 @@ from ...abc import (
     STORED,
     Capabilities,
     Deletion,
+    Destination,
     Key,
     Missed,
     Outcome,
@@ -105,16 +106,20 @@ class KnownBytes(Bytes):
         self.forgotten += keys
 
 
-class Places:
+class Places(Destination):
     """A destination that can be looked at."""
 
     def __init__(self, n: int, block_bytes: int, *, in_host: bool = True) -> None:
-        self.block_bytes = block_bytes
+        self._block_bytes = block_bytes
         self.in_host = in_host
         self.buffers = [bytearray(b"\xee" * block_bytes) for _ in range(n)]
         self.error: Exception | None = None
         self.started: threading.Event | None = None
         self.go_on: threading.Event | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
 
     def __len__(self) -> int:
         return len(self.buffers)

@@ -197,9 +197,9 @@ class PlanarPlaces(ObjectPlaces):
         """The planes of the object by its shapes."""
         return self._planes.plane_names
 
-    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+    def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
         """The samples of the object."""
-        return list(self._planes.samples([0] * len(refs)))
+        return list(self._planes.samples([0] * len(positions)))
 
 
 def _space(key: ObjectKey) -> Space:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.abc import EVICTED, Destination, ExternalBlocks, Key
 from backends.base.pages import Pages
 from backends.base.planes import SAMPLES
 
@@ -183,7 +183,7 @@ class MemoryObjects:
             ctypes.memset(address + span.size, 0, size - span.size)
 
 
-class ObjectPlaces:
+class ObjectPlaces(Destination):
     """The destination that an engine loads into: objects of LMCache, each in the place of a page.
 
     Args:
@@ -218,12 +218,12 @@ class ObjectPlaces:
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """Parts of an object; see :class:`backends.abc.PlanarPlace`."""
+        """Parts of an object; see :class:`backends.abc.Destination`."""
         return PARTS
 
-    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+    def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
         """The samples of objects that were loaded."""
-        return [self._spans[at].samples() for at in refs]
+        return [self._spans[at].samples() for at in positions]
 
 
 def _pages(spans: Sequence[Span], page_bytes: int) -> Pages | None:

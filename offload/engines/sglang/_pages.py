@@ -17,7 +17,7 @@ from itertools import accumulate, count
 from types import TracebackType
 from typing import Any, Self
 
-from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.abc import EVICTED, Destination, ExternalBlocks, Key
 from backends.base.pages import Pages
 from backends.base.planes import TensorPlanes
 
@@ -39,7 +39,7 @@ class WrongPages(AdapterError):
     fault_name = "wrong pages"
 
 
-class LentPages:
+class LentPages(Destination):
     """Pages for one call, as a context: revoked when it is left. Also the destination of a load.
 
     Args:
@@ -161,6 +161,11 @@ class LentPages:
 
     # --- whether it is what was stored, in any thread -------------------------------------------------------------
 
+    @property
+    def is_readable(self) -> bool:
+        """True."""
+        return True
+
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
         """Copy the pages at these positions: what stands there is compared with what a tier gives."""
         for at, address in zip(positions, pages.addresses, strict=True):
@@ -171,16 +176,16 @@ class LentPages:
         """The planes of a page, where it lies in a pool whose layout is known; see :class:`backends.abc.PlanarPlace`."""
         return self._planes.plane_names if self._planes is not None and self._numbers else ()
 
-    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+    def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
         """The samples of the pages at these positions; ``None`` where they are not lent any more."""
         planes, numbers = self._planes, self._numbers
         if planes is None or not numbers:
-            return [None] * len(refs)
+            return [None] * len(positions)
         try:
             with self._in_use():
-                return list(planes.samples([numbers[at] for at in refs]))
+                return list(planes.samples([numbers[at] for at in positions]))
         except Revoked:
-            return [None] * len(refs)
+            return [None] * len(positions)
 
 
 class HostPages:

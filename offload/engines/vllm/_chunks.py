@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import attrs
 
-from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.abc import EVICTED, Destination, ExternalBlocks, Key
 from backends.base.block_layout import Plane, TensorMemory, as_one_run, layout_of, memory_of
 from backends.base.copier import Event, Pieces, copier_of
 from backends.base.copying import BESIDE_BYTES
@@ -322,7 +322,7 @@ def copy_chunks_in(parts: Parts, after: Sequence[Event] = ()) -> None:
 
 
 @attrs.define(eq=False)
-class ChunkDestination:
+class ChunkDestination(Destination):
     """A column of chunks to load into."""
 
     _source: ChunkSource
@@ -336,7 +336,7 @@ class ChunkDestination:
 
     @property
     def on_device(self) -> bool:
-        """Whether the cache lies on a device; see :class:`backends.abc.DeviceDestination`."""
+        """Whether the cache lies on a device; see :class:`backends.abc.Destination`."""
         return self._source.on_device
 
     def __len__(self) -> int:
@@ -349,12 +349,22 @@ class ChunkDestination:
         """Copy pages into the chunks from ``start`` on."""
         self._source.copy_in(self.blocks[start : start + len(pages)], pages)
 
+    @property
+    def sums_pages(self) -> bool:
+        """True."""
+        return True
+
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Like :meth:`copy_in`; returns checksums. See :class:`backends.abc.SummingDestination`."""
+        """Like :meth:`copy_in`; returns checksums."""
         return self._source.copy_in_and_sum(self.blocks[start : start + len(pages)], pages)
 
+    @property
+    def is_readable(self) -> bool:
+        """True."""
+        return True
+
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
-        """Copy whole chunks into pages; see :class:`backends.abc.ReadableDestination`.
+        """Copy whole chunks into pages.
 
         Raises:
             ValueError: of one of them only some blocks were loaded.

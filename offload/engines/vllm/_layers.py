@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.abc import EVICTED, Destination, ExternalBlocks, Key
 from backends.base.block_layout import TensorMemory, memory_of
 from backends.base.copier import copier_of
 from backends.base.pages import Pages
@@ -139,7 +139,7 @@ class LayerChunks(NoChunks):
 
 
 @attrs.define(eq=False)
-class LayerPlaces:
+class LayerPlaces(Destination):
     """A column of layers of chunks to load into."""
 
     _source: LayerChunks
@@ -153,7 +153,7 @@ class LayerPlaces:
 
     @property
     def on_device(self) -> bool:
-        """Whether the cache lies on a device; see :class:`backends.abc.DeviceDestination`."""
+        """Whether the cache lies on a device; see :class:`backends.abc.Destination`."""
         return self._source.on_device
 
     def __len__(self) -> int:
