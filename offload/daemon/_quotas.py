@@ -208,8 +208,8 @@ class Quotas:
             pass
 
     def listed(self, account: Account, keys: Iterable[Key]) -> None:
-        """Charge an account with keys that a tier has listed."""
-        account.stored(keys, _UNTOLD)
+        """Charge an account with the keys that a page store has listed."""
+        account.listed(reversed(list(keys)), _UNTOLD)
 
     def settled(self, account: Account, coming: Iterable[Key], there: Iterable[Key]) -> None:
         """A store has ended, with which some blocks came to be there."""

@@ -250,6 +250,18 @@ def test_in_a_tier_that_does_not_tell_a_block_counts_until_it_is_deleted_or_miss
     assert len(account) == 2 and account.evicted == 0
 
 
+@pytest.mark.parametrize("lists_new", [False, True])
+def test_what_a_page_store_lists_late_is_less_recently_used_than_what_was_found(lists_new):
+    quotas = Quotas()
+    quotas.configure({"a": 8 * SIZE})
+    quotas.open(SIZE, [], all_told=False)
+    account, keys = quotas.of("a"), stored_keys("a", keys_of(6))
+    old, new = keys[:4], keys[4:]
+    quotas.found("a", new)
+    quotas.listed(account, [*new, *old] if lists_new else old)
+    assert account.victims(6, ()) == keys
+
+
 # --- the file of tenants ------------------------------------------------------------------------------------------------
 
 
