@@ -13,14 +13,14 @@ Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is belie
         deleted, or is missing when it is its turn to go: there, what is counted is never too little. At the start it
         is asked to list what it has.
 Rule 4. A tenant that gets a quota while engines are served is charged in steps; what a tier tells meanwhile is newer than its
-        list.
+        list, and so is a deletion.
 Rule 5. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -54,6 +54,8 @@ class Account:
     """Whether the keys of the tiers that tell of them count."""
     is_listed: bool = False
     """Whether the tiers that list their keys, but do not tell of them, were asked what they have of it."""
+    gone: set[Key] | None = attrs.field(default=None, repr=False)
+    """Keys deleted during a listing; ``None`` if there is none."""
     _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
     """The tiers that have each, as bits; the least recently used first."""
     _coming: dict[Key, int] = attrs.field(factory=dict, repr=False)
@@ -116,11 +118,13 @@ class Account:
 
     def stored(self, keys: Iterable[Key], place: int) -> None:
         """A tier has these, which counts as a use."""
-        there = self._there
+        there, gone = self._there, self.gone if place == _UNTOLD else None
         for key in keys:
             there[key] = there.get(key, 0) | place
             there.move_to_end(key)
             self._new.discard(key)
+            if gone:
+                gone.discard(key)
 
     def listed(self, keys: Iterable[Key], place: int) -> None:
         """Count keys that a tier has had since before: they are less recently used than all others."""
@@ -135,6 +139,8 @@ class Account:
     def removed(self, keys: Iterable[Key], place: int) -> None:
         """A tier does not have these any more."""
         for key in keys:
+            if self.gone is not None and place == _UNTOLD:
+                self.gone.add(key)
             places = self._there.get(key, 0) & ~place
             if places:
                 self._there[key] = places
@@ -207,9 +213,21 @@ class Quotas:
         for _ in self.charging():  # at once: nobody is served yet
             pass
 
-    def listed(self, account: Account, keys: Iterable[Key]) -> None:
-        """Charge an account with the keys that a page store has listed."""
-        account.listed(reversed(list(keys)), _UNTOLD)
+    def listing(self, account: Account, keys: list[Key]) -> Generator[None, None, None]:
+        """Charge an account with listed keys of a page store, in steps.
+
+        The keys are taken from the list. All that was used before the end counts as used later, and a key that was deleted
+        between two steps is not charged. Close the iterator if it is left before its end.
+        """
+        gone = account.gone = set()
+        try:
+            while keys:
+                piece = keys[-_CHARGED:]
+                del keys[-_CHARGED:]
+                account.listed([key for key in reversed(piece) if key not in gone], _UNTOLD)
+                yield
+        finally:
+            account.gone = None
 
     def settled(self, account: Account, coming: Iterable[Key], there: Iterable[Key]) -> None:
         """A store has ended, with which some blocks came to be there."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -216,7 +216,9 @@ class Service:
                     _log.warning(
                         "%s cannot list keys: what it has of tenant %s counts when it is found", name, account.tenant
                     )
-                self.quotas.listed(account, keys or ())
+                with closing(self.quotas.listing(account, keys or [])) as steps:
+                    for _ in steps:
+                        await trio.lowlevel.checkpoint()
             account.is_listed = is_listed
         await trio.lowlevel.checkpoint()
 

@@ -258,8 +258,41 @@ def test_what_a_page_store_lists_late_is_less_recently_used_than_what_was_found(
     account, keys = quotas.of("a"), stored_keys("a", keys_of(6))
     old, new = keys[:4], keys[4:]
     quotas.found("a", new)
-    quotas.listed(account, [*new, *old] if lists_new else old)
+    list(quotas.listing(account, [*new, *old] if lists_new else old[:]))
     assert account.victims(6, ()) == keys
+
+
+def test_what_comes_and_goes_between_steps_of_a_listing_is_newer_than_it(monkeypatch):
+    monkeypatch.setattr("offload.daemon._quotas._CHARGED", 2)
+    quotas = Quotas()
+    quotas.configure({"a": 99 * SIZE})
+    quotas.open(SIZE, [Book()], all_told=False)
+    account, keys = quotas.of("a"), stored_keys("a", keys_of(9))
+    listing = quotas.listing(account, keys[:6])
+    for steps, counted in enumerate((2, 4), 1):
+        next(listing)
+        assert len(account) == counted, f"two keys for each of {steps} steps"
+    quotas.deleted("a", [keys[0], keys[5]], [GONE, HELD])
+    account.asked([keys[1], keys[4]], [GONE, Deletion.MISSING])
+    quotas.found("a", [keys[1], keys[7]])  # it was stored again
+    account.removed([keys[2]], 2)  # by a tier that tells
+    assert not list(listing)[1:]
+    assert account.victims(9, ()) == [keys[at] for at in (2, 3, 5, 1, 7)]
+    list(quotas.listing(account, keys[:6]))  # asked again: what was deleted before counts
+    assert len(account) == 7
+
+
+def test_a_listing_that_was_left_is_begun_again():
+    quotas = Quotas()
+    quotas.configure({"a": 99 * SIZE})
+    quotas.open(SIZE, [], all_told=False)
+    account, keys = quotas.of("a"), stored_keys("a", keys_of(3))
+    listing = quotas.listing(account, keys[:])
+    next(listing)
+    quotas.deleted("a", keys[:1], [GONE])
+    listing.close()
+    list(quotas.listing(account, keys[:]))
+    assert account.victims(9, ()) == keys
 
 
 # --- the file of tenants ------------------------------------------------------------------------------------------------
@@ -393,6 +426,30 @@ async def test_quota_counts_a_separate_page_store_after_restarts(path, tmp_path)
                     assert len((await store(his, cache, keys_of(8, 8 * life))).completed) == 8
                     assert await there(his, keys_of(8 * (life + 1))) == 8
                 assert running.statistics()["tenant.a.used_bytes"] == 8 * SIZE
+
+
+async def test_a_separate_page_store_is_charged_with_others_served_between_two_steps(path, tmp_path, monkeypatch):
+    class Tasks(trio.abc.Instrument):
+        steps = 0
+
+        def before_task_step(self, task):
+            self.steps += 1
+
+    server, tiers = beside(tmp_path)
+    file = tenants(tmp_path, 8 * SIZE)
+    tasks, charged, listed = Tasks(), [], Account.listed
+    async with open_server(server):
+        async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+            cache = cache_of()
+            async with open_client(cache, running.url, credential=HIS) as his:
+                await store(his, cache, keys_of(8))
+        monkeypatch.setattr("offload.daemon._quotas._CHARGED", 2)
+        monkeypatch.setattr(Account, "listed", lambda *args: charged.append(tasks.steps) or listed(*args))
+        trio.lowlevel.add_instrument(tasks)
+        async with daemon(path, engine=tiers, tenants_file=file, block_bytes=SIZE) as running:
+            assert running.statistics()["tenant.a.used_bytes"] == 8 * SIZE
+        trio.lowlevel.remove_instrument(tasks)
+    assert len(set(charged)) == len(charged) == 4
 
 
 async def test_quota_given_again_counts_a_separate_page_store(path, tmp_path):
