@@ -18,8 +18,11 @@ from ..base.lazy import lazily
 
 if TYPE_CHECKING:
     from ._books import KeyBook as KeyBook
+    from ._books import KeyList as KeyList
     from ._books import KeyWatcher as KeyWatcher
     from ._books import KeyWatchers as KeyWatchers
+    from ._books import TranslatedBook as TranslatedBook
+    from ._books import list_lazily as list_lazily
     from ._messages import BadEvent as BadEvent
     from ._messages import BlockHash as BlockHash
     from ._mirror import Mirror as Mirror
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "KeyBook": "._books",
+    "KeyList": "._books",
     "KeyWatcher": "._books",
     "KeyWatchers": "._books",
+    "TranslatedBook": "._books",
+    "list_lazily": "._books",
     "BadEvent": "._messages",
     "BlockHash": "._messages",
     "Mirror": "._mirror",

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 _log = logging.getLogger("maru.kv_events")
 
 K = TypeVar("K")
+K_co = TypeVar("K_co", covariant=True)
 K_contra = TypeVar("K_contra", contravariant=True)
 
 
@@ -40,6 +41,36 @@ class KeyBook(Protocol[K]):
     def watch_keys(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
         """Call ``watcher`` at every change until the returned function is called, which is idempotent."""
         ...
+
+
+class KeyList(Protocol[K_co]):
+    """Keys of a book as of one moment, as a list is."""
+
+    def __len__(self) -> int:
+        """Return how many positions there are, some maybe without a key."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> Sequence[K_co]:
+        """Return the keys at some positions, in order."""
+        ...
+
+
+@runtime_checkable
+class TranslatedBook(Protocol[K_co]):
+    """A key book over the names of another one.
+
+    It is recognised by the method. To make a million keys of names takes a quarter of a second, so whoever needs a part at a
+    time asks for a list that makes them so.
+    """
+
+    def list_lazily(self) -> KeyList[K_co]:
+        """Return all stored keys, each made when it is asked for."""
+        ...
+
+
+def list_lazily(book: KeyBook[K]) -> KeyList[K]:
+    """Return a book's keys as of now, in a short step."""
+    return book.list_lazily() if isinstance(book, TranslatedBook) else book.list_keys()
 
 
 class KeyWatchers(Generic[K]):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, TypeVar
 
+from ._books import KeyList
 from ._messages import (
     AllBlocksCleared,
     Answer,
@@ -96,7 +97,7 @@ class EventLog:
         return chain((Answer(*message) for message in kept if message.sequence >= start), (end,))
 
     def snapshot(
-        self, held: Mapping[str, Sequence[K]], now: float, names: Callable[[Sequence[K]], Sequence[BlockHash]]
+        self, held: Mapping[str, KeyList[K]], now: float, names: Callable[[Sequence[K]], Sequence[BlockHash]]
     ) -> Iterator[Answer]:
         """Everything that is held now, in parts, and the end. Nothing may be left in the collection: :meth:`take` goes first.
 
@@ -112,7 +113,7 @@ class EventLog:
 
     def _answers(
         self,
-        held: Mapping[str, Sequence[K]],
+        held: Mapping[str, KeyList[K]],
         now: float,
         names: Callable[[Sequence[K]], Sequence[BlockHash]],
         last: int,
@@ -145,5 +146,5 @@ class EventLog:
         return pack_batch(Batch(now, events, self._rank, self.epoch, self._last if last is None else last))
 
 
-def _parts(hashes: Sequence[K]) -> Iterator[Sequence[K]]:
+def _parts(hashes: KeyList[K]) -> Iterator[Sequence[K]]:
     return (hashes[at : at + MOST_HASHES] for at in range(0, len(hashes), MOST_HASHES))

@@ -26,7 +26,7 @@ import trio
 
 from ..exception_groups import raise_unwrapped
 from ..transport import Message, SocketOptions, TrioSocket, open_socket
-from ._books import KeyBook
+from ._books import KeyBook, KeyList, list_lazily
 from ._log import MOST_HASHES, EventLog
 from ._messages import Answer, BadEvent, BlockHash, Replay, Request, unpack_request
 
@@ -137,9 +137,9 @@ class EventPublisher:
         self._books, self._name_of = books, name_of
         with ExitStack() as stack:
             self._early = deque()
-            held: dict[str, Sequence[Any]] = {}
+            held: dict[str, KeyList[Any]] = {}
             for medium, book in books.items():
-                held[medium] = book.list_keys()
+                held[medium] = list_lazily(book)
                 stack.callback(book.watch_keys(_Collector(self, medium)))
             await self._tell_held(held)
             task_status.started()
@@ -147,7 +147,7 @@ class EventPublisher:
                 nursery.start_soon(self._keep_telling)
                 nursery.start_soon(self._answer_requests)
 
-    async def _tell_held(self, held: Mapping[str, Sequence[Any]]) -> None:
+    async def _tell_held(self, held: Mapping[str, KeyList[Any]]) -> None:
         """Tell what the books held, a part at a time; then what has changed meanwhile, which is kept back until then."""
         self._tell()
         for medium, keys in held.items():
@@ -238,7 +238,7 @@ class EventPublisher:
             self._replays += 1
             return self._log.replay(request.start, time.time())
         self._snapshots += 1
-        held = {medium: book.list_keys() for medium, book in self._books.items()}
+        held = {medium: list_lazily(book) for medium, book in self._books.items()}
         return self._log.snapshot(held, time.time(), self._names)
 
     async def _answer(self, reader: bytes, request: Request, one: _Answering) -> None:

@@ -6,7 +6,7 @@ counts, by whichever process it was written; a name that is no key of a daemon i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -14,7 +14,7 @@ import attrs
 from backends.abc import Key
 
 if TYPE_CHECKING:
-    from maru.kv_events import KeyBook, KeyWatcher
+    from maru.kv_events import KeyBook, KeyList, KeyWatcher
 
 
 @attrs.frozen
@@ -27,17 +27,26 @@ class PageKeys:
         """All keys that it has."""
         return _keys(self.names.list_keys())
 
-    def keys_in_pieces(self, size: int) -> Iterator[list[Key]]:
-        """Yield all keys that it has now, the last ones first, of so many names at a time."""
-        names = list(self.names.list_keys())
-        while names:
-            piece = _keys(names[-size:])
-            del names[-size:]
-            yield piece
+    def list_lazily(self) -> KeyList[Key]:
+        """Return all keys, each made of its name when asked for."""
+        return _KeysOf(self.names.list_keys())
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
         """See :class:`maru.kv_events.KeyBook`."""
         return self.names.watch_keys(_Translated(watcher))
+
+
+@attrs.frozen(eq=False)
+class _KeysOf:
+    """Keys of a list of names, some of which name none."""
+
+    _names: list[str]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, part: slice, /) -> list[Key]:
+        return _keys(self._names[part])
 
 
 @attrs.frozen(eq=False)

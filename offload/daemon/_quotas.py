@@ -27,9 +27,8 @@ from typing import Final
 import attrs
 
 from backends.abc import Deletion, Key
-from maru.kv_events import KeyBook
+from maru.kv_events import KeyBook, list_lazily
 
-from ._page_keys import PageKeys
 from ._tenants import PREFIX_BYTES, prefix_of
 
 REASON: Final = "quota"
@@ -306,14 +305,9 @@ def _bit(at: int) -> int:
 
 def _in_pieces(book: KeyBook[Key]) -> Iterator[Sequence[Key]]:
     """Yield the keys of a tier, the last ones first."""
-    if isinstance(book, PageKeys):
-        yield from book.keys_in_pieces(_CHARGED)
-        return
-    keys = list(book.list_keys())
-    while keys:
-        piece = keys[-_CHARGED:]
-        del keys[-_CHARGED:]
-        yield piece
+    keys = list_lazily(book)
+    for end in range(len(keys), 0, -_CHARGED):
+        yield keys[max(0, end - _CHARGED) : end]
 
 
 @attrs.frozen(eq=False)

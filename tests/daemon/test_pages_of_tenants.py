@@ -4,9 +4,9 @@ import pytest
 import trio
 
 from backends.abc import STORED, Rejected
-from maru.kv_events import open_mirror
+from maru.kv_events import list_lazily, open_mirror
 from offload.client import DaemonUnavailable, SharedBlocks, SharedMemory, open_client, open_connection
-from offload.daemon import event_name
+from offload.daemon import _page_keys, event_name
 from offload.daemon._messages import Commit, Counters, Done, Reserved, ReserveWrite, Stats
 from offload.daemon._page_keys import PageKeys
 from tests.daemon.test_pages import keys_of, opened, paged, read, store, until
@@ -231,5 +231,18 @@ def test_names_that_are_no_keys_of_a_daemon_are_passed_over():
 
     book, watcher = PageKeys(Names()), Watcher()
     assert book.list_keys() == [b"k", b""]
+    assert [list(list_lazily(book)[at : at + 2]) for at in range(0, 6, 2)] == [[b"k"], [], [b""]]
     book.watch_keys(watcher)
     assert watcher.told == [[b"k"]]
+
+
+def test_names_are_made_keys_when_they_are_asked_for(monkeypatch):
+    class Names:
+        def list_keys(self):
+            return [f"{at:02x}" for at in range(100)]
+
+    made, key_of = [], _page_keys._key
+    monkeypatch.setattr(_page_keys, "_key", lambda name: made.append(name) or key_of(name))
+    keys = list_lazily(PageKeys(Names()))
+    assert len(keys) == 100 and not made
+    assert keys[16:18] == [b"\x10", b"\x11"] and made == ["10", "11"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -279,6 +279,31 @@ async def test_readers_that_wait_for_a_list_stay(place: Place, monkeypatch: pyte
             assert not publisher.statistics().given_up
     finally:
         context.destroy(linger=0)
+
+
+async def test_keys_over_names_are_named_a_part_at_a_time(place: Place) -> None:
+    class Names(LargeBook):
+        parts: ClassVar[list[int]] = []
+
+        def list_keys(self) -> list[bytes]:
+            raise AssertionError("all keys were named at once")
+
+        def list_lazily(self) -> Names:
+            return self
+
+        def __len__(self) -> int:
+            return len(self.keys)
+
+        def __getitem__(self, part: slice) -> list[bytes]:
+            some = [key for key in self.keys[part] if not key.endswith(b"7")]  # some names are no keys
+            self.parts.append(len(self.keys[part]))
+            return some
+
+    book = Names(3000, 8)
+    async with place.publish({"host": book}) as publisher, place.mirror() as mirror:
+        await mirror.wait(holds(host=[key for key in book.keys if not key.endswith(b"7")]))
+        assert publisher.statistics().snapshots
+    assert max(book.parts) <= 1024 and len(book.parts) >= 6, "for those that were there first, and for the mirror"
 
 
 async def test_an_error_of_the_body_leaves_as_it_came(place: Place) -> None:
