@@ -52,6 +52,8 @@ _log = logging.getLogger("backends.maru")
 
 _PURGED_AT_ONCE: Final = 1_024
 """Damaged blocks that are deleted before a question is asked: one message. Those that are held are tried again in turn."""
+_NAMES: Final = 4_096
+"""Listed names that are made keys in one step: a millisecond."""
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
 _IN_PLACE_PER_SECOND: Final = 256 << 20
@@ -182,7 +184,16 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         except ValueError:  # no key that begins so has a name
             return []
         names = await self.handler.list_stored(name)
-        return None if names is None else [key for one in names if (key := self._key_of(one)) is not None]
+        if names is None:
+            return None
+        names.reverse()  # parts are taken from the end, and freed: that takes as long as making keys of them
+        keys: list[Key] = []
+        while names:
+            some = names[-_NAMES:]
+            del names[-_NAMES:]
+            keys += [key for one in reversed(some) if (key := self._key_of(one)) is not None]
+            await trio.lowlevel.checkpoint()
+        return keys
 
     def _key_of(self, name: str) -> Key | None:
         """Return the key with this name; None if it is the name of others."""

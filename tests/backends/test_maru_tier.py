@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -250,6 +251,31 @@ async def test_a_block_of_another_size_under_a_text_stays() -> None:
         async with await tier.pin([b"theirs"]) as lease:
             assert not lease.keys
         assert await tier.contains([b"theirs"]) == {b"theirs"}
+
+
+async def test_listed_keys_are_made_of_names_in_steps(monkeypatch) -> None:
+    class Tasks(trio.abc.Instrument):
+        steps = 0
+
+        def before_task_step(self, task: object) -> None:
+            self.steps += 1
+
+    tasks = Tasks()
+    monkeypatch.setattr("backends.maru._tier._NAMES", 3)
+    async with open_tier() as tier:
+        keys = keys_of(8)
+        await store(tier, keys)
+        naming, made = tier.naming, []
+
+        def key(name: str) -> bytes:
+            made.append(tasks.steps)
+            return naming.key(name)
+
+        tier.naming = attrs.evolve(naming, key=key)
+        trio.lowlevel.add_instrument(tasks)
+        assert await tier.list_stored(b"k") == keys
+        trio.lowlevel.remove_instrument(tasks)
+    assert [made.count(step) for step in dict.fromkeys(made)] == [3, 3, 2]
 
 
 async def test_a_key_is_named_so_that_the_name_says_the_key_and_passes_for_no_salted_one() -> None:
