@@ -64,15 +64,19 @@ class Changes:
 
     def _use(self, region: Region, session: Session) -> Slices[None]:
         """Count a use of the keys of a region that is owned again: until then they are not evicted."""
-        keys = list(region.keys_at.items())
+        keys = list(region.keys_at.values())
+        located = self.state.located
         for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
             yield
             self.settle()
             if region.session is not session:
                 return
-            there = region.keys_at
-            some = [key for offset, key in keys[start : start + FORGOTTEN_AT_ONCE] if there.get(offset) == key]
-            session.policy.use(some, depths_of([self.state.located[key] for key in some]))
+            some = [
+                key
+                for key in keys[start : start + FORGOTTEN_AT_ONCE]
+                if (place := located.get(key)) is not None and place.region_id == region.region_id
+            ]
+            session.policy.use(some, depths_of([located[key] for key in some]))
 
     def return_region(self, region_id: int) -> None:
         """This region was handed back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import tracemalloc
 
 import pytest
 
@@ -339,6 +340,32 @@ def test_keys_of_a_region_owned_again_are_used_in_slices():
     world.store(again, ["new"], offsets=[0])
     [session] = world.directory._state.sessions.values()
     assert do_chores(world) == 3 and len(session.policy) == LARGE
+
+
+def test_what_left_a_region_owned_again_is_not_used_and_it_takes_no_memory_for_each_key():
+    world = World()
+    theirs = world.connection("p", region=1, pages=LARGE)
+    world.store(theirs, LARGE_NAMES)
+    world.directory.disconnect(theirs, world.now)
+    world.now += 100.0
+    world.directory.expire(world.now)
+    do_chores(world)
+    again = world.connection()
+    world.store(again, ["new"], offsets=[0])
+    [session] = world.directory._state.sessions.values()
+    [chore] = world.directory.take_chores()
+    tracemalloc.start()
+    next(chore)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * LARGE, "bytes: a reference of 8 for each key, and no object"
+    other = world.session(region=2, pages=1)
+    world.forget(LARGE_NAMES[2:4])
+    world.store(other, LARGE_NAMES[3:4])
+    with contextlib.suppress(StopIteration):
+        while True:
+            chore.send(world.now)
+    assert len(session.policy) == LARGE - 2
 
 
 @pytest.mark.parametrize("how", ["end", "epoch"])
