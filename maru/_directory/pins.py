@@ -26,7 +26,7 @@ class Pins:
         self.entries = 0
         """Keys that holders have pinned, each counted for each of its holders: so many entries are kept."""
         self._of: dict[int, dict[str, int]] = {}
-        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier epochs, and not confirmed since
+        self._earlier: dict[int, list[dict[str, int]]] = {}  # taken in earlier epochs, and not confirmed since
         self._epochs: dict[int, int] = {}  # the latest, where it is not 0
         self._leaving: deque[tuple[int, dict[str, int]]] = deque()  # of nobody any more, and still counted
         self._shared: dict[str, dict[int, None]] = {}  # by key, the published connections that pinned it
@@ -36,8 +36,8 @@ class Pins:
         return holder in self._of or holder in self._earlier
 
     def entries_of(self, holder: int) -> int:
-        """Keys that this holder has pinned; those of earlier epochs once more."""
-        return len(self._of.get(holder, ())) + len(self._earlier.get(holder, ()))
+        """Keys that this holder has pinned; those of earlier epochs counted besides."""
+        return len(self._of.get(holder, ())) + sum(map(len, self._earlier.get(holder, ())))
 
     def add(self, holder: int, keys: Sequence[str]) -> Sequence[str]:
         """One more pin for each; those that had none before."""
@@ -73,14 +73,14 @@ class Pins:
         """One pin less for each: whether there was one, and which keys have none any more."""
         counts, of = self.counts, self._of
         own = of.get(holder, {})
-        earlier = self._earlier.get(holder)
+        parts = self._earlier.get(holder, [])
         before = self.entries_of(holder)
         dropped: list[bool] = []
         last: list[str] = []
         for key in keys:
             count = own.get(key)
-            if count is None and earlier and key in earlier:
-                _less(earlier, key, 1)
+            if count is None and parts and _take(parts, key, 1):
+                pass
             elif count is None:
                 if holder > 0 or not self._drop_another_ones(key):
                     dropped.append(False)
@@ -99,15 +99,17 @@ class Pins:
                 counts[key] = count - 1
         if not own:
             of.pop(holder, None)
-        if earlier is not None and not earlier:
-            del self._earlier[holder]
+        self._tidy_earlier(holder)
         self.entries += self.entries_of(holder) - before
         return dropped, last
 
     def drop_all(self, holder: int) -> list[str]:
         """This holder has no pins any more, and is gone; which keys have none any more."""
         self._epochs.pop(holder, None)
-        return self._leave(holder, self._earlier.pop(holder, {})) + self._leave(holder, self._of.pop(holder, {}))
+        last = []
+        for own in (*self._earlier.pop(holder, ()), self._of.pop(holder, {})):
+            last += self._leave(holder, own)
+        return last
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove the pins of these keys, which do not exist any more, for all holders."""
@@ -117,13 +119,16 @@ class Pins:
                     self.entries -= key in leaving
                     leaving.pop(key, None)
                 self._shared.pop(key, None)
-                for of in (self._of, self._earlier):
-                    for holder in [holder for holder, own in of.items() if key in own]:
-                        own = of[holder]
-                        del own[key]
-                        self.entries -= 1
-                        if not own:
-                            del of[holder]
+                for holder in [holder for holder, own in self._of.items() if key in own]:
+                    own = self._of[holder]
+                    del own[key]
+                    self.entries -= 1
+                    if not own:
+                        del self._of[holder]
+                for holder in list(self._earlier):
+                    for part in self._earlier[holder]:
+                        self.entries -= part.pop(key, 0) > 0
+                    self._tidy_earlier(holder)
 
     # --- pin epochs -----------------------------------------------------------------------------------------------
 
@@ -135,38 +140,58 @@ class Pins:
         if epoch < latest:
             return False
         self._epochs[holder] = epoch
-        before = self.entries_of(holder)
         own = self._of.pop(holder, None)
         if own is not None:
-            earlier = self._earlier.setdefault(holder, own)
-            if earlier is not own:
-                for key, count in own.items():
-                    earlier[key] = earlier.get(key, 0) + count
-        self.entries += self.entries_of(holder) - before
+            self._add_earlier(holder, own)
         return True
+
+    def _add_earlier(self, holder: int, own: dict[str, int]) -> None:
+        """Keep the pins of an epoch as of an earlier one.
+
+        To merge as many pins as a session may have takes 50 ms. So at most two small parts are merged at once, and no part is
+        added while there are two: there are few.
+        """
+        parts = self._earlier.setdefault(holder, [])
+        parts.append(own)
+        small = [at for at, part in enumerate(parts) if len(part) <= FORGOTTEN_AT_ONCE]
+        if len(small) > 1:
+            there, more = parts[small[0]], parts.pop(small[1])
+            before = len(there) + len(more)
+            for key, count in more.items():
+                there[key] = there.get(key, 0) + count
+            self.entries += len(there) - before
+
+    def _tidy_earlier(self, holder: int) -> None:
+        """Forget the parts of earlier epochs in which nothing is left."""
+        parts = self._earlier.get(holder)
+        if parts is not None and not all(parts):
+            parts[:] = filter(None, parts)
+            if not parts:
+                del self._earlier[holder]
 
     def reconcile(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
         """Keep so many of the pins that this session took in earlier epochs. It cannot hold more than it took."""
-        earlier = self._earlier.get(holder)
-        if earlier is None:
+        parts = self._earlier.get(holder)
+        if parts is None:
             return
         before = self.entries_of(holder)
         own = self._of.setdefault(holder, {})
         for key, count in zip(keys, counts, strict=True):
-            kept = min(earlier.get(key, 0), count)
-            if kept > 0:
+            kept = _take(parts, key, count)
+            if kept:
                 own[key] = own.get(key, 0) + kept
-                _less(earlier, key, kept)
         if not own:
             del self._of[holder]
-        if not earlier:
-            del self._earlier[holder]
+        self._tidy_earlier(holder)
         self.entries += self.entries_of(holder) - before
 
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
         """Drop what it took in earlier epochs and did not name: how many pins, and which keys have none any more."""
-        earlier = self._earlier.pop(holder, {})
-        return sum(earlier.values()), self._leave(holder, earlier)
+        count, last = 0, []
+        for part in self._earlier.pop(holder, ()):
+            count += sum(part.values())
+            last += self._leave(holder, part)
+        return count, last
 
     @property
     def is_leaving(self) -> bool:
@@ -230,13 +255,21 @@ class Pins:
                     del self._shared[key]
 
 
-def _less(own: dict[str, int], key: str, count: int) -> None:
-    """So many less of it."""
-    left = own[key] - count
-    if left:
-        own[key] = left
-    else:
-        del own[key]
+def _take(parts: Iterable[dict[str, int]], key: str, count: int) -> int:
+    """Take at most so many pins of a key; return how many."""
+    taken = 0
+    for own in parts:
+        if taken >= count:
+            break
+        there = own.get(key)
+        if there is not None:
+            some = min(there, count - taken)
+            taken += some
+            if some < there:
+                own[key] = there - some
+            else:
+                del own[key]
+    return taken
 
 
 class ReadGrace:

@@ -1,7 +1,10 @@
 """The directory, rule by rule. `test_maru_directory_model.py` compares it with a model, for whatever nobody thought of."""
 
 import math
+import random
 import sys
+import tracemalloc
+from collections import Counter
 
 import msgspec
 import pytest
@@ -1522,6 +1525,83 @@ def test_pins_of_a_key_that_is_forgotten_are_of_no_epoch():
     assert world.statistics().pinned == 0
     world.directory.forget(["y"])
     assert world.directory._guard._pins._earlier == {}
+
+
+@pytest.mark.parametrize("first", [1, 3000])
+def test_an_epoch_with_many_pins_begins_without_a_pass_over_them(first):
+    pins = Pins()
+    pins.add(1, [f"first{at}" for at in range(first)])
+    pins.enter_pin_epoch(1, 1)
+    pins.add(1, [f"k{at}" for at in range(20_000)])
+    tracemalloc.start()
+    pins.enter_pin_epoch(1, 2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4096
+    assert pins.entries == pins.entries_of(1) == first + 20_000
+
+
+def test_pins_of_many_earlier_epochs_are_in_few_parts(monkeypatch):
+    monkeypatch.setattr("maru._directory.pins.FORGOTTEN_AT_ONCE", 4)
+    pins, most = Pins(), 0
+    for epoch in range(1, 200):
+        keys = [f"{epoch} {at}" for at in range(9)]
+        pins.add(1, keys)
+        pins.enter_pin_epoch(1, epoch)
+        if epoch > 2:
+            pins.drop(1, [f"{epoch - 2} {at}" for at in range(8)])  # one of each epoch stays
+        most = max(most, len(pins._earlier[1]))
+    assert pins.entries == len(pins.counts) == 197 + 18
+    assert most <= 1 + pins.entries // 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_earlier_epochs_count_as_one_whatever_their_parts(monkeypatch, seed):
+    monkeypatch.setattr("maru._directory.pins.FORGOTTEN_AT_ONCE", 1)
+    dice, pins, epoch = random.Random(seed), Pins(), 0
+    own, earlier, other = Counter(), Counter(), Counter()
+    for _ in range(200):
+        keys = dice.choices("abcdefgh", k=dice.randrange(6))
+        match dice.randrange(8):
+            case 0 | 1:
+                pins.add(1, keys)
+                own.update(keys)
+            case 2:
+                pins.add(2, keys)
+                other.update(keys)
+            case 3:
+                answers = []
+                for key in keys:
+                    there = own if own[key] else earlier
+                    answers.append(there[key] > 0)
+                    there[key] -= there[key] > 0
+                assert pins.drop(1, keys)[0] == answers
+            case 4:
+                epoch += 1
+                pins.enter_pin_epoch(1, epoch)
+                earlier, own = earlier + own, Counter()
+            case 5:
+                named = dict.fromkeys(keys, dice.randrange(4))
+                pins.reconcile(1, named.keys(), named.values())
+                kept = earlier & Counter(named)
+                own, earlier = own + kept, earlier - kept
+            case 6 if dice.random() < 0.3:
+                assert pins.drop_earlier(1)[0] == earlier.total()
+                earlier = Counter()
+            case 7:
+                pins.forget(dict.fromkeys(keys[:1]))
+                for counter in (own, earlier, other):
+                    del counter[keys[0] if keys else ""]
+        while pins.is_leaving:
+            pins.let_go_some()
+        assert pins.counts == dict(+(own + earlier + other))
+        assert pins.entries == pins.entries_of(1) + pins.entries_of(2)
+        assert pins.has(1) == bool((own + earlier).total())
+        assert all(map(all, pins._earlier.values()))
+    pins.drop_all(1)
+    while pins.is_leaving:
+        pins.let_go_some()
+    assert pins.counts == dict(+other) and not pins._earlier
 
 
 # --- what pins take -----------------------------------------------------------------------------------------------

@@ -595,7 +595,7 @@ def recounted(directory):
         assert usage.used_bytes == sum(region.used_bytes for region in regions)
     counts = {}
     pins = directory._guard._pins
-    for own in [*pins._of.values(), *pins._earlier.values()]:
+    for own in [*pins._of.values(), *[part for parts in pins._earlier.values() for part in parts]]:
         assert own
         for key, count in own.items():
             assert count > 0

@@ -46,7 +46,7 @@ def pins_at(world, client):
     number = world.service.directory.session_of(client.s.token)
     pins = world.service.directory._guard._pins
     counts = {}
-    for own in (pins._of.get(number, {}), pins._earlier.get(number, {})):
+    for own in (pins._of.get(number, {}), *pins._earlier.get(number, ())):
         for key, count in own.items():
             counts[key] = counts.get(key, 0) + count
     return counts
