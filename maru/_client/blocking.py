@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ import msgspec
 
 from .._config import MaruConfig
 from .._wire import Code
-from ..base.errors import HandlerClosed, MaruError, NoAnswer, ServerLost
+from ..base.errors import HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from ..base.forks import belongs_to, watch_forks
 from ..base.threads import start_thread
 from . import handler_operations as handler_operations
@@ -291,16 +291,17 @@ class MaruHandler(HandlerBase):
 
     def list_stored(self, prefix: str = "") -> list[str] | None:
         """List this tenant's keys that begin with a prefix; see the handler for trio."""
-        keys: list[str] = []
-        cursor = 0
+        listing = operations.Listing()
         while True:
-            page = self._run("list", operations.list_page(self._state, prefix, cursor))
+            try:
+                page = self._run("list", operations.list_page(self._state, prefix, listing.cursor))
+            except ServerRefused as exc:
+                sleep(listing.begin_again(exc, monotonic()))
+                continue
             if page is None:
                 return None
-            some, cursor = page
-            keys += some
-            if not cursor:
-                return keys
+            if listing.take(*page):
+                return listing.keys
 
     # --- watching -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import trio
 
 from .._config import MaruConfig
 from .._wire import Code
-from ..base.errors import MaruError, NoAnswer, ServerLost
+from ..base.errors import MaruError, NoAnswer, ServerLost, ServerRefused
 from ..exception_groups import raise_unwrapped
 from ..transport import OpenMessageSocket
 from . import columns as columns
@@ -362,18 +362,19 @@ class MaruHandler(HandlerBase):
 
         Raises:
             NoAnswer: the server did not answer.
-            ServerRefused: too many clients list keys.
+            ServerRefused: too many clients have listed keys for 20 seconds.
         """
-        keys: list[str] = []
-        cursor = 0
+        listing = operations.Listing()
         while True:
-            page = await self._run(None, operations.list_page(self._state, prefix, cursor))
+            try:
+                page = await self._run(None, operations.list_page(self._state, prefix, listing.cursor))
+            except ServerRefused as exc:
+                await trio.sleep(listing.begin_again(exc, monotonic()))
+                continue
             if page is None:
                 return None
-            some, cursor = page
-            keys += some
-            if not cursor:
-                return keys
+            if listing.take(*page):
+                return listing.keys
 
     # --- watching -------------------------------------------------------------------------------------------------
 

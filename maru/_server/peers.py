@@ -65,3 +65,17 @@ class Peer:
     """When a listing of keys may begin over it."""
     complained: bool = False
     """Whether it was told that a frame of its cannot be read; it is told once."""
+
+
+@attrs.define(eq=False)
+class Listing:
+    """A listing of keys that is under way."""
+
+    session_id: int
+    """The session that has begun it."""
+    names: list[str]
+    """All keys there were when it began."""
+    begun: float
+    """When it began."""
+    asked: float = -math.inf
+    """When a page of it was asked for last."""

@@ -44,7 +44,7 @@ from .._wire.capability import auth_token, verify
 from ..base.errors import BadFrame, BadMessage
 from . import service_own as own
 from . import service_v1 as v1
-from .peers import Peer, Refused, Word
+from .peers import Listing, Peer, Refused, Word
 from .reports import Reports
 
 Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes | Slices[bytes] | None]"
@@ -231,8 +231,8 @@ class Service:
         self.stopping = False
         """Somebody has asked this server to end, and may."""
         self.closed = False
-        self.listings: dict[Peer, tuple[int, list[str]]] = {}
-        """Session and keys of each listing that is under way, by connection; that which was asked for last is the last."""
+        self.listings: dict[Peer, Listing] = {}
+        """Listings under way, by connection; the one asked last is last."""
         self._peers: dict[bytes, Peer] = {}
         self._peers_of: dict[int, dict[Peer, None]] = {}
         """The connections that spoke last for each session; a session without any is not here."""
@@ -481,6 +481,8 @@ class Service:
     def _ended(self, session_id: int) -> None:
         self.filled.pop(session_id, None)
         self._silent.pop(session_id, None)
+        for peer in [peer for peer, listing in self.listings.items() if listing.session_id == session_id]:
+            del self.listings[peer]
         opener = self._openers.pop(session_id, None)
         if opener is not None:
             del opener.opened[session_id]

@@ -48,7 +48,7 @@ from .._wire import (
 )
 from .._wire.capability import issue
 from .parts import in_parts
-from .peers import Peer, Refused, Word
+from .peers import Listing, Peer, Refused, Word
 
 if TYPE_CHECKING:
     from .service import Service
@@ -58,7 +58,14 @@ _INFO: Final = 20  # as in `logging`
 _LOOKED: Final = 1_024
 """Names that are looked at for one page of a listing: a MiB of the longest."""
 _LISTINGS: Final = 4
-"""Listings at once, one for a connection; for another, that goes which was asked for least lately. Eight bytes a key each."""
+"""Listings at once, one for a connection. Eight bytes a key each."""
+_LISTING_REST: Final = 1.0
+"""Seconds without a question after which a listing gives way to another one."""
+_LISTING_PAGE: Final = 1e-2
+"""Seconds for each page after which a listing gives way, too.
+
+Without it, slow questions could keep a place for hours.
+"""
 _LISTING_PAUSE: Final = 1e-3
 """Seconds until a connection may begin another listing, for each ``_LOOKED`` keys: all names are copied for one."""
 
@@ -324,16 +331,19 @@ def list_keys(
     if not message.cursor:
         if now < peer.listing_due:
             raise Refused(Word.TOO_MANY, "this connection has begun a listing a moment ago: ask again later")
-        names = directory.list_keys()
         listings.pop(peer, None)
-        while len(listings) >= _LISTINGS:
-            del listings[next(iter(listings))]
-        peer.listing_due = now + len(names) // _LOOKED * _LISTING_PAUSE
+        if len(listings) >= _LISTINGS and not _end_slow_listing(listings, now):
+            raise Refused(Word.TOO_MANY, f"{_LISTINGS} clients list keys already: ask again later")
+        listing = Listing(session_id, directory.list_keys(), now)
+        peer.listing_due = now + len(listing.names) // _LOOKED * _LISTING_PAUSE
     else:
-        begun_by, names = listings.pop(peer, (0, []))
-        if begun_by != session_id:
+        there = listings.pop(peer, None)
+        if there is None or there.session_id != session_id:
             raise Refused(Word.FENCED, "this listing is over: begin again")
-    listings[peer] = session_id, names
+        listing = there
+    listing.asked = now
+    listings[peer] = listing
+    names = listing.names
     tenant, ends = directory.tenant_of(message.session), message.cursor + _LOOKED
     found = [name for name in names[message.cursor : ends] if name.startswith(message.prefix)]
     keys = [name for name in found if tenant_of(name) == tenant]
@@ -342,6 +352,16 @@ def list_keys(
         del listings[peer]
     pending = directory.pending(session_id, now)
     return reply(header.code, header.sequence, ListKeysReply(service.epoch, pending, keys, ends), header.flags)
+
+
+def _end_slow_listing(listings: dict[Peer, Listing], now: float) -> bool:
+    """End a listing that rests or has lasted for long; whether there was one."""
+    for peer, listing in listings.items():  # those asked for least lately first
+        longest = _LISTING_REST + len(listing.names) // _LOOKED * _LISTING_PAGE
+        if now - listing.asked >= _LISTING_REST or now - listing.begun >= longest:
+            del listings[peer]
+            return True
+    return False
 
 
 def place_of(location: Location) -> bytes:

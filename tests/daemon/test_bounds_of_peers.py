@@ -515,8 +515,8 @@ async def fill_listings(server, stack):
         ]
         return pages, listers[0].ask(Code.LIST_KEYS, ListKeysRequest(tokens[0], 0, "", 1024))
 
-    pages, oldest = await trio.to_thread.run_sync(list_keys)
-    assert all(page.cursor for page in pages) and isinstance(oldest, ErrorReply)
+    (*pages, refused), oldest = await trio.to_thread.run_sync(list_keys)
+    assert all(page.cursor for page in pages) and isinstance(refused, ErrorReply) and not isinstance(oldest, ErrorReply)
 
 
 async def fill_entries(server, stack):

@@ -21,9 +21,20 @@ import trio
 import maru._client.blocking
 import maru._client.driver_trio
 import maru._client.handler
-from maru import ConfigError, Damaged, HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerConfig, open_server
+from maru import (
+    ConfigError,
+    Damaged,
+    HandlerClosed,
+    LeaseLost,
+    MaruConfig,
+    NoAnswer,
+    ServerConfig,
+    ServerRefused,
+    open_server,
+)
 from maru._client.answers import Deleted, Loaded, Stored
 from maru._client.handler_base import beat_of
+from maru._client.operations import Listing
 from maru.transport import new_key_pair, save_key_pair
 from tests.support.maru_actors import impatient, waits
 from tests.support.published import PublishedClient, PublishedServer
@@ -350,6 +361,41 @@ async def test_over_curve(face, tmp_path):
 
 
 # --- no answer --------------------------------------------------------------------------------------------------------
+
+
+@both_faces
+async def test_many_clients_list_their_keys_at_once(face, tmp_path, monkeypatch):
+    monkeypatch.setattr("maru._server.service_own._LISTINGS", 1)
+    monkeypatch.setattr("maru._server.service_own._LOOKED", 8)
+    keys = [f"k{at:02}" for at in range(60)]
+    listed = []
+
+    async def list_keys(url):
+        async with opened(face, url) as handler:
+            listed.append(await handler.list_stored("k"))
+
+    async with open_server(server_config(tmp_path)) as server:
+        url = server.endpoints[0]
+        async with opened(face, url) as owner:
+            await owner.batch_put(keys, values_of(keys))
+            with trio.fail_after(SOON):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(4):
+                        nursery.start_soon(list_keys, url)
+        assert server._service._refused, "there was no place for all"
+    assert listed == [keys] * 4
+
+
+def test_a_refused_listing_is_begun_again_for_a_while():
+    listing, now, refused = Listing(), 100.0, ServerRefused("later", "too_many")
+    assert not listing.take(["a"], 1024)
+    pauses = [listing.begin_again(refused, now), listing.begin_again(ServerRefused("over", "fenced"), now)]
+    assert 0 < pauses[0] < pauses[1] and (listing.keys, listing.cursor) == ([], 0)
+    assert listing.take(["b"], 0) and listing.keys == ["b"]
+    with pytest.raises(ServerRefused, match="no"):
+        listing.begin_again(ServerRefused("no", "refused"), now)
+    with pytest.raises(ServerRefused, match="later"):
+        listing.begin_again(refused, now + 60.0)
 
 
 @both_faces

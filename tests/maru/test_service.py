@@ -1013,7 +1013,17 @@ def listers(world, count):
     return page
 
 
-def test_of_too_many_listings_the_oldest_goes(world):
+def test_a_listing_too_many_is_refused_and_those_under_way_go_on(world):
+    page = listers(world, 6)
+    for number in range(4):
+        assert page(number).cursor
+    world.now += 0.5
+    assert refused(page(4), Word.TOO_MANY)
+    assert [len(page(number, 1024).keys) for number in range(4)] == [476] * 4
+    assert page(4).cursor
+
+
+def test_a_listing_that_rests_gives_way(world):
     page = listers(world, 5)
     for number in range(4):
         assert page(number).cursor
@@ -1022,6 +1032,32 @@ def test_of_too_many_listings_the_oldest_goes(world):
     assert page(4).cursor
     assert refused(page(1, 1024), Word.FENCED)
     assert [len(page(number, 1024).keys) for number in (0, 2, 3, 4)] == [476] * 4
+
+
+def test_a_listing_with_slow_questions_gives_way_after_a_while(world):
+    page = listers(world, 5)
+    for number in range(4):
+        assert page(number).cursor
+    for _ in range(2):
+        world.now += 0.4
+        assert refused(page(4), Word.TOO_MANY)
+        assert all(page(number, 1).cursor for number in range(4))
+    world.now += 0.4
+    assert page(4).cursor
+    assert len(world.service.listings) == 4
+
+
+@pytest.mark.parametrize("how", ["close", "silence"])
+def test_a_listing_ends_with_its_session(world, how):
+    page = listers(world, 1)
+    assert page(0).cursor
+    [listing] = world.service.listings.values()
+    if how == "close":
+        world.service.end_session(listing.session_id, world.now)
+    else:
+        world.now += 10_000.0
+        world.service.expire(world.now)
+    assert not world.service.listings
 
 
 def test_a_connection_has_one_listing(world):

@@ -13,6 +13,7 @@ from .connecting import forget_regions as forget_regions
 from .connecting import settle as settle
 from .connecting import span_of as span_of
 from .deleting import delete as delete
+from .listing import Listing as Listing
 from .listing import list_page as list_page
 from .effects import Alone as Alone
 from .effects import Call as Call
