@@ -27,6 +27,10 @@ class NoAnswer(MaruError, TimeoutError):
     """The server did not answer in time. Never a miss: the request may have been carried out, or may still be."""
 
 
+class Shortage(MaruError):
+    """There is no descriptor, or no memory, for so large a frame now. It was not sent, and the connection goes on."""
+
+
 class FateUnknown(NoAnswer):
     """It is unknown whether a store took place. Its pages are not used again until that is known."""
 

@@ -8,12 +8,15 @@ Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes by d
         sides, and would have to be bounded for every peer that never sends the rest.
 Rule 3. A descriptor is read only if it is a memfd that its sender has sealed against every change: of anything else (a pipe,
         a file of a network) reading may block, and what was judged may change before it is used. Whatever came is closed.
-Rule 4. A peer that breaks a rule loses the connection: every error but :exc:`BlockingIOError` means that it is over.
+Rule 4. A peer that breaks a rule loses the connection: every ``OSError`` but :exc:`BlockingIOError` means that it is over.
+Rule 5. What this host refuses is no end of a connection. At its limit a process gives up its spare descriptor for a large
+        frame; where that is not enough, :exc:`Shortage` is about this one frame.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -26,8 +29,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from .all_bytes import read_head, write_all
-from .errors import PoolUnusable
+from .errors import PoolUnusable, Shortage
 from .listeners import open_peer, peer_uid
+from .spare_descriptor import SPARE
 
 INLINE_BYTES: Final = 128 << 10
 """Frames up to here are a packet. Half of the default send buffer, and more than any message of one page's worth of keys."""
@@ -45,6 +49,8 @@ _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _LEAST_MEMORY: Final = 512
 """Bytes of the kernel's that any packet takes until it is received, at least (768 where this was measured)."""
 _BACKLOG: Final = 128
+_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.ETOOMANYREFS})
+"""What the kernel says when this process, its user or this host has too little. The last: too many descriptors in transit."""
 
 
 class BadPacket(ConnectionError):
@@ -70,19 +76,25 @@ class PacketConnection:
         self._view = memoryview(bytearray(INLINE_BYTES) if buffer is None else buffer)
         self._buffers = [self._view]
         self.descriptor: int = sock.fileno()
+        SPARE.keep()
 
     def send(self, frame: bytes) -> None:
         """Send one frame.
 
         Raises:
             BlockingIOError: there is no room for it now.
-            OSError: the connection is over, or there is no memory or descriptor for so large a frame.
+            Shortage: there is no memory or descriptor for so large a frame. Nothing was sent, and the connection goes on.
+            OSError: the connection is over.
             ValueError: it is empty: that is how the kernel says that a peer has hung up.
         """
         if not frame:
             raise ValueError("a frame has at least one byte")
         if len(frame) > INLINE_BYTES:
-            self._send_in_memory(frame)
+            try:
+                self._send_in_memory(frame)
+            except Shortage:
+                with SPARE.given_up():
+                    self._send_in_memory(frame)
         else:
             self._send(frame)
 
@@ -141,14 +153,20 @@ class PacketConnection:
         self._sock.close()
 
     def _send_in_memory(self, frame: bytes) -> None:
-        descriptor = os.memfd_create("maru-frame", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("maru-frame", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             write_all(descriptor, frame)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
             self._sock.sendmsg([_SIZE.pack(len(frame))], attached)
+        except OSError as exc:
+            if exc.errno not in _SHORT:
+                raise
+            raise Shortage(f"a frame of {len(frame)} bytes cannot be sent now: {exc}") from exc
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _read_sealed(self, descriptor: int, size: int) -> bytes:
         if not 0 < size <= self._max_bytes:

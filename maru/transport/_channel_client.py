@@ -18,9 +18,10 @@ from typing import Final
 
 import trio
 
+from ..base.errors import Shortage
 from ..base.packets import PacketConnection, connect
 from ..exception_groups import raise_unwrapped
-from ._contract import OnLost, OnMessages
+from ._contract import OnLost, OnMessages, OnShortage
 from ._waiting import Expected, Watch
 
 MAX_FRAME_BYTES: Final = 16 << 20
@@ -45,10 +46,11 @@ def longer(pause: float) -> float:
 class ChannelClient:
     """A connection to a server on this host that reconnects when it is lost. Made by :func:`open_channel`."""
 
-    def __init__(self, path: str, on_messages: OnMessages, on_lost: OnLost) -> None:
+    def __init__(self, path: str, on_messages: OnMessages, on_lost: OnLost, on_shortage: OnShortage) -> None:
         self._path = path
         self._on_messages = on_messages
         self._on_lost = on_lost
+        self._on_shortage = on_shortage
         self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
         self._watch = Watch(self._idle, self._drain, partial(self._hand_on, 1), _BUSY_POLL)
         self._connection: PacketConnection | None = None
@@ -78,6 +80,7 @@ class ChannelClient:
 
         Raises:
             trio.WouldBlock: too much waits already. Nothing was sent.
+            Shortage: there is no descriptor or memory for so large a frame. Nothing was sent, and the connection goes on.
             trio.ClosedResourceError: it was closed.
         """
         watch = self._watch
@@ -204,14 +207,20 @@ class ChannelClient:
         """Send what waits, in its order, as far as there is room."""
         outbox = self._outbox
         while outbox and self._connection is not None:
+            shortage = None
             try:
                 self._connection.send(outbox[0])
             except BlockingIOError:
                 break
+            except Shortage as exc:
+                shortage = exc
             except OSError:
                 self._lose()
                 break
-            self._outbox_bytes -= len(outbox.popleft())
+            frame = outbox.popleft()
+            self._outbox_bytes -= len(frame)
+            if shortage is not None:  # this one frame fails: those behind it do not wait for it
+                self._on_shortage(frame, shortage)
         self._room.unpark_all()
 
     async def _keep(self) -> None:
@@ -253,7 +262,10 @@ class ChannelClient:
 
 @asynccontextmanager
 async def open_channel(
-    path: str, on_messages: OnMessages, on_lost: OnLost = lambda unsent: None
+    path: str,
+    on_messages: OnMessages,
+    on_lost: OnLost = lambda unsent: None,
+    on_shortage: OnShortage = lambda frame, shortage: None,
 ) -> AsyncIterator[ChannelClient]:
     """A channel to the server at this path, for as long as the ``async with`` block lasts, whether it is there already or not.
 
@@ -263,8 +275,9 @@ async def open_channel(
             channel is closed and that task gets the error.
         on_lost: called with the unsent frames when the connection is lost: they are sent over the next one, unless it drops
             them. Frames that were sent are never answered. Synchronous; must not raise.
+        on_shortage: called with a frame that has waited and cannot be sent, and why: it is dropped. Must not raise.
     """
-    client = ChannelClient(path, on_messages, on_lost)
+    client = ChannelClient(path, on_messages, on_lost, on_shortage)
     # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.
     keeping = trio.CancelScope(shield=True)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
+from ..base.errors import Shortage
 from ._waiting import Expected
 
 Message: TypeAlias = list[bytes]
@@ -37,6 +38,9 @@ OnMessages: TypeAlias = Callable[[list[Message]], None]
 
 OnLost: TypeAlias = Callable[[Collection[bytes]], None]
 """Is told that a connection is lost, with the frames that were not sent over it."""
+
+OnShortage: TypeAlias = Callable[[bytes, Shortage], object]
+"""Is told that a frame that has waited cannot be sent, and why; it is dropped."""
 
 OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManager[MessageSocket]]
 """How to get a socket that hands its messages on: what a client takes, and a test replaces."""

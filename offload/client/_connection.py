@@ -27,6 +27,7 @@ import attrs
 import trio
 
 from backends.abc import Unproven
+from maru.base.errors import Shortage
 from maru.exception_groups import raise_unwrapped
 from maru.transport import ChannelClient, Expected, open_channel
 
@@ -55,6 +56,7 @@ from ..daemon._messages import (
     Stored,
     Welcome,
     decode_answer,
+    decode_request,
     encode,
 )
 from ._errors import DaemonBusy, DaemonRefused, DaemonTierFailed, DaemonUnavailable, NoPageStore
@@ -194,7 +196,7 @@ class DaemonConnection:
         Raises:
             DaemonUnavailable: there is no session, or it was lost before the answer came.
             DaemonRefused: the daemon cannot do what was asked.
-            DaemonBusy: the session has too much under way.
+            DaemonBusy: the session has too much under way, or this process no descriptor for so large a request.
             Unproven: the session was lost, and with it the end of a copy.
         """
         try:
@@ -279,6 +281,9 @@ class DaemonConnection:
                     return seq, call
                 except trio.WouldBlock:
                     del self._calls[seq]
+                except Shortage as exc:
+                    del self._calls[seq]
+                    raise DaemonBusy(str(exc)) from exc
                 except BaseException:
                     self._calls.pop(seq, None)
                     raise
@@ -310,6 +315,10 @@ class DaemonConnection:
                 self.read_blocks = read  # a report that was not sent counts in the next one
                 self._due.appendleft(make)
                 return
+            except Shortage:
+                del self._calls[seq]
+                self._nursery.start_soon(self._tell_later, make)
+                continue
             if not self._collects:
                 self._collects = True
                 self._nursery.start_soon(self._collect)
@@ -429,6 +438,18 @@ class DaemonConnection:
             self._previous = session.token
             self._nursery.start_soon(self._until_dead, session)
         self._notify()
+
+    def _on_shortage(self, frame: bytes, shortage: Shortage) -> None:
+        try:
+            call = self._calls.pop(decode_request(frame).seq, None)
+        except BadFrame:  # larger than the daemon takes, which hangs up on it
+            self._channel.reconnect()
+            return
+        if call is None:
+            return
+        if call.make is not None:
+            self._nursery.start_soon(self._tell_later, call.make)
+        call.fail(DaemonBusy(str(shortage)))
 
     def _notify(self) -> None:
         self._changed.set()
@@ -575,7 +596,9 @@ async def open_connection(
     connection = DaemonConnection(f"ipc://{path}", name or f"process {os.getpid()}", credential.encode())
     with raise_unwrapped():
         async with (
-            open_channel(path, connection._on_messages, connection._on_lost) as connection._channel,
+            open_channel(
+                path, connection._on_messages, connection._on_lost, connection._on_shortage
+            ) as connection._channel,
             trio.open_nursery() as connection._nursery,
         ):
             connection._nursery.start_soon(connection._keep)

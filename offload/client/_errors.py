@@ -27,4 +27,7 @@ class NoPageStore(DaemonRefused):
 
 
 class DaemonBusy(OffloadError):
-    """The daemon has as much of this session under way as may be. The caller releases something, or tries again."""
+    """The daemon has as much of this session under way as may be, or this process no descriptor or memory to ask with.
+
+    The caller releases something, or tries again.
+    """

@@ -19,6 +19,7 @@ import click
 
 from maru.base.commands import FiniteRange, given_knobs, knob_option
 from maru.base.ending import BadInput, EnvironmentFault
+from maru.base.errors import Shortage
 from maru.transport import ChannelConnection
 
 from .._errors import ConfigError
@@ -127,6 +128,8 @@ class Operator:
             self._connection.send_by(request, deadline)
             frame = self._connection.receive_by(deadline)
             got = None if frame is None else self._decode(frame)
+        except Shortage as exc:
+            raise EnvironmentFault(f"{self.path} cannot be asked: {exc}") from exc
         except OSError as exc:
             raise EnvironmentFault(f"{self.path} has hung up: is it a daemon of this version?") from exc
         except BadFrame as exc:

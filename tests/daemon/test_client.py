@@ -41,13 +41,17 @@ from offload.daemon._messages import (
     Stats,
     Store,
     TensorLayout,
+    encode,
     packed,
 )
 from offload.daemon._tenants import Tenants
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
+from tests.support.held_by_process import refuse_memory
 
 SHORT, LONG = 0.05, 60.0
+MANY = [b"%040d" % number for number in range(8_000)]
+"""Keys that make a frame too large for a packet."""
 
 
 async def test_a_cancel_in_the_tick_of_the_loss_keeps_no_slot(tmp_path):
@@ -847,3 +851,26 @@ async def test_a_daemon_whose_tiers_are_not_open_is_not_broken(path):
             await store(other, cache)
         async with await engine.lookup(KEYS) as hit:
             assert len(hit.keys) == len(KEYS)
+
+
+async def test_memory_refused_for_a_large_request_fails_it_alone(path, monkeypatch):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        session = connection.session
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            with pytest.raises(DaemonBusy, match="bytes cannot be sent now"):
+                await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)
+        assert (await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)).blocks == 0
+        assert connection.session is session
+
+
+async def test_memory_refused_for_a_large_request_that_has_waited_fails_it_alone(path, monkeypatch):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        session, channel = connection.session, connection._channel
+        monkeypatch.setattr(os, "memfd_create", refuse_memory)
+        channel._outbox.append(encode(Stats(77)))  # what has found no room
+        channel._outbox_bytes += len(channel._outbox[0])
+        with pytest.raises(DaemonBusy, match="bytes cannot be sent now"), trio.fail_after(PATIENCE):
+            await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)
+        await connection.ask(Stats, Counters)
+        assert connection.session is session

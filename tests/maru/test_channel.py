@@ -19,10 +19,11 @@ from maru import HandlerClosed, PoolUnusable
 from maru.base import packet_listener as _packet_listener
 from maru.base import packets as _packets
 from maru.base.addresses import CHANNEL_NAME
+from maru.base.errors import Shortage
 from maru.base.packets import INLINE_BYTES, BadPacket, PacketConnection, connect
 from maru.testing import open_test_server
 from maru.transport import BlockingChannel, ChannelServer, is_channel_peer, open_channel
-from tests.support.held_by_process import open_descriptors
+from tests.support.held_by_process import no_descriptor_left, open_descriptors, refuse_memory
 from tests.support.pools import until
 
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -121,6 +122,30 @@ def test_a_frame_of_more_than_is_taken_costs_the_connection():
         one.send(b"x" * ((256 << 10) + 1))
         with pytest.raises(BadPacket, match="are taken"):
             other.receive()
+
+
+def test_a_large_frame_leaves_a_process_without_descriptors():
+    with pair() as (one, other):
+        frame = os.urandom(MIB)
+        before = open_descriptors()
+        with no_descriptor_left():
+            for _ in range(3):
+                one.send(frame)
+        assert [other.receive() for _ in range(3)] == [frame] * 3
+        assert open_descriptors() <= before
+
+
+def test_memory_refused_for_a_large_frame_is_no_end_of_the_connection(monkeypatch):
+    with pair() as (one, other):
+        before = open_descriptors()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            with pytest.raises(Shortage, match=f"a frame of {MIB} bytes cannot be sent now"):
+                one.send(b"x" * MIB)
+        one.send(b"small")
+        one.send(b"x" * MIB)
+        assert (other.receive(), len(other.receive())) == (b"small", MIB)
+        assert open_descriptors() <= before
 
 
 def test_a_peer_that_has_not_read_is_told_from_one_that_has():
@@ -574,6 +599,32 @@ async def test_closing_a_channel_wakes_who_waits_and_leaves_no_descriptor(path):
             with pytest.raises(trio.ClosedResourceError):
                 await channel.send((b"", b"x"))
     assert open_descriptors() == before
+
+
+async def test_memory_refused_for_a_frame_fails_its_sender_only(path, monkeypatch):
+    client = Client()
+    async with echoing(path), open_channel(path, client.on_messages) as channel:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            with pytest.raises(Shortage):
+                channel.send_nowait((b"", b"x" * MIB))
+            with pytest.raises(Shortage):
+                await channel.send((b"", b"x" * MIB))
+        assert await client.ask(channel, b"small") == b"small"
+        assert client.came == [b"small"]
+
+
+async def test_a_frame_that_has_waited_and_cannot_be_sent_is_reported_and_holds_up_no_other(path, monkeypatch):
+    client, lost, refused = Client(), [], []
+    monkeypatch.setattr(os, "memfd_create", refuse_memory)
+    async with open_channel(
+        path, client.on_messages, lost.append, lambda frame, why: refused.append((frame, type(why)))
+    ) as channel:
+        channel.send_nowait((b"", b"x" * MIB))
+        async with echoing(path):
+            assert await client.ask(channel, b"small") == b"small"
+        assert refused == [(b"x" * MIB, Shortage)]
+        assert not lost
 
 
 async def test_a_server_that_hangs_up_at_once_is_asked_ever_more_seldom(path):

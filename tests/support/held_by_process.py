@@ -1,11 +1,14 @@
 """What this process holds of the kernel, for tests of what stays behind: descriptors, and the threads of ZeroMQ."""
 
 import contextlib
+import errno
 import gc
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+
+from maru.base.spare_descriptor import SPARE
 
 
 def open_descriptors(*, collect: bool = False) -> set[tuple[int, int, int]]:
@@ -16,12 +19,35 @@ def open_descriptors(*, collect: bool = False) -> set[tuple[int, int, int]]:
     """
     if collect:
         gc.collect()
+    SPARE.keep()  # which stays from its first use on
     there = set()
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile: the listing itself was one
             facts = os.fstat(number)
             there.add((number, facts.st_dev, facts.st_ino))
     return there
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Take all descriptors that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_PATH))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def refuse_memory(*_: object) -> int:
+    """Stand in for ``os.memfd_create`` of a host without memory."""
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def zmq_threads() -> set[str]:
