@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 import attrs
 
 from maru.base.descriptors import DescriptorRequest, fetch_descriptor
-from maru.base.errors import MaruError
+from maru.base.errors import MaruError, Shortage
 from maru.base.forks import belongs_to, watch_forks
 from maru.base.memory.mapping import Mapping, map_region
 
@@ -445,6 +445,8 @@ class PinnedPoolClient:
             yield
         except PinnedPoolError:
             raise
+        except Shortage as exc:
+            raise PoolRefused(f"{self.server} cannot be asked: {exc}") from exc
         except OSError as exc:
             self._connection.interrupt()
             raise PoolLost(f"{self.server} has disconnected: {exc}") from exc

@@ -43,7 +43,12 @@ class Connection(Protocol):
         ...
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame. Returns whether it was sent in time. :exc:`OSError`: the connection is over."""
+        """Send one frame. Returns whether it was sent in time.
+
+        Raises:
+            Shortage: there is no descriptor or memory for so large a frame. The connection goes on.
+            OSError: the connection is over.
+        """
         ...
 
     def receive_by(self, deadline: float) -> bytes | None:

@@ -28,7 +28,7 @@ class PoolTimeout(PinnedPoolError, TimeoutError):
 
 
 class PoolRefused(PinnedPoolError):
-    """The server refuses this request; the text says why. Nothing has changed."""
+    """The server refuses this request, or this host has no descriptor or memory for it. Nothing has changed."""
 
 
 class PoolClosed(PinnedPoolError, PlaceClosed):

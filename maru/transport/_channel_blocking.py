@@ -45,6 +45,7 @@ class ChannelConnection(PacketConnection):
         """Send one frame, waiting for room; whether it was sent by then, a time of ``perf_counter``.
 
         Raises:
+            Shortage: there is no descriptor or memory for so large a frame. The connection goes on.
             OSError: the connection is over.
             ValueError: the frame is empty.
         """

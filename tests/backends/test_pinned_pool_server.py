@@ -67,7 +67,7 @@ from maru.base.descriptors import DescriptorRequest, fetch_descriptor
 from maru.fake_cuda import FakeCuda
 from maru.transport import BlockingDealer
 from tests.support.cuda_process import process_with_cuda
-from tests.support.held_by_process import open_descriptors
+from tests.support.held_by_process import open_descriptors, refuse_memory
 from tests.support.maru_processes import PATIENCE, eventually, within
 from tests.support.pinned_pools import (
     CHUNK,
@@ -195,6 +195,30 @@ def test_streams_are_longer_than_what_is_on_its_way_at_once(server: PinnedPoolSe
         client.copy_from_pool(0, 1, memoryview(back)[1:])
         assert back[MIB + 1 : 2 * MIB] == data[1:MIB]  # what the refused one had written before
         assert back[:1] == data[:1]
+
+
+@pytest.mark.parametrize("sent", [0, 2])
+def test_memory_refused_for_bytes_on_their_way_costs_no_block(
+    server: PinnedPoolServer, monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    made, make = [], os.memfd_create
+
+    def make_some(*args: Any) -> int:
+        made.append(args)
+        return make(*args) if len(made) <= sent else refuse_memory()
+
+    with client_of(server, 8, shared_memory=False) as client:
+        data = random.Random(0).randbytes(5 * MAX_PIECE_BYTES)
+        assert client.allocate_from_pool(len(data)) is not None
+        client.copy_to_pool(0, 0, data)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", make_some)
+            with pytest.raises(PoolRefused, match="bytes cannot be sent now"):
+                client.copy_to_pool(0, 0, data)
+        client.check()
+        back = bytearray(len(data))
+        client.copy_from_pool(0, 0, back)
+        assert back == data
 
 
 def test_one_pool_for_each_client_and_all_of_them_bounded(server: PinnedPoolServer) -> None:
