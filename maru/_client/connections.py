@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from .._wire import HEADER_BYTES, decode_reply, read_header, request
-from ..base.errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer
+from ..base.errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer, Shortage
 from ..transport import BlockingSocket
 from .correlation import Correlation
 from .handler_base import CallStatistics
@@ -60,7 +60,8 @@ class Connection:
         """Send a call. What it has to say right before is said.
 
         Raises:
-            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in, or is not there.
+            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in, or is not there,
+                or there is no descriptor or memory for so large a request.
             HandlerClosed: the handler was closed while this waited for a server that takes it in.
         """
         correlation = self.correlation
@@ -87,8 +88,10 @@ class Connection:
                     raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
                 if self._is_closed():
                     raise HandlerClosed("the handler was closed while a call waited to be sent")
-        except BaseException:
+        except BaseException as exc:
             self._give_up(call)
+            if isinstance(exc, Shortage):
+                raise NoAnswer(str(exc)) from exc
             raise
         if self._dealer.losses != self._losses:
             self._note_loss(call)

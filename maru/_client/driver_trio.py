@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import trio
 
 from .._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
-from ..base.errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
+from ..base.errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused, Shortage
 from ..base.peers import Listener
 from ..base.threads import NoThread, run_in_thread
 from ..transport import Message, MessageSocket
@@ -178,6 +178,8 @@ class Driver:
             self._give_up(call)
             if isinstance(exc, trio.ClosedResourceError):
                 raise HandlerClosed(f"{self.state!r}: closed while a call waited for its answer") from exc
+            if isinstance(exc, Shortage):
+                raise NoAnswer(f"{self.state!r}: {exc}") from exc
             raise
         if type(reply) is ErrorReply:
             raise ServerRefused(reply.error, reply.code)
@@ -202,7 +204,7 @@ class Driver:
         frames = self._begin(call)
         try:
             self._socket.send_nowait(frames)
-        except (trio.WouldBlock, trio.ClosedResourceError):
+        except (trio.WouldBlock, trio.ClosedResourceError, Shortage):
             pass
         finally:
             self._give_up(call)
@@ -298,6 +300,13 @@ class Driver:
         for call in self.correlation.calls():
             if call.sequence not in to_send:
                 self._end_unanswered(call, "the connection was lost before there was an answer")
+
+    def on_shortage(self, frame: bytes, shortage: Shortage) -> None:
+        """End the call whose frame has waited, and cannot be sent."""
+        sequence = read_header(frame).sequence
+        for call in self.correlation.calls():
+            if call.sequence == sequence:
+                self._end_unanswered(call, f"{shortage}; no answer")
 
     def _end_unanswered(self, call: Call, why: str) -> None:
         call.is_over = True

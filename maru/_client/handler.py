@@ -57,7 +57,9 @@ class MaruHandler(HandlerBase):
     def __init__(self, config: MaruConfig | None = None, **knobs: Any) -> None:
         super().__init__(config, knobs, monotonic, nullcontext())
         self._driver = Driver(self._state)
-        self._open_socket: OpenMessageSocket = partial(open_dealer, self.config, on_lost=self._driver.on_lost)
+        self._open_socket: OpenMessageSocket = partial(
+            open_dealer, self.config, on_lost=self._driver.on_lost, on_shortage=self._driver.on_shortage
+        )
         self._life: AbstractAsyncContextManager[None] | None = None
 
     # --- its life -------------------------------------------------------------------------------------------------

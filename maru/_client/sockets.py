@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from .._config import MaruConfig
 from ..base.addresses import CHANNEL_NAME, IPC_NAME
+from ..base.errors import Shortage
 from ..base.listeners import find_listener, find_unix_listener
 from ..base.peers import Listener
 from ..transport import BlockingChannel, open_channel
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
 
 
 def open_dealer(
-    config: MaruConfig, on_messages: OnMessages, on_lost: OnLost = lambda unsent: None
+    config: MaruConfig,
+    on_messages: OnMessages,
+    on_lost: OnLost = lambda unsent: None,
+    on_shortage: Callable[[bytes, Shortage], object] = lambda frame, shortage: None,
 ) -> AbstractAsyncContextManager[MessageSocket]:
     """A trio socket to the server. A channel tells of a lost connection; ZeroMQ keeps that to itself."""
     channel = channel_path(config)
     if channel:
-        return open_channel(channel, on_messages, on_lost)
+        return open_channel(channel, on_messages, on_lost, on_shortage)
     from ..transport import open_socket  # and with it ZeroMQ, which a client of this host does without
 
     return open_socket("dealer", connect=[config.server_url], options=options_of(config), on_messages=on_messages)

@@ -102,6 +102,7 @@ class BlockingChannel:
 
         Raises:
             HandlerClosed: it was closed.
+            Shortage: there is no descriptor or memory for so large a frame. Nothing was sent.
         """
         deadline = _NEVER if timeout is None else perf_counter() + timeout
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from maru import NoAnswer
+from tests.support.held_by_process import refuse_memory
 from tests.support.maru_actors import FACES, client
 from tests.support.maru_processes import Server, temporary_pool, within
 
@@ -95,3 +97,34 @@ def test_what_is_asked_while_there_is_no_server_waits_for_one(server, face):
             assert within(None, lambda: asking.get(["key"])) == ["right"]
         finally:
             starting.join()
+
+
+@faces
+def test_a_request_that_memory_is_refused_for_fails_alone(server, face, monkeypatch):
+    many = [f"{number:0700}" for number in range(1_000)]
+    with client(face, server.ipc, timeout_ms=round(AT_ONCE * 1e3), index="off") as asking:
+        asking.put(["key"])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            with pytest.raises(NoAnswer, match="bytes cannot be sent now"):
+                asking.call("batch_exists", many)
+            assert asking.call("exists", "key")
+        assert asking.call("batch_exists", many) == [False] * len(many)
+
+
+@faces
+def test_a_large_request_that_waits_for_a_server_fails_when_memory_is_refused(server, face, monkeypatch):
+    many = [f"{number:0700}" for number in range(1_000)]
+    with client(face, server.ipc, timeout_ms=round(TIMEOUT * 1e3), index="off") as asking:
+        asking.put(["key"])
+        server.kill()
+        thread = threading.Timer(0.3, server.start)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            thread.start()
+            try:
+                with pytest.raises(NoAnswer, match="bytes cannot be sent now"):
+                    asking.call("batch_exists", many)
+            finally:
+                thread.join()
+        assert asking.get(["key"]) == ["right"]
