@@ -10,7 +10,9 @@ Rule 3. A descriptor is read only if it is a memfd that its sender has sealed ag
         a file of a network) reading may block, and what was judged may change before it is used. Whatever came is closed.
 Rule 4. A peer that breaks a rule loses the connection: every ``OSError`` but :exc:`BlockingIOError` means that it is over.
 Rule 5. What this host refuses is no end of a connection. At its limit a process gives up its spare descriptor for a large
-        frame; where that is not enough, :exc:`Shortage` is about this one frame.
+        frame; where that is not enough, :exc:`Shortage` is about this one frame. The kernel drops a descriptor that finds no
+        place, and nobody would know what was in it. So a packet is looked at first, and taken out of the socket once what
+        it brings is here: the look costs a microsecond.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fc
 # Space for exactly one descriptor: CMSG_SPACE would round up to two, and the second would be ours to close.
 _ONE_DESCRIPTOR: Final = socket.CMSG_LEN(_INT.size)
 # As numbers: an operator of an enum costs half a microsecond, and these are looked at for each packet.
-_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_LOOK: Final = int(socket.MSG_PEEK)
+_LOOK_AND_TAKE: Final = int(socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
+_DROPPED: Final = int(socket.MSG_CTRUNC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _LEAST_MEMORY: Final = 512
 """Bytes of the kernel's that any packet takes until it is received, at least (768 where this was measured)."""
@@ -66,15 +70,16 @@ class PacketConnection:
         buffer: to receive into, of ``INLINE_BYTES``; may be shared by connections of one thread.
     """
 
-    __slots__ = ("_buffers", "_max_bytes", "_receive", "_send", "_sock", "_view", "descriptor")
+    __slots__ = ("_buffers", "_first", "_look", "_max_bytes", "_send", "_sock", "_take", "_view", "descriptor")
 
     def __init__(self, sock: socket.socket, max_bytes: int, buffer: bytearray | None = None) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._send, self._receive = sock.send, sock.recvmsg_into
+        self._send, self._look, self._take = sock.send, sock.recvmsg_into, sock.recv_into
         self._max_bytes = max_bytes
         self._view = memoryview(bytearray(INLINE_BYTES) if buffer is None else buffer)
         self._buffers = [self._view]
+        self._first = bytearray(1)
         self.descriptor: int = sock.fileno()
         SPARE.keep()
 
@@ -103,23 +108,22 @@ class PacketConnection:
 
         Raises:
             BlockingIOError: there is none yet.
+            Shortage: there is no descriptor to take it in with. It stays where it is, before all others.
             ConnectionResetError: the peer has hung up.
             BadPacket: what came is no frame. The connection is to be closed.
             OSError: the connection is over.
         """
-        n, attached, flags, _ = self._receive(self._buffers, _ONE_DESCRIPTOR, _CLOSE_ON_EXEC)
-        if not attached and not flags & _CUT:
-            if n:
-                return bytes(self._view[:n])
-            raise ConnectionResetError("the peer has hung up")
-        descriptors = descriptors_in(attached)
+        n, _, flags, _ = self._look(self._buffers, 0, _LOOK)
+        if not flags & _CUT:
+            if not n:
+                raise ConnectionResetError("the peer has hung up")
+            self._take(self._first)  # the kernel drops the rest of the packet
+            return bytes(self._view[:n])
         try:
-            if flags & _CUT or len(descriptors) != 1 or n != _SIZE.size:
-                raise BadPacket(f"a packet of {n} bytes with {len(descriptors)} descriptors, flags {flags:#x}")
-            return self._read_sealed(descriptors[0], _SIZE.unpack(self._view[:n])[0])
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            return self._receive_in_memory()
+        except Shortage:
+            with SPARE.given_up():
+                return self._receive_in_memory()
 
     def most_unread(self) -> int:
         """How many of the frames that were sent last the peer may not have received yet, at most: they come in order."""
@@ -166,6 +170,20 @@ class PacketConnection:
             raise Shortage(f"a frame of {len(frame)} bytes cannot be sent now: {exc}") from exc
         finally:
             if descriptor >= 0:
+                os.close(descriptor)
+
+    def _receive_in_memory(self) -> bytes:
+        n, attached, flags, _ = self._look(self._buffers, _ONE_DESCRIPTOR, _LOOK_AND_TAKE)
+        descriptors = descriptors_in(attached)
+        try:
+            if flags & _CUT == _DROPPED and not descriptors:
+                raise Shortage("there is no descriptor to take a large frame in with")
+            self._take(self._first)
+            if flags & _CUT or len(descriptors) != 1 or n != _SIZE.size:
+                raise BadPacket(f"a packet of {n} bytes with {len(descriptors)} descriptors, flags {flags:#x}")
+            return self._read_sealed(descriptors[0], _SIZE.unpack(self._view[:n])[0])
+        finally:
+            for descriptor in descriptors:
                 os.close(descriptor)
 
     def _read_sealed(self, descriptor: int, size: int) -> bytes:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Final
 
-from ..base.errors import HandlerClosed
+from ..base.errors import HandlerClosed, Shortage
 from ..base.packets import PacketConnection, connect
-from ._channel_client import MAX_FRAME_BYTES, RECONNECT_MAX, longer
+from ._channel_client import MAX_FRAME_BYTES, RECONNECT_MAX, SHORTAGE, longer
 from ._descriptor_wait import DescriptorWait
 
 _NEVER: Final = float("inf")
@@ -69,6 +69,10 @@ class ChannelConnection(PacketConnection):
                 return self.receive()
             except BlockingIOError:
                 continue
+            except Shortage:  # it stays in the socket
+                sleep(max(0.0, min(SHORTAGE, deadline - perf_counter())))
+                if perf_counter() >= deadline:
+                    break
         return None
 
 

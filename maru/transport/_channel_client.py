@@ -29,6 +29,8 @@ MAX_FRAME_BYTES: Final = 16 << 20
 RECONNECT: Final = 0.01
 RECONNECT_MAX: Final = 0.5
 """Seconds between two attempts to connect: the first ones, and at most."""
+SHORTAGE: Final = 0.1
+"""Seconds until a frame is tried again that there was no descriptor, or no memory, for."""
 _OUTBOX: Final = 1_024
 """Frames that wait for the server, or for room in the socket."""
 _OUTBOX_BYTES: Final = 32 << 20
@@ -58,6 +60,7 @@ class ChannelClient:
         self._outbox_bytes = 0
         self._room = trio.lowlevel.ParkingLot()
         self._work = trio.Event()
+        self._is_short = False  # the next frame waits in the socket for a descriptor
         self._pause = 0.0  # before the next attempt to connect; 0 once the server has been heard
 
     def __repr__(self) -> str:
@@ -162,6 +165,11 @@ class ChannelClient:
                 batch.append([connection.receive()])
         except BlockingIOError:
             self._watch.crowded = len(batch) > 1
+        except Shortage:
+            self._is_short = True
+            self._watch.move_to(self._idle)  # else who waits would find it there again and again
+            trio.lowlevel.notify_closing(connection.descriptor)
+            self._work.set()
         except OSError:
             self._lose()
         if batch:
@@ -231,6 +239,11 @@ class ChannelClient:
                 await trio.sleep(self._pause)
                 if not self._watch.closed:
                     self._connect()
+            elif self._is_short:
+                self._is_short = False
+                await trio.sleep(SHORTAGE)
+                if self._connection is connection:
+                    self._watch.move_to(connection.descriptor)
             elif self._outbox:
                 try:
                     await trio.lowlevel.wait_writable(connection.descriptor)

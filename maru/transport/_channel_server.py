@@ -4,7 +4,8 @@ Rule 1. All connections are in one epoll set, at which one task waits: a message
         ready, the least served goes first (`_fair_share`), so that a client with many requests does not delay the
         others.
 Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each peer and for all of them. A peer that
-        meets a bound and does not read is disconnected. The loop itself never waits for a peer.
+        meets a bound and does not read is disconnected. The loop itself never waits for a peer. A connection whose next
+        frame this process has no descriptor or memory for is left alone for a moment.
 Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
         earlier, its last message would count as a new peer's.
 Rule 4. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`). One that is not admitted and
@@ -24,9 +25,11 @@ from typing import Final
 import attrs
 import trio
 
+from ..base.errors import Shortage
 from ..base.packet_listener import PacketListener
 from ..base.packets import INLINE_BYTES, PacketConnection
 from ..base.process_limits import DESCRIPTORS
+from ._channel_client import SHORTAGE
 from ._fair_share import FairShares, Share
 from ._waiting import Waiter, Watch
 
@@ -76,12 +79,13 @@ class ChannelStatistics:
 
 
 class _Connection:
-    __slots__ = ("identity", "in_memory", "outbox", "packets", "share", "unread")
+    __slots__ = ("identity", "in_memory", "is_put_off", "outbox", "packets", "share", "unread")
 
     def __init__(self, identity: bytes, packets: PacketConnection, share: Share) -> None:
         self.identity = identity
         self.packets = packets
         self.share = share
+        self.is_put_off = False
         self.outbox: deque[bytes] = deque()
         """Frames that wait for room in the socket."""
         self.unread = 0
@@ -136,6 +140,8 @@ class ChannelServer:
         self._connections: dict[bytes, _Connection] = {}
         self._by_descriptor: dict[int, _Connection] = {}
         self._gone: list[bytes] = []
+        self._put_off: list[_Connection] = []
+        self._short = trio.Event()
         self._receiver: Waiter | None = None
         self._batch: list[list[bytes]] = []
         self._wanted = 0
@@ -163,6 +169,7 @@ class ChannelServer:
         async with trio.open_nursery() as nursery:
             if self._admission < inf:
                 nursery.start_soon(self._end_late)
+            nursery.start_soon(self._take_up)
             await self._listener.run(self._accept, self._turn_away)
 
     # --- receiving ------------------------------------------------------------------------------------------------
@@ -221,6 +228,8 @@ class ChannelServer:
                         break
             except BlockingIOError:
                 pass
+            except Shortage:
+                self._leave_alone(connection)
             except (OSError, MemoryError) as exc:
                 self._bad += type(exc).__name__ == "BadPacket"
                 self._end(connection)
@@ -268,6 +277,9 @@ class ChannelServer:
             connection.packets.send(frame)
         except BlockingIOError:
             return False
+        except Shortage:
+            self._leave_alone(connection)
+            return False
         except OSError:
             self._end(connection)
             return False
@@ -281,9 +293,9 @@ class ChannelServer:
         size = len(frame) + _OVERHEAD
         if not self._has_room(connection, size):
             return False
-        if not connection.outbox:
-            self._epoll.modify(connection.packets.descriptor, select.EPOLLIN | select.EPOLLOUT)
         connection.outbox.append(frame)
+        if len(connection.outbox) == 1:
+            self._arm(connection)
         self._count(connection, size)
         return True
 
@@ -297,7 +309,35 @@ class ChannelServer:
                     self._count(connection, size)
                 return
             outbox.popleft()
-        self._epoll.modify(connection.packets.descriptor, select.EPOLLIN)
+        self._arm(connection)
+
+    def _arm(self, connection: _Connection) -> None:
+        """Set what the epoll set reports of this connection."""
+        if connection.is_put_off:
+            events = select.EPOLLONESHOT  # its end, once: without this, again and again
+        else:
+            events = select.EPOLLIN | (select.EPOLLOUT if connection.outbox else 0)
+        self._epoll.modify(connection.packets.descriptor, events)
+
+    def _leave_alone(self, connection: _Connection) -> None:
+        """Look at it again in a moment: what is to be read or written is tried again then."""
+        if not connection.is_put_off:
+            connection.is_put_off = True
+            self._arm(connection)
+            self._put_off.append(connection)
+            self._short.set()
+
+    async def _take_up(self) -> None:
+        """Look again at connections that were left alone, until cancelled."""
+        while True:
+            await self._short.wait()
+            await trio.sleep(SHORTAGE)
+            self._short = trio.Event()
+            put_off, self._put_off = self._put_off, []
+            for connection in put_off:
+                connection.is_put_off = False
+                if connection.identity in self._connections:
+                    self._arm(connection)
 
     def hang_up(self, identity: bytes) -> None:
         """Disconnect this peer, if it is there. Frames that were sent and fit into its buffer still arrive."""

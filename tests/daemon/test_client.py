@@ -47,7 +47,7 @@ from offload.daemon._messages import (
 from offload.daemon._tenants import Tenants
 from tests.daemon.test_daemon import KEYS, begin_store, cache_of, held, registered, store, until
 from tests.support.daemons import AT_ONCE, PATIENCE, SIZE, daemon, engine_config
-from tests.support.held_by_process import refuse_memory
+from tests.support.held_by_process import no_descriptor_left, refuse_memory
 
 SHORT, LONG = 0.05, 60.0
 MANY = [b"%040d" % number for number in range(8_000)]
@@ -872,5 +872,15 @@ async def test_memory_refused_for_a_large_request_that_has_waited_fails_it_alone
         channel._outbox_bytes += len(channel._outbox[0])
         with pytest.raises(DaemonBusy, match="bytes cannot be sent now"), trio.fail_after(PATIENCE):
             await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)
+        await connection.ask(Stats, Counters)
+        assert connection.session is session
+
+
+async def test_a_large_request_is_answered_without_descriptor_left(path):
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url) as connection:
+        session = connection.session
+        with no_descriptor_left():
+            for _ in range(3):
+                assert (await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)).blocks == 0
         await connection.ask(Stats, Counters)
         assert connection.session is session

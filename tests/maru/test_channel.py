@@ -23,7 +23,7 @@ from maru.base.errors import Shortage
 from maru.base.packets import INLINE_BYTES, BadPacket, PacketConnection, connect
 from maru.testing import open_test_server
 from maru.transport import BlockingChannel, ChannelServer, is_channel_peer, open_channel
-from tests.support.held_by_process import no_descriptor_left, open_descriptors, refuse_memory
+from tests.support.held_by_process import no_descriptor_left, no_spare_either, open_descriptors, refuse_memory
 from tests.support.pools import until
 
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -133,6 +133,30 @@ def test_a_large_frame_leaves_a_process_without_descriptors():
                 one.send(frame)
         assert [other.receive() for _ in range(3)] == [frame] * 3
         assert open_descriptors() <= before
+
+
+def test_a_large_frame_reaches_a_process_without_descriptors():
+    with pair() as (one, other):
+        frame = os.urandom(MIB)
+        before = open_descriptors()
+        for _ in range(3):
+            one.send(frame)
+        with no_descriptor_left():
+            assert [other.receive() for _ in range(3)] == [frame] * 3
+        assert open_descriptors() <= before
+
+
+def test_a_large_frame_waits_in_the_socket_where_not_even_a_spare_descriptor_is_left():
+    with pair() as (one, other):
+        one.send(b"x" * MIB)
+        one.send(b"small")
+        with no_spare_either():
+            for _ in range(3):
+                with pytest.raises(Shortage, match="no descriptor"):
+                    other.receive()
+            with pytest.raises(Shortage, match="cannot be sent now"):
+                one.send(b"x" * MIB)
+        assert (len(other.receive()), other.receive()) == (MIB, b"small")
 
 
 def test_memory_refused_for_a_large_frame_is_no_end_of_the_connection(monkeypatch):
@@ -445,6 +469,74 @@ async def test_frames_in_memory_that_nobody_reads_count_as_unread(path):
         bad.close()
 
 
+async def test_a_server_without_descriptors_takes_large_frames_up_again_later(path):
+    async with echoing(path, peer_bytes=4 * MIB) as echo:
+        good, other = (PacketConnection(connect(path), MIB) for _ in range(2))
+        good.send(b"first")
+        await trio.lowlevel.wait_readable(good.descriptor)
+        assert good.receive() == b"first"
+        good.send(b"x" * MIB)
+        with no_spare_either():
+            await until(lambda: echo.server._put_off)
+            good.send(b"second")
+            other.send(b"served meanwhile")
+            await trio.lowlevel.wait_readable(other.descriptor)
+            assert other.receive() == b"served meanwhile"
+            await trio.sleep(0.25)
+            assert len(echo.heard) == 2
+        await until(lambda: len(echo.heard) == 4)
+        answers = []
+        while len(answers) < 2:
+            await trio.lowlevel.wait_readable(good.descriptor)
+            answers.append(good.receive())
+        assert answers == [b"x" * MIB, b"second"]
+        assert not echo.gone
+        for connection in (good, other):
+            trio.lowlevel.notify_closing(connection.descriptor)
+            connection.close()
+        await until(lambda: len(echo.gone) == 2)
+
+
+async def test_a_large_answer_that_memory_is_refused_for_is_sent_later(path, monkeypatch):
+    async with echoing(path, peer_bytes=4 * MIB) as echo:
+        echo.answers = False
+        reader = PacketConnection(connect(path), MIB)
+        reader.send(b"x")
+        await until(lambda: echo.heard)
+        identity = echo.heard[0][0]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse_memory)
+            assert echo.server.send(identity, b"y" * MIB)
+            assert echo.server.send(identity, b"z")
+            await trio.sleep(0.25)
+            with pytest.raises(BlockingIOError):
+                reader.receive()
+        for size in (MIB, 1):
+            await trio.lowlevel.wait_readable(reader.descriptor)
+            assert len(reader.receive()) == size
+        await until(lambda: echo.server.statistics().sent == 2)
+        trio.lowlevel.notify_closing(reader.descriptor)
+        reader.close()
+
+
+async def test_a_peer_that_hangs_up_while_it_is_left_alone_costs_no_time(path):
+    async with echoing(path) as echo:
+        echo.answers = False
+        sock = PacketConnection(connect(path), MIB)
+        sock.send(b"here")
+        await until(lambda: echo.heard)
+        sock.send(b"x" * MIB)
+        with no_spare_either():
+            await until(lambda: echo.server._put_off)
+            sock.interrupt()
+            before = echo.server._watch.sleeps
+            await trio.sleep(0.25)
+            assert echo.server._watch.sleeps - before < 20
+        await until(lambda: echo.gone)
+        assert len(echo.heard) == 2
+        sock.close()
+
+
 async def test_a_peer_that_reads_large_frames_is_never_hung_up_on(path):
     async with echoing(path, peer_bytes=2 * MIB, all_bytes=2 * MIB) as echo:
         reader = PacketConnection(connect(path), MIB)
@@ -627,6 +719,29 @@ async def test_a_frame_that_has_waited_and_cannot_be_sent_is_reported_and_holds_
         assert not lost
 
 
+async def test_a_large_answer_waits_for_a_descriptor(path):
+    client, lost = Client(), []
+    with _packets.listen(path) as listening:
+        async with open_channel(path, client.on_messages, lost.append) as channel:
+            with listening.accept()[0] as sock:
+                server = PacketConnection(sock, MIB)
+                server.send(b"x" * MIB)
+                client.expected = channel.expect()
+                with no_spare_either():
+                    with trio.move_on_after(0.25) as scope:
+                        await client.expected.wait()
+                    assert scope.cancelled_caught
+                    assert channel._watch.sleeps < 20
+                with trio.fail_after(30):
+                    await client.expected.wait()
+                server.send(b"next")
+                client.expected = channel.expect()
+                with trio.fail_after(30):
+                    await client.expected.wait()
+    assert [len(frame) for frame in client.came] == [MIB, 4]
+    assert not lost
+
+
 async def test_a_server_that_hangs_up_at_once_is_asked_ever_more_seldom(path):
     client = Client()
     async with echoing(path, most=0) as echo, open_channel(path, client.on_messages) as channel:
@@ -675,6 +790,19 @@ async def test_a_blocking_client_asks_waits_and_comes_back(path):
         channel.send((b"", b"x"))
     with pytest.raises(HandlerClosed):
         channel.receive()
+
+
+def test_a_blocking_client_without_descriptors_waits_for_a_large_answer(path):
+    with _packets.listen(path) as listening:
+        channel = BlockingChannel(path)
+        with listening.accept()[0] as sock:
+            PacketConnection(sock, MIB).send(b"x" * MIB)
+            with no_spare_either():
+                assert channel.receive(0.0) is None
+                assert channel.receive(0.15) is None
+            assert channel.receive(30) == [b"x" * MIB]
+            assert not channel.losses
+        channel.close()
 
 
 def test_a_blocking_client_that_is_not_read_waits_as_long_as_it_was_told(path):

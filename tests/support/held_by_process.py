@@ -45,6 +45,22 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def no_spare_either() -> Iterator[None]:
+    """Take all descriptors, and the one that is held back."""
+    with SPARE.given_up():
+        SPARE._open = lambda: None  # type: ignore[method-assign]
+        try:
+            with no_descriptor_left():
+                SPARE._lock.release()
+                try:
+                    yield
+                finally:
+                    SPARE._lock.acquire()
+        finally:
+            del SPARE._open
+
+
 def refuse_memory(*_: object) -> int:
     """Stand in for ``os.memfd_create`` of a host without memory."""
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
