@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -16,6 +17,8 @@ _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD: Final = 77
 """Of Linux 6.5; :mod:`socket` has no name for it."""
+_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What says nothing of a peer: this process, or this host, has no descriptor or memory left."""
 _CONNECT_TIME: Final = 1.0
 """Seconds until a Unix socket counts as one that cannot be asked: its queue is full."""
 
@@ -72,15 +75,21 @@ def open_peer(sock: UnixSocket) -> int:
 
     The caller closes it. -1 where there is none to be had: the process has ended, or it is of another pid namespace, as in
     another container, and the kernel is older than Linux 6.5, which does not hand one over for a process without a number here.
+
+    Raises:
+        OSError: this process, or this host, has none left, or no memory: there may be one later.
     """
     try:
         return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True)
-    except OSError:  # an older kernel, or the process has ended
-        pass
+    except OSError as exc:  # an older kernel, or the process has ended
+        if exc.errno in _SHORT:
+            raise
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     try:
         return os.pidfd_open(pid) if pid else -1
-    except OSError:
+    except OSError as exc:
+        if exc.errno in _SHORT:
+            raise
         return -1
 
 

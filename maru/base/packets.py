@@ -144,7 +144,11 @@ class PacketConnection:
         return not poll.poll(0)
 
     def open_peer(self) -> int:
-        """A descriptor of the process at the other end, which the caller closes; -1 where there is none to be had."""
+        """A descriptor of the process at the other end, which the caller closes; -1 where there is none to be had.
+
+        Raises:
+            OSError: this process, or this host, has no descriptor left for it now.
+        """
         return open_peer(self._sock)
 
     def interrupt(self) -> None:

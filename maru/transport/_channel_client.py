@@ -73,7 +73,11 @@ class ChannelClient:
         return self._connection is not None
 
     def open_peer(self) -> int:
-        """A descriptor of the process that serves it, which the caller closes; -1 without one, or without a connection."""
+        """A descriptor of the process that serves it, which the caller closes; -1 without one, or without a connection.
+
+        Raises:
+            OSError: this process, or this host, has no descriptor left for it now.
+        """
         return -1 if self._connection is None else self._connection.open_peer()
 
     # --- sending --------------------------------------------------------------------------------------------------

@@ -511,6 +511,13 @@ class DaemonConnection:
         # one: its process is waited for, and where the kernel cannot tell of its end, nothing proves it.
         self._end_lost(lambda call: call.session is not None and call.session.epoch == welcome.epoch, welcome.unproven)
         self._end_lost(lambda call: call.session is not None and call.session.process < 0, [0])
+        try:
+            process = self._channel.open_peer()
+        except OSError as exc:
+            # Without it nothing would prove the end of a copy when the daemon is killed. So this session is given back.
+            self._previous = welcome.token
+            self._channel.reconnect()
+            raise self._unavailable(f"its process cannot be watched now: {exc}") from exc
         self.session = Session(
             welcome.epoch,
             welcome.token,
@@ -520,7 +527,7 @@ class DaemonConnection:
             welcome.handover,
             welcome.version,
             began + welcome.lease,
-            self._channel.open_peer(),
+            process,
         )
         self.sessions += 1
 

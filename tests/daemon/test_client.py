@@ -18,6 +18,7 @@ from backends.base.slots import PagesDestination
 from backends.base.threads import leave_after, run_in_thread_or_leave
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
+from maru.transport import ChannelClient
 from offload import BreakerConfig, HealthState, open_engine
 from offload.client import (
     DaemonBusy,
@@ -884,3 +885,20 @@ async def test_a_large_request_is_answered_without_descriptor_left(path):
                 assert (await connection.ask(lambda s: Lookup(s, MANY, 1.0), Found)).blocks == 0
         await connection.ask(Stats, Counters)
         assert connection.session is session
+
+
+async def test_a_session_whose_daemon_cannot_be_watched_for_now_is_begun_again(path, monkeypatch):
+    """Else the end of the daemon's process would prove nothing, and what a copy touches never be used again."""
+    asked, open_peer = [], ChannelClient.open_peer
+
+    def open_at_third(channel):
+        asked.append(channel)
+        with no_descriptor_left() if len(asked) < 3 else contextlib.nullcontext():
+            return open_peer(channel)
+
+    monkeypatch.setattr(ChannelClient, "open_peer", open_at_third)
+    async with daemon(path, block_bytes=SIZE) as server, open_connection(server.url, wait=PATIENCE) as connection:
+        assert (len(asked), connection.sessions) == (3, 1)
+        assert connection.session.process >= 0
+        await until(lambda: len(server._service.sessions) == 1)
+        await stored(connection, cache_of())

@@ -110,6 +110,15 @@ def test_a_frame_comes_whole_whatever_its_size_and_leaves_no_descriptor(size):
             other.receive()
 
 
+def test_a_peer_that_no_descriptor_is_left_for_is_not_one_without_a_process():
+    with pair() as (one, _):
+        with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+            one.open_peer()
+        descriptor = one.open_peer()
+        assert descriptor >= 0
+        os.close(descriptor)
+
+
 def test_an_empty_frame_is_refused_by_its_sender():
     with pair() as (one, _), pytest.raises(ValueError, match="at least one byte"):
         one.send(b"")
