@@ -28,7 +28,10 @@ class NoAnswer(MaruError, TimeoutError):
 
 
 class Shortage(MaruError):
-    """There is no descriptor, or no memory, for so large a frame now. It was not sent, and the connection goes on."""
+    """A large frame was not sent for want of descriptors or memory.
+
+    The connection goes on.
+    """
 
 
 class FateUnknown(NoAnswer):

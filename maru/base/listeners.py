@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import stat
@@ -11,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Final, Protocol
 
+from .errors import is_scarcity
 from .peers import Listener, users_at
 
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD: Final = 77
 """Of Linux 6.5; :mod:`socket` has no name for it."""
-_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What says nothing of a peer: this process, or this host, has no descriptor or memory left."""
 _CONNECT_TIME: Final = 1.0
 """Seconds until a Unix socket counts as one that cannot be asked: its queue is full."""
 
@@ -82,13 +80,13 @@ def open_peer(sock: UnixSocket) -> int:
     try:
         return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True)
     except OSError as exc:  # an older kernel, or the process has ended
-        if exc.errno in _SHORT:
+        if is_scarcity(exc):
             raise
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     try:
         return os.pidfd_open(pid) if pid else -1
     except OSError as exc:
-        if exc.errno in _SHORT:
+        if is_scarcity(exc):
             raise
         return -1
 

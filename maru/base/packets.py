@@ -9,10 +9,10 @@ Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes by d
 Rule 3. A descriptor is read only if it is a memfd that its sender has sealed against every change: of anything else (a pipe,
         a file of a network) reading may block, and what was judged may change before it is used. Whatever came is closed.
 Rule 4. A peer that breaks a rule loses the connection: every ``OSError`` but :exc:`BlockingIOError` means that it is over.
-Rule 5. What this host refuses is no end of a connection. At its limit a process gives up its spare descriptor for a large
+Rule 5. A refusal of this host is no end of a connection. At its limit a process gives up its spare descriptor for a large
         frame; where that is not enough, :exc:`Shortage` is about this one frame. The kernel drops a descriptor that finds no
-        place, and nobody would know what was in it. So a packet is looked at first, and taken out of the socket once what
-        it brings is here: the look costs a microsecond.
+        place, and the request with it. So a packet is looked at first, and taken out of the socket once its
+        descriptor is here: the look costs a microsecond.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LEAST_MEMORY: Final = 512
 """Bytes of the kernel's that any packet takes until it is received, at least (768 where this was measured)."""
 _BACKLOG: Final = 128
 _SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.ETOOMANYREFS})
-"""What the kernel says when this process, its user or this host has too little. The last: too many descriptors in transit."""
+"""Errors for a want of descriptors or memory; ETOOMANYREFS counts descriptors in transit."""
 
 
 class BadPacket(ConnectionError):
@@ -144,7 +144,7 @@ class PacketConnection:
         return not poll.poll(0)
 
     def open_peer(self) -> int:
-        """A descriptor of the process at the other end, which the caller closes; -1 where there is none to be had.
+        """Open a descriptor of the peer's process; -1 if there is none.
 
         Raises:
             OSError: this process, or this host, has no descriptor left for it now.

@@ -1,7 +1,7 @@
-"""A descriptor that this process holds back, for what needs one for a moment when there is no other.
+"""One descriptor that a process keeps in reserve.
 
-At its limit a process cannot make a large frame, take one in, or even accept a connection to hang up on it: what it needs one
-descriptor for, and closes at once. So one is kept, given up for that moment, and taken back.
+At its limit a process cannot make a large frame, receive one, or even accept a connection to hang up on it. Each needs a
+descriptor for a moment only. So one is kept, given up for that moment, and opened again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from typing import Final
 
 
 class SpareDescriptor:
-    """One descriptor, for any thread. There is one for each process: :data:`SPARE`."""
+    """The reserve of this process, for any thread: :data:`SPARE`."""
 
     def __init__(self) -> None:
         self._descriptor = -1
         self._lock = threading.Lock()
 
     def keep(self) -> None:
-        """Open it, unless it is open. Without a descriptor for it, the next call tries again."""
+        """Open the descriptor, if it is not open yet."""
         if self._descriptor < 0:
             with self._lock:
                 self._open()
 
     @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
-        """Give it up for the length of a ``with`` block, for one thread at a time. What is opened in it is closed in it."""
+        """Give the descriptor up for a ``with`` block.
+
+        One thread at a time; the block closes all that it opens.
+        """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1  # first: a child that is forked now has none
             if descriptor >= 0:

@@ -30,7 +30,7 @@ RECONNECT: Final = 0.01
 RECONNECT_MAX: Final = 0.5
 """Seconds between two attempts to connect: the first ones, and at most."""
 SHORTAGE: Final = 0.1
-"""Seconds until a frame is tried again that there was no descriptor, or no memory, for."""
+"""Seconds until a frame that lacked a descriptor is tried again."""
 _OUTBOX: Final = 1_024
 """Frames that wait for the server, or for room in the socket."""
 _OUTBOX_BYTES: Final = 32 << 20
@@ -73,7 +73,7 @@ class ChannelClient:
         return self._connection is not None
 
     def open_peer(self) -> int:
-        """A descriptor of the process that serves it, which the caller closes; -1 without one, or without a connection.
+        """Open a descriptor of the serving process; -1 if there is none.
 
         Raises:
             OSError: this process, or this host, has no descriptor left for it now.

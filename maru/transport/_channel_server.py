@@ -312,7 +312,7 @@ class ChannelServer:
         self._arm(connection)
 
     def _arm(self, connection: _Connection) -> None:
-        """Set what the epoll set reports of this connection."""
+        """Set the events of this connection in the epoll set."""
         if connection.is_put_off:
             events = select.EPOLLONESHOT  # its end, once: without this, again and again
         else:
@@ -320,7 +320,7 @@ class ChannelServer:
         self._epoll.modify(connection.packets.descriptor, events)
 
     def _leave_alone(self, connection: _Connection) -> None:
-        """Look at it again in a moment: what is to be read or written is tried again then."""
+        """Try this connection again in a moment."""
         if not connection.is_put_off:
             connection.is_put_off = True
             self._arm(connection)

@@ -40,7 +40,7 @@ OnLost: TypeAlias = Callable[[Collection[bytes]], None]
 """Is told that a connection is lost, with the frames that were not sent over it."""
 
 OnShortage: TypeAlias = Callable[[bytes, Shortage], object]
-"""Is told that a frame that has waited cannot be sent, and why; it is dropped."""
+"""Called when a waiting frame is dropped, with the reason."""
 
 OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManager[MessageSocket]]
 """How to get a socket that hands its messages on: what a client takes, and a test replaces."""

@@ -19,7 +19,7 @@ from backends.base.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, PipelineConfig, PipelineFull, from_thread
 from offload.from_thread import LoadFuture, LookupFuture, StoreFuture, _worker
-from tests.support.held_by_process import no_descriptors
+from tests.support.held_by_process import no_descriptor_left
 
 from .test_from_thread import (
     ROOM_FOR_EIGHT,
@@ -373,7 +373,7 @@ def test_a_callback_cannot_end_the_thread(caplog):
 def test_a_notifier_without_a_descriptor_costs_no_room():
     host, disk, keys = tiers(8)
     with from_thread.open_engine(host, [disk], config=ROOM_FOR_EIGHT) as engine:
-        with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
             engine.fileno()
         for _ in range(3):
             stored(engine, host, keys)

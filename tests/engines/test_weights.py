@@ -25,7 +25,7 @@ from offload.engines._weights import (
     hub_commit,
     weights_text,
 )
-from tests.support.held_by_process import no_descriptors
+from tests.support.held_by_process import no_descriptor_left
 
 TENSOR = 64 << 10
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -286,10 +286,10 @@ def test_positions_of_long_sequences_are_in_keys(name: str):
 
 
 def test_want_of_descriptors_is_no_identity(model: Path, tmp_path: Path):
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+    with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
         weights_text(str(model))
     hub = tmp_path / "models--one--model" / "refs"
     hub.mkdir(parents=True)
     (hub / "main").write_text("a" * 40)
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+    with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
         _weights.hub_commit("one/model", {"HF_HUB_CACHE": str(tmp_path)})

@@ -33,7 +33,7 @@ from maru._journal.segments import (
     unpack_header,
     write_snapshot,
 )
-from tests.support.held_by_process import no_descriptors, open_descriptors
+from tests.support.held_by_process import no_descriptor_left, open_descriptors
 
 POOL, BOOT = b"pool-of-16-bytes", b"boot-of-16-bytes"
 
@@ -557,7 +557,7 @@ async def test_a_flush_waits_for_a_descriptor(tmp_path, monkeypatch, caplog):
     journal = open_journal(tmp_path, fsync=True)
     journal.append([b"x"])
     async with trio.open_nursery() as nursery:
-        with no_descriptors():
+        with no_descriptor_left():
             nursery.start_soon(journal.sync)
             with trio.fail_after(10):
                 while "Too many open files" not in caplog.text:  # noqa: ASYNC110

@@ -103,20 +103,3 @@ def _zmq_naps() -> dict[str, str] | None:
                     return None
                 naps[task] = fields["voluntary_ctxt_switches"] + fields["nonvoluntary_ctxt_switches"]
     return naps
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Leave this process no descriptor to open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, hard))
-    taken: list[int] = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/", os.O_PATH))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
