@@ -17,6 +17,7 @@ from .errors import PoolInUse
 from .listeners import peer_uid
 from .own_directory import is_socket_at
 from .packets import listen
+from .spare_descriptor import SPARE
 
 _PAUSE: Final = 0.1
 """Seconds until a process without a free descriptor tries to accept again: the listener stays readable, and would spin."""
@@ -85,7 +86,7 @@ class PacketListener:
         self.path = path
         self._listening = listen(path)
         self._inode = os.stat(path).st_ino
-        self._spare = _open_spare()
+        SPARE.keep()
         self._is_short = False
         self._accepting: trio.socket.SocketType | None = None
 
@@ -155,34 +156,16 @@ class PacketListener:
 
     def _hang_up_on_one(self) -> bool:
         """Accept one client with the spare descriptor and hang up: it learns at once what it would else time out on."""
-        if self._spare < 0:
-            self._spare = _open_spare()
-        if self._spare < 0:
-            return False
-        os.close(self._spare)
-        self._spare = -1
-        try:
-            self._listening.accept()[0].close()
-        except OSError:
-            return False
-        finally:
-            self._spare = _open_spare()
+        with SPARE.given_up():
+            try:
+                self._listening.accept()[0].close()
+            except OSError:
+                return False
         return True
 
     def close(self) -> None:
         """Listen no more; the file goes, unless a successor has replaced it. Idempotent."""
         self._listening.close()
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
         with contextlib.suppress(OSError):
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
-
-
-def _open_spare() -> int:
-    """Open a descriptor to be given up when there is no other; -1 if there is none already."""
-    try:
-        return os.open("/", os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return -1
