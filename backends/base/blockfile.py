@@ -170,7 +170,8 @@ class Directory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.root = self.lock = -1
+        self.root: int = -1
+        self.lock: int = -1
         self._why_closed = f"the directory {path!r} was closed"
         self._pid = os.getpid()
         self._mutex = threading.Lock()
@@ -230,7 +231,8 @@ class Directory:
         for fd in (self.lock, self.root):
             if fd >= 0:
                 os.close(fd)
-        self.lock = self.root = -1
+        self.lock = -1
+        self.root = -1
 
     def __del__(self) -> None:
         self._close()

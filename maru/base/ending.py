@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import click
 
@@ -54,19 +54,19 @@ class ExitCode(IntEnum):
 class CheckFailed(click.ClickException):
     """What was looked at is not as it must be."""
 
-    exit_code = ExitCode.CHECK_FAILED
+    exit_code: ClassVar[int] = ExitCode.CHECK_FAILED
 
 
 class BadInput(click.ClickException):
     """The options cannot be carried out, and the caller can change them."""
 
-    exit_code = ExitCode.USAGE
+    exit_code: ClassVar[int] = ExitCode.USAGE
 
 
 class EnvironmentFault(click.ClickException):
     """What was asked for can be, but not here, or not now: a disk, a server, a package, memory."""
 
-    exit_code = ExitCode.ENVIRONMENT
+    exit_code: ClassVar[int] = ExitCode.ENVIRONMENT
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class ServedTime:
         self.longest: float = longest
         """Seconds between two looks that count at most."""
         self._looked = clock()
-        self.away = 0.0
+        self.away: float = 0.0
         """Seconds that did not count."""
 
     def look(self) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import click
+
 from .shown import group_of
 
 BENCHES: Final = {
@@ -11,7 +13,7 @@ BENCHES: Final = {
     "data": "Bytes into pages and out of them, as a share of memcpy.",
 }
 
-command = group_of(
+command: click.Group = group_of(
     "maru bench",
     "maru.bench._",
     BENCHES,

@@ -27,7 +27,7 @@ _TRACE: Final = click.Option(
     help="A request trace in the Mooncake format.",
 )
 
-command = group_of(
+command: click.Group = group_of(
     "offload bench",
     "offload.bench._",
     BENCHES,

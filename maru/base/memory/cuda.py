@@ -125,9 +125,9 @@ class CudaError(MaruError):
 
     def __init__(self, call: str, code: int, name: str = "", detail: str = "") -> None:
         super().__init__(f"{call} failed with {name or 'CUresult'} ({code}){detail}")
-        self.call = call
+        self.call: str = call
         """Exported name of the function."""
-        self.code = code
+        self.code: int = code
         """CUresult."""
         self.sticky: bool = code in _STICKY
         """Whether the context has ended by it."""
@@ -138,7 +138,9 @@ class NoDriver(CudaError):
 
     def __init__(self, why: str) -> None:
         MaruError.__init__(self, why)
-        self.call, self.code, self.sticky = "cuInit", 0, False
+        self.call: str = "cuInit"
+        self.code: int = 0
+        self.sticky: bool = False
 
 
 def open_library() -> Any:

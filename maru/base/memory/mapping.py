@@ -38,7 +38,7 @@ class Mapping:
         """Of the first byte. Valid as long as :attr:`owner`, or any view, is held."""
         self.length: Final = memory.length
         """Bytes."""
-        self.writable: Final = memory.writable
+        self.writable: Final[bool] = memory.writable
         """Whether this process may write it."""
         self._pin = pin
 

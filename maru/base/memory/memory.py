@@ -114,8 +114,8 @@ class Memory:
             raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
         self.address: int = address
         """Of the first byte."""
-        self.length = length
-        self.writable = bool(protection & mmap.PROT_WRITE)
+        self.length: int = length
+        self.writable: bool = bool(protection & mmap.PROT_WRITE)
         self._pid = os.getpid()
 
     def __repr__(self) -> str:

@@ -76,7 +76,7 @@ class Relay:
         most_handshakes: int = MAX_PENDING_HANDSHAKES,
         handshake_time: float = HANDSHAKE_TIME,
     ) -> None:
-        self.counts = Counts()
+        self.counts: Counts = Counts()
         self._server, self._kind = server, kind
         self._find_user = find_user
         self._quota = ConnectionQuota(most)
