@@ -118,11 +118,13 @@ class PinnedPoolClient:
         self._lock = threading.Lock()
         self._seq = 0
         self._unanswered: deque[int] = deque()
-        """Numbers of requests whose answers have not come. A server answers them in this order."""
+        """Numbers of unanswered requests, in their order. A pool's answer may come behind later ones."""
         self._late: deque[int] = deque()
-        self._late_pool: PoolAllocated | None = None
-        self._pool_asked: tuple[int, int] | None = None  # the number of a request without an answer, and its size
         """Allocations whose request had timed out; they are freed."""
+        self._pool_asked: tuple[int, int] | None = None
+        """Number and bytes of the request for a pool, until :meth:`allocate_pool_memory` has had its answer."""
+        self._late_pool: PoolAllocated | None = None
+        """The answer to that request, if it came after a time-out."""
         self._books = threading.Lock()
         self._grants: Grants | None = None
         """The chunks of this client's allocations. Under the lock above."""
@@ -199,14 +201,20 @@ class PinnedPoolClient:
     def _ask_for_pool(self, nbytes: int, deadline: float) -> PoolAllocated:
         """Ask for a pool, or await the earlier request's answer."""
         with self._turn(deadline):
+            if self._pool_asked is None:
+                self._pool_asked = self._send(AllocatePoolMemory(0, nbytes), _NOTHING, deadline), nbytes
+            seq, asked = self._pool_asked
             if self._late_pool is None:
-                if self._pool_asked is None or self._pool_asked[1] != nbytes:
-                    self._pool_asked = self._send(AllocatePoolMemory(0, nbytes), _NOTHING, deadline), nbytes
                 try:
-                    self._late_pool = self._of_kind(PoolAllocated, self._receive(self._pool_asked[0], None, deadline))
+                    self._late_pool = self._of_kind(PoolAllocated, self._receive(seq, None, deadline))
                 except PoolRefused:
                     self._pool_asked = None
                     raise
+            if asked != nbytes:
+                raise PoolRefused(
+                    f"this client has its pool already: an earlier request, for {asked} bytes, was granted after its "
+                    f"time-out; ask for {asked} bytes to use it"
+                )
             given, self._late_pool, self._pool_asked = self._late_pool, None, None
             return given
 

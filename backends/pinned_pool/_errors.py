@@ -28,7 +28,10 @@ class PoolTimeout(PinnedPoolError, TimeoutError):
 
 
 class PoolRefused(PinnedPoolError):
-    """The server refuses this request, or this host has no descriptor or memory for it. Nothing has changed."""
+    """The server refuses a request, or this host cannot send it.
+
+    The text has the reason, a want of descriptors for example. Nothing has changed.
+    """
 
 
 class PoolClosed(PinnedPoolError, PlaceClosed):

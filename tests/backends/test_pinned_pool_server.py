@@ -695,6 +695,8 @@ def test_a_pool_that_came_too_late_is_had_by_the_next_request() -> None:
             client.allocate_pool_memory(MIB)
         client._timeout = PATIENCE
         go.set()
+        with pytest.raises(PoolRefused, match=f"for {MIB} bytes, was granted"):
+            client.allocate_pool_memory(2 * MIB)
         assert client.allocate_pool_memory(MIB).nbytes == MIB
         client.close()
 
