@@ -208,12 +208,11 @@ class LazyEngine:
     def _closed_meanwhile(self) -> bool:
         """Close an engine that opened too late; return whether it did."""
         with self._lock:
-            opened = self._opened if self._left_behind else None
-            if opened is not None:
-                self._opened, self._opener = None, None
-        if opened is None:
-            return False
-        opened.engine.close()
+            if not self._left_behind:
+                return False
+            opened, self._opened, self._opener = self._opened, None, None
+        if opened is not None:  # else that close has found it in the last moment
+            opened.engine.close()
         while self._waiting:
             self._waiting.popleft().refuse(RuntimeError("the adapter was closed"))
         return True

@@ -228,6 +228,22 @@ def test_what_opens_after_a_close_gave_up_is_closed(opening, log):
     assert log.refused == [("one", "the adapter was closed")]
 
 
+def test_a_close_in_the_last_moment_leaves_no_task_begun(opening, log, monkeypatch):
+    lazy, found = LazyEngine(opening), LazyEngine._closed_meanwhile
+
+    def close_first(self):
+        closing = threading.Thread(target=lazy.close, kwargs={"timeout": 0.01})
+        closing.start()
+        closing.join(30)
+        return found(self)
+
+    monkeypatch.setattr(LazyEngine, "_closed_meanwhile", close_first)
+    opening.proceed.set()
+    lazy.run(log.task("one"))
+    log.wait()
+    assert (opening.closed, log.begun, log.refused) == (1, [], [("one", "the adapter was closed")])
+
+
 def test_a_closed_one_refuses(opening, log):
     lazy = LazyEngine(opening)
     lazy.close()
