@@ -56,7 +56,12 @@ class TrioThread(Generic[M]):
         return self._entered
 
     def close(self) -> None:
-        """Leave it, and join the thread. Idempotent. What leaving raises is raised here."""
+        """Leave it, and join the thread. Idempotent.
+
+        Raises:
+            TimeoutError: the thread has not ended within ``close_timeout``, and goes on.
+            Exception: as leaving raises.
+        """
         thread, self._thread = self._thread, None
         token, self.token = self.token, None
         if thread is None:

@@ -61,7 +61,11 @@ class BlockingPages:
         return self
 
     def close(self) -> None:
-        """Give back what is reserved, end the session, join the thread. Idempotent."""
+        """Give back what is reserved, end the session, join the thread. Idempotent.
+
+        Raises:
+            TimeoutError: the thread has not ended in time, and goes on.
+        """
         self._pages = None
         self._home.close()
 

@@ -51,7 +51,11 @@ class BlockingMaruL1:
         return self
 
     def close(self) -> None:
-        """Abort what is not committed, let go of what is read, end the session, join the thread. Idempotent."""
+        """Abort what is not committed, let go of what is read, end the session, join the thread. Idempotent.
+
+        Raises:
+            TimeoutError: the thread has not ended in time, and goes on.
+        """
         self._home.close()
 
     def __enter__(self) -> BlockingMaruL1:
