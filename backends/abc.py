@@ -88,8 +88,8 @@ class Source(Protocol):
 class Destination(ABC):
     """The memory that a load writes blocks to: one place for each block.
 
-    A subclass defines the first four. All else has a default, by which a destination cannot do it; one that forwards to another
-    destination forwards all of it.
+    A subclass defines the first four members. All others are abilities, which a destination lacks by default. A destination in front of
+    another one is a :class:`backends.base.forwarding.ForwardingDestination`, which forwards all of them.
     """
 
     __slots__ = ()
@@ -104,19 +104,28 @@ class Destination(ABC):
 
     @abstractmethod
     def views(self) -> Pages | None:
-        """Return the addresses of the places, writable, or ``None`` if a place is not one run of host memory."""
+        """Return the writable addresses of the places.
+
+        ``None`` if a place is not one run of host memory.
+        """
 
     @abstractmethod
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Copy ``pages`` into the places from ``start`` on. Called in a worker thread; returns when it is over."""
+        """Copy ``pages`` into the places from ``start`` on. In a worker thread."""
 
     @property
     def on_device(self) -> bool:
-        """Whether a device writes to the places, behind what it was given to do before: whoever loads waits for that first."""
+        """Whether the places lie on a device.
+
+        Earlier work of the device may still write to them, so a load waits for its precondition first.
+        """
         return False
 
     def numbered(self) -> tuple[object, Sequence[int]]:
-        """Return the place that the blocks are of, and their numbers there (:class:`NumberedSource`); ``None`` for none."""
+        """Return the numbered place of the blocks and their numbers, or ``None``.
+
+        See :class:`NumberedSource`.
+        """
         return None, ()
 
     @property
@@ -125,25 +134,37 @@ class Destination(ABC):
         return False
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Do as :meth:`copy_in`, and return the xxh3-64 of each page, all of it, whatever of it is copied."""
+        """Copy as :meth:`copy_in` does, and return the xxh3-64 of each page.
+
+        The sum is of the whole page, also if only a part of it is copied.
+        """
         raise NotImplementedError
 
     @property
     def is_readable(self) -> bool:
-        """Whether :meth:`copy_out` reads the places back. Host memory is read where it lies, by :meth:`views`."""
+        """Whether :meth:`copy_out` reads the places back.
+
+        Places in host memory need not: they are read through :meth:`views`.
+        """
         return False
 
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
-        """Copy the places at these positions into pages. Called in a worker thread; returns when it is over."""
+        """Copy the places at these positions into pages. In a worker thread."""
         raise NotImplementedError
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The name of each plane of a block; see :class:`PlanarPlace`. Empty: it cannot be read plane by plane."""
+        """The names of the planes of a block; empty if it cannot be read so.
+
+        See :class:`PlanarPlace`.
+        """
         return ()
 
     def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
-        """Return the samples of the blocks at these positions; see :class:`PlanarPlace`. Any thread."""
+        """Return the samples of the blocks at these positions. Any thread.
+
+        See :class:`PlanarPlace`.
+        """
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The base of tiers in front of another tier.
+"""Bases of tiers in front of another tier, and of destinations in front of another one.
 
 A breaker, a placeholder for a tier that is absent, and a chain of wrappers each stand in front of one tier and keep its
 contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides what
@@ -12,6 +12,7 @@ Rule 2. What only some tiers have (to be a :class:`~backends.abc.Tier` or a :cla
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
@@ -27,6 +28,7 @@ from ..abc import (
     RoomRequest,
     TierStatistics,
 )
+from .pages import Pages
 
 Self = TypeVar("Self", bound="ForwardingTier")
 
@@ -125,3 +127,71 @@ class ForwardingTier:
             method = getattr(self.inner, name, None)
             if method is not None:
                 setattr(self, name, method)
+
+
+class ForwardingDestination(Destination):
+    """A destination in front of another one, which forwards all its abilities.
+
+    Attributes:
+        inner: the destination behind this one.
+    """
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Destination) -> None:
+        self.inner: Destination = inner
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every place, in bytes."""
+        return self.inner.block_bytes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the places lie on a device."""
+        return self.inner.on_device
+
+    @property
+    def sums_pages(self) -> bool:
+        """Whether the inner destination sums pages as it copies them."""
+        return self.inner.sums_pages
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the inner destination can be read back."""
+        return self.inner.is_readable
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The names of the planes of a block."""
+        return self.inner.plane_names
+
+    def views(self) -> Pages | None:
+        """Return the writable addresses of the places, or ``None``."""
+        return self.inner.views()
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        """Return the numbered place of the blocks and their numbers, or ``None``."""
+        return self.inner.numbered()
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into the places from ``start`` on."""
+        self.inner.copy_in(start, pages)
+
+    def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
+        """Copy pages into the places, and return their sums."""
+        return self.inner.copy_in_and_sum(start, pages)
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        """Copy the places at these positions into pages."""
+        self.inner.copy_out(positions, pages)
+
+    def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
+        """Return the samples of the blocks at these positions."""
+        return self.inner.plane_samples(positions)

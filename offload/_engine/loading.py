@@ -13,6 +13,7 @@ looked for elsewhere: it is computed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import inf
 from typing import Final
@@ -31,6 +32,7 @@ from backends.abc import (
     ReadLease,
     Unproven,
 )
+from backends.base.forwarding import ForwardingDestination
 from backends.base.pages import Pages
 from maru.exception_groups import holds
 
@@ -326,41 +328,35 @@ def _count_failures(outcomes: Sequence[Outcome], failures: dict[str, int]) -> No
             count(failures, "failed")
 
 
-class _Part(Destination):
+class _Part(ForwardingDestination):
     """A range of a destination."""
 
-    __slots__ = ("_n", "_start", "_whole")
+    __slots__ = ("_n", "_start")
 
     def __init__(self, whole: Destination, start: int, n: int) -> None:
-        self._whole = whole
+        super().__init__(whole)
         self._start = start
         self._n = n
 
     def __len__(self) -> int:
         return self._n
 
-    @property
-    def block_bytes(self) -> int:
-        return self._whole.block_bytes
-
-    @property
-    def on_device(self) -> bool:
-        return self._whole.on_device
-
     def views(self) -> Pages | None:
-        views = self._whole.views()
+        views = self.inner.views()
         return None if views is None else views.part(self._start, self._start + self._n)
 
     def numbered(self) -> tuple[object, Sequence[int]]:
-        place, numbers = self._whole.numbered()
+        place, numbers = self.inner.numbered()
         return place, numbers[self._start : self._start + self._n]
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        self._whole.copy_in(self._start + start, pages)
-
-    @property
-    def sums_pages(self) -> bool:
-        return self._whole.sums_pages
+        self.inner.copy_in(self._start + start, pages)
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        return self._whole.copy_in_and_sum(self._start + start, pages)
+        return self.inner.copy_in_and_sum(self._start + start, pages)
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        self.inner.copy_out([self._start + at for at in positions], pages)
+
+    def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
+        return self.inner.plane_samples([self._start + at for at in positions])

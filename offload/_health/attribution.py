@@ -1,8 +1,8 @@
 """Decides whether an error in a copy is the tier's fault: a copy has two ends, and the error may come from the other one.
 
 A tier's copy calls its source or its destination, and passes on their errors as its own. So a tier behind a breaker gets a
-proxy of the other end, which records the errors that this raises. The proxy has all other attributes of the real one, above all
-its checksums (:class:`backends.abc.ChecksummedSource`), and ``isinstance`` sees its class, by ``__class__``.
+proxy of the other end, which records the errors that this raises. That of a source has all other attributes of the real one,
+above all its checksums (:class:`backends.abc.ChecksummedSource`), and ``isinstance`` sees its class, by ``__class__``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from backends.abc import Destination, Failed, Outcome
-from backends.base.forwarding import OPTIONAL, ForwardingTier
+from backends.base.forwarding import OPTIONAL, ForwardingDestination, ForwardingTier
 from backends.base.pages import Pages
 from maru.exception_groups import leaves
 
@@ -71,42 +71,26 @@ class ErrorAttribution:
         return False
 
 
-class _ObservedDestination(Destination):
+class _ObservedDestination(ForwardingDestination):
     """A destination whose errors are recorded."""
 
-    def __init__(self, place: Destination, errors: list[BaseException]) -> None:
-        self._place = place
+    __slots__ = ("_errors",)
+
+    def __init__(self, inner: Destination, errors: list[BaseException]) -> None:
+        super().__init__(inner)
         self._errors = errors
 
     def __repr__(self) -> str:
-        return repr(self._place)
-
-    def __len__(self) -> int:
-        return len(self._place)
-
-    @property
-    def block_bytes(self) -> int:
-        return self._place.block_bytes
-
-    @property
-    def on_device(self) -> bool:
-        return self._place.on_device
-
-    @property
-    def sums_pages(self) -> bool:
-        return self._place.sums_pages
-
-    def numbered(self) -> tuple[object, Sequence[int]]:
-        return self._place.numbered()
+        return repr(self.inner)
 
     def views(self) -> Pages | None:
-        return _recorded(self._errors, self._place.views)
+        return _recorded(self._errors, self.inner.views)
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        _recorded(self._errors, self._place.copy_in, start, pages)
+        _recorded(self._errors, self.inner.copy_in, start, pages)
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        return _recorded(self._errors, self._place.copy_in_and_sum, start, pages)
+        return _recorded(self._errors, self.inner.copy_in_and_sum, start, pages)
 
 
 def _recorded(errors: list[BaseException], call: Callable[..., T], *args: Any) -> T:
