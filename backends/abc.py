@@ -88,8 +88,8 @@ class Source(Protocol):
 class Destination(ABC):
     """The memory that a load writes blocks to: one place for each block.
 
-    A subclass defines the first four members. All others are abilities, which a destination lacks by default. A destination in front of
-    another one is a :class:`backends.base.forwarding.ForwardingDestination`, which forwards all of them.
+    A subclass defines the first four members. All others are abilities, which a destination lacks by default. A destination
+    in front of another one is a :class:`backends.base.forwarding.ForwardingDestination`, which forwards all of them.
     """
 
     __slots__ = ()

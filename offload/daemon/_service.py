@@ -92,7 +92,7 @@ _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, D
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
 """Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
 _COSTS: Final = {"keys": (64, 1), "blocks": (64, 4), "depths": (64, 4), "tensors": (1_024, 1), "cuda": (1_024, 1)}
-"""Bytes that one of these of a request takes next to its own, in objects and lists, and how long it is there."""
+"""By field: bytes that an item takes in objects and lists, and its length in the field."""
 _COSTS_OF: Final = {
     request: [(name, *_COSTS[name]) for name in request.__struct_fields__ if name in _COSTS] for request in NAME_OF
 }
