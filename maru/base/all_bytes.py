@@ -1,13 +1,14 @@
-"""Moving all bytes, or raising an error. No other module calls ``os.write``, ``os.preadv`` and the like.
+"""Reads and writes that move all bytes or raise an error.
 
-The kernel may move fewer bytes than it was asked for, and returns how many: at a signal, on a full disk, behind 2 GiB, at
-the end of a file. Counted by nobody, the rest of a block is what was there before.
+No other module calls ``os.write``, ``os.preadv`` and the like. The kernel may move fewer bytes than requested, and
+returns the number: on a signal, on a full disk, past 2 GiB, at the end of a file. If the caller ignores it, the rest of
+a block keeps its old contents.
 
-Rule 1. Either all bytes are moved, or ``OSError`` is raised. `read_up_to`, `read_head` and `read_some` may
-        return fewer, and how many is the caller's to look at.
-Rule 2. A call that moves nothing ends with an error: repeated, it could go on for ever.
-Rule 3. On a descriptor that does not block, ``BlockingIOError`` may follow a part; only `send_all` waits for it.
-Python itself repeats a call that a signal has interrupted before it moved anything.
+Rule 1. Either all bytes are moved, or ``OSError`` is raised. `read_up_to`, `read_head` and `read_some` may return
+        fewer; their callers must check the number.
+Rule 2. A call that moves nothing raises an error: repeating it could loop for ever.
+Rule 3. On a non-blocking descriptor, ``BlockingIOError`` may be raised after a part was moved; only `send_all` waits.
+Python itself repeats a call that was interrupted by a signal before it moved anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ONE = (1).to_bytes(8, sys.byteorder)
 
 
 def write_all(fd: int, *parts: Bytes) -> None:
-    """Write these bytes, one part after the other, at the file's position."""
+    """Write all the parts, in order, at the file's current position."""
     size = sum(map(_size_of, parts))
     done = os.writev(fd, parts)
     while done < size:
@@ -38,7 +39,7 @@ def write_all(fd: int, *parts: Bytes) -> None:
 
 
 def write_all_at(fd: int, data: Bytes, at: int) -> None:
-    """Write these bytes at this position of the file."""
+    """Write all the bytes at a position of the file."""
     size = _size_of(data)
     done = os.pwrite(fd, data, at)
     while done < size:
@@ -49,7 +50,10 @@ def write_all_at(fd: int, data: Bytes, at: int) -> None:
 
 
 def write_with(write: Callable[[int, bytes | memoryview], int], fd: int, data: bytes | memoryview) -> None:
-    """Write these bytes by a call that may write a part, such as `write_some`."""
+    """Write all the bytes with a call that may write a part.
+
+    `write_some` is one.
+    """
     done = write(fd, data)
     while done < len(data):
         _check_moved(done)
@@ -58,11 +62,14 @@ def write_with(write: Callable[[int, bytes | memoryview], int], fd: int, data: b
 
 
 write_some: Callable[[int, bytes | memoryview], int] = os.write
-"""To be handed to `write_with`."""
+"""Single write that may be partial, to be passed to `write_with`."""
 
 
 def read_up_to(fd: int, *views: bytearray | memoryview, at: int) -> int:
-    """Fill these buffers from this position, up to the end of the file. Returns how many bytes came."""
+    """Fill the buffers from a position, up to the file's end.
+
+    Returns the number of bytes read.
+    """
     size = sum(map(_size_of, views))
     got = done = os.preadv(fd, views, at)
     while got and done < size:
@@ -72,10 +79,10 @@ def read_up_to(fd: int, *views: bytearray | memoryview, at: int) -> int:
 
 
 def read_all(fd: int, view: bytearray | memoryview, at: int) -> None:
-    """Fill this buffer from this position.
+    """Fill the buffer from a position.
 
     Raises:
-        OSError: the file ends before; what came is in the buffer.
+        OSError: the file ends earlier; the bytes that were read are in the buffer.
     """
     done = read_up_to(fd, view, at=at)
     if done < _size_of(view):
@@ -83,7 +90,10 @@ def read_all(fd: int, view: bytearray | memoryview, at: int) -> None:
 
 
 def read_head(fd: int, most: int, at: int = 0) -> bytes:
-    """Read the first bytes of a file, or those from a position; fewer if it ends before."""
+    """Read at most ``most`` bytes from a position.
+
+    Fewer are returned if the file ends earlier.
+    """
     head = os.pread(fd, most, at)
     while len(head) < most and (more := os.pread(fd, most - len(head), at + len(head))):
         head += more
@@ -91,12 +101,18 @@ def read_head(fd: int, most: int, at: int = 0) -> bytes:
 
 
 def read_some(fd: int, most: int) -> bytes:
-    """Read what has come to a pipe or a terminal, at most so much; nothing means its end."""
+    """Read the available bytes of a pipe or a terminal.
+
+    At most ``most`` are returned; an empty result means the end.
+    """
     return os.read(fd, most)
 
 
 def send_all(sock: socket.socket, data: Bytes) -> None:
-    """Send these bytes over a connection, and wait whenever it takes no more, also if it does not block."""
+    """Send all the bytes over a connection, waiting whenever it is full.
+
+    A non-blocking socket is waited for as well.
+    """
     rest = memoryview(data)
     while rest:
         try:
@@ -108,12 +124,12 @@ def send_all(sock: socket.socket, data: Bytes) -> None:
 
 
 def wake(fd: int) -> None:
-    """Make an eventfd readable, or a pipe that serves as one."""
+    """Make an eventfd (or a pipe used as one) readable."""
     os.write(fd, _ONE)  # an eventfd takes all eight bytes or none
 
 
 def clear_wake(fd: int) -> None:
-    """Make it unreadable again."""
+    """Make an eventfd (or a pipe used as one) unreadable again."""
     os.read(fd, 8)
 
 
@@ -122,7 +138,7 @@ def _size_of(part: Bytes) -> int:
 
 
 def _behind(parts: tuple[Bytes, ...], done: int) -> tuple[memoryview, ...]:
-    """The parts without their first ``done`` bytes."""
+    """Return views of the parts without their first ``done`` bytes."""
     rest = []
     for part in parts:
         view = memoryview(part).cast("B")

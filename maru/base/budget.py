@@ -1,12 +1,15 @@
-"""Shares of a limit of this process among its peers: descriptors, mappings, bytes. Pure.
+"""Shares of a limit of this process among its peers. Pure.
 
-    limit of the process, doors that are open, holder and amount  ->  granted or refused
+Limits are numbers of descriptors or mappings, or bytes.
 
-A *door* is a listener, or another place where peers have a process take something: connections of engines, their memory.
+    limit of the process, open doors, holder and amount  ->  granted or refused
+
+A *door* is a listener, or another place where peers make a process take resources: connections of engines, their
+memory.
 
 Rule 1. A door asks before it accepts, opens, maps or expands anything for a peer. A grant is given back once.
-Rule 2. A part of the limit is reserved for the process itself. The doors share the rest by weight, so that peers at one door
-        never use up the share of another. A door that is closed leaves its share to the others.
+Rule 2. A part of the limit is reserved for the process itself. The doors share the rest by weight, so that peers at one
+        door never use up the share of another. A closed door leaves its share to the others.
 Rule 3. One holder has at most a part of its door, so that it does not keep all others out.
 """
 
@@ -20,9 +23,9 @@ class Budget:
     """A limit of a process, and the doors that share it.
 
     Args:
-        limit: returns the limit as it is now.
-        reserved: part of the limit that is the process's own.
-        least: least amount that is reserved.
+        limit: returns the current limit.
+        reserved: fraction of the limit that is reserved for the process itself.
+        least: least amount to reserve.
     """
 
     def __init__(self, limit: Callable[[], int], *, reserved: float = 0.0, least: int = 0) -> None:
@@ -40,16 +43,16 @@ class Budget:
         """Open a door, which the caller closes.
 
         Args:
-            weight: its share is this by the sum of all weights.
-            most: bound of its own below that share.
-            each: part of the door that one holder may have.
+            weight: the door's share of the total is its weight divided by the sum of all weights.
+            most: an upper bound, if lower than that share.
+            each: fraction of the door that one holder may have.
         """
         door = Door(self, most, each)
         self._weights[door] = weight
         return door
 
     def share(self, door: Door) -> int:
-        """Amount for one door; 0 when it is closed, and at least 1 before."""
+        """Return the amount for one door: at least 1, 0 once closed."""
         weight = self._weights[door]
         return max(1, self.total * weight // self._weights.total()) if weight else 0
 
@@ -59,7 +62,10 @@ class Budget:
 
 
 class Door:
-    """One kind of peers of a process, and what each of them holds. Made by :meth:`Budget.open`."""
+    """The peers of one kind, and the amount that each holds.
+
+    Made by :meth:`Budget.open`.
+    """
 
     def __init__(self, budget: Budget, most: int | None, each: float) -> None:
         self._budget = budget
@@ -68,7 +74,7 @@ class Door:
         self._held: Counter[Hashable] = Counter()
         self._returned: deque[tuple[Hashable, int]] = deque()
         self.refused: int = 0
-        """Requests that were refused."""
+        """Number of refused requests."""
 
     @property
     def most(self) -> int:
@@ -83,17 +89,20 @@ class Door:
 
     @property
     def held(self) -> int:
-        """Amount that is held."""
+        """Amount that all holders have now."""
         self._settle()
         return self._held.total()
 
     def held_by(self, holder: Hashable) -> int:
-        """Amount that one holder has."""
+        """Return the amount that one holder has."""
         self._settle()
         return self._held[holder]
 
     def take(self, holder: Hashable = None, amount: int = 1) -> bool:
-        """Grant an amount to a holder if there is room for it. A grant is given back once; a refusal changes nothing."""
+        """Grant an amount to a holder if there is room for it.
+
+        A grant is given back once; a refusal changes nothing.
+        """
         if self.held + amount > self.most or self._held[holder] + amount > self.each:
             self.refused += 1
             return False
@@ -101,7 +110,10 @@ class Door:
         return True
 
     def give_back(self, holder: Hashable = None, amount: int = 1) -> None:
-        """Give back what was granted. For any thread, and for finalizers: it is counted with the next look."""
+        """Give back a granted amount.
+
+        Callable from any thread, and from finalizers: the amount is subtracted at the next query.
+        """
         self._returned.append((holder, amount))
 
     def close(self) -> None:

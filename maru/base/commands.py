@@ -1,6 +1,6 @@
-"""A command line whose commands are imported when they are used, so that ``--help`` is quick and touches nothing heavy.
+"""Command lines that import each command on use.
 
-However it is ended, and whatever it raises: :mod:`maru.base.ending`.
+So ``--help`` is quick and imports nothing heavy. The exit codes are in :mod:`maru.base.ending`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from ..configuration import Knob
 
 LEAST_DESCRIPTORS: Final = 128
-"""Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
+"""Minimum for the limit of open files.
+
+Enough for a page store, its clients and the interpreter, doubled.
+"""
 
 
 _HELP: Final = {"-h", "--help"}
-"""Options with which a command says what it would do, and does nothing that takes descriptors."""
+"""Options that only print help, so no descriptors are needed."""
 
 
 class Program(click.Command):
-    """A command that is a program: it ends in one of the ways there are."""
+    """A command that handles its own errors, signals and exit code."""
 
     def main(
         self,
@@ -44,10 +47,10 @@ class Program(click.Command):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run it, and leave.
+        """Run the command, and exit the process.
 
         Raises:
-            SystemExit: always, unless it is not ``standalone_mode``.
+            SystemExit: always, unless ``standalone_mode`` is false.
         """
         name = prog_name or os.path.basename(sys.argv[0])
         completing = complete_var or f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()
@@ -66,10 +69,10 @@ class Program(click.Command):
 
 
 def check_descriptors() -> None:
-    """Have as many files open as may be needed, if this process may.
+    """Raise the soft limit of open files to the needed minimum.
 
     Raises:
-        EnvironmentFault: it may have too few for anything. ZeroMQ does not raise then: it ends the process.
+        EnvironmentFault: the hard limit is too low. ZeroMQ would not raise an error then: it would end the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < LEAST_DESCRIPTORS <= hard:
@@ -81,21 +84,24 @@ def check_descriptors() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Allow a server as many descriptors as it may have: peers have shares of them, and ZeroMQ ends a process without any."""
+    """Raise the soft limit of open files to the hard limit.
+
+    For servers: peers get shares of the descriptors, and ZeroMQ ends a process that runs out of them.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ProgramGroup(Program, click.Group):
-    """A group of commands that is a program."""
+    """A group of commands with its own errors, signals and exit codes."""
 
 
 class Commands(ProgramGroup):
     """A group whose commands are imported when they are used.
 
     Attributes:
-        places: where each command is, as ``module:attribute``, by name, each with one line of help.
+        places: each command's location, as ``module:attribute``, and its line of help, by name.
     """
 
     def __init__(self, *args: Any, places: dict[str, tuple[str, str]], **kwargs: Any) -> None:
@@ -103,14 +109,14 @@ class Commands(ProgramGroup):
         self.places = places
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order in which a newcomer meets them."""
+        """Return the names, in the order in which a newcomer needs them."""
         return [*self.places, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command.
 
         Raises:
-            EnvironmentFault: it needs a package that is not installed.
+            EnvironmentFault: the command needs a package that is not installed.
         """
         if cmd_name not in self.places:
             return super().get_command(ctx, cmd_name)
@@ -129,13 +135,16 @@ class Commands(ProgramGroup):
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers. That of click lets ``nan`` in, which no comparison keeps out, and ``inf`` without a maximum."""
+    """A range of finite numbers.
+
+    The range of click accepts ``nan``, which no comparison excludes, and ``inf`` if there is no maximum.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert a text.
+        """Convert a text to a number.
 
         Raises:
-            click.BadParameter: it is no finite number in the range.
+            click.BadParameter: the text is not a finite number in the range.
         """
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
@@ -144,11 +153,13 @@ class FiniteRange(click.FloatRange):
 
 
 def knob_option(knob: Knob, section: str, aliases: Mapping[str, str] | None = None) -> click.Option:
-    """The option of a knob. Its value is a text, which the knob reads and judges: errors are the same everywhere.
+    """Return the command-line option of a knob.
+
+    Its value is a text, which the knob parses and validates, so that errors are the same everywhere.
 
     Args:
         knob: the setting.
-        section: its table, which is left out of the option's name.
+        section: its table, whose name is removed from the option's name.
         aliases: further spellings, by name of the knob.
     """
     name = knob.name.removeprefix(f"{section}.")
@@ -174,7 +185,7 @@ def _shown(knob: Knob) -> str:
 
 
 def given_knobs(section: str, values: Mapping[str, object]) -> dict[str, tuple[str, object]]:
-    """What a command line sets, as :meth:`maru.configuration.Knobs.load` takes it."""
+    """Return the knobs that a command line sets, for :meth:`maru.configuration.Knobs.load`."""
     return {
         f"{section}.{name}": (f"--{name.replace('_', '-')}", value)
         for name, value in values.items()
@@ -183,7 +194,10 @@ def given_knobs(section: str, values: Mapping[str, object]) -> dict[str, tuple[s
 
 
 def age() -> float:
-    """Seconds since this process was started, as far as Linux tells."""
+    """Return the seconds since this process was started.
+
+    Falls back to its CPU time if Linux does not report the start time.
+    """
     try:
         with open("/proc/self/stat", "rb") as file:
             started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -193,13 +207,13 @@ def age() -> float:
 
 
 def output_file(kind: OutputKind, suffix: str = "") -> Callable[[str], str]:
-    """Return the type of an option for a file that is written when the command has done its work.
+    """Return an option type for a file that is written later.
 
-    Whether it can be written is found out before.
+    Whether it can be written is checked when the options are parsed.
 
     Args:
-        kind: of the file. A file of another kind is not replaced.
-        suffix: the end of its name, where it has to have one.
+        kind: kind of the file. A file of another kind is not replaced.
+        suffix: required end of the name, if any.
     """
 
     def file(text: str) -> str:
@@ -222,10 +236,10 @@ def output_file(kind: OutputKind, suffix: str = "") -> Callable[[str], str]:
 
 
 def output_directory(text: str) -> str:
-    """A directory that will be made once there is something to be put there. Whether it can be is found out before.
+    """Validate a path for a directory that is made later.
 
     Raises:
-        click.BadParameter: it cannot.
+        click.BadParameter: the directory cannot be made.
     """
     there = Path(os.path.abspath(text))
     while not there.exists():
@@ -241,7 +255,7 @@ def write_output(place: str, text: str, kind: OutputKind) -> None:
     """Write the file of an option of type :func:`output_file`.
 
     Raises:
-        EnvironmentFault: it cannot be written, and could a moment ago.
+        EnvironmentFault: the file cannot be written any more.
     """
     try:
         kind.write(place, text.encode())
@@ -250,7 +264,10 @@ def write_output(place: str, text: str, kind: OutputKind) -> None:
 
 
 def given(*names: str) -> list[str]:
-    """Which of these parameters of the command that runs were on its command line, as they are written there."""
+    """Return the options among these parameters that the command line contains.
+
+    Each is returned in its longest spelling.
+    """
     context = click.get_current_context()
     return [
         max(parameter.opts, key=len)
@@ -264,7 +281,7 @@ def refuse(names: Iterable[str], because: str) -> None:
     """Refuse options that are on the command line and would be ignored.
 
     Raises:
-        click.UsageError: one of them is; the text says it, and why.
+        click.UsageError: one of the options is there; the text names it and the reason.
     """
     for option in given(*names):
         raise click.UsageError(f"{option} {because}")

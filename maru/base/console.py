@@ -1,10 +1,12 @@
-"""How commands print: for machines one JSON document, for people lines and tables. The one place that makes a console.
+"""Output of commands: one JSON document, or lines and tables for people.
 
-Rule 1. What is printed is printed as it is: no markup and no emoji is looked for in it, since names come from outside. Colours
-        come as :class:`rich.text.Text`.
-Rule 2. A line is never broken: that is for the terminal to do, so that a command can be copied from it as one.
-Rule 3. A number that names something (an epoch, a session, a checksum) is hexadecimal text in JSON, since it may have 64 bits,
-        of which many readers keep 53. What counts or measures is a number.
+No other module makes a console.
+
+Rule 1. Text is printed literally: it is not searched for markup or emoji, since names come from outside. Colours come
+        as :class:`rich.text.Text`.
+Rule 2. A line is never broken, so that a command can be copied from it as one; the terminal may wrap it.
+Rule 3. A number that identifies something (an epoch, a session, a checksum) is hexadecimal text in JSON, since it may
+        have 64 bits, of which many readers keep 53. Counts and measurements are numbers.
 Rule 4. No control character of a text reaches a terminal: names and reasons come from peers, also by way of a server.
 """
 
@@ -32,17 +34,17 @@ _UNREAD = 160
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Where people read.
+    """Return a console without markup.
 
-    In a file or a pipe without a given width, a path should rather be in one line than in 80 columns.
+    In a file or a pipe without a given width, a path should be on one line, rather than broken at 80 columns.
     """
     from rich.console import Console
 
     class PrintableConsole(Console):
-        """A console that escapes what a peer may have put into a text: see Rule 4."""
+        """A console that escapes text from peers: see Rule 4."""
 
         def render_str(self, text: str, *args: Any, **kwargs: Any) -> Text:
-            """Escape, and do as rich does."""
+            """Escape the text, then render it as rich does."""
             return super().render_str(printable_lines(text), *args, **kwargs)
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNREAD
@@ -50,7 +52,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines; in a pipe, without the blanks that fill a line."""
+    """Print tables and lines, without trailing blanks in a pipe."""
     from rich.text import Text
 
     sheet = console()
@@ -67,18 +69,21 @@ def say(text: str) -> None:
 
 
 def print_json(answer: object) -> None:
-    """One document."""
+    """Print one JSON document."""
     click.echo(json.dumps(answer, indent=2))
 
 
 def identifier(number: int | None) -> str | None:
-    """A number that names something, as JSON has it: see Rule 3."""
+    """Return an identifying number as JSON text: see Rule 3."""
     return None if number is None else f"{number:#018x}"
 
 
 @contextmanager
 def keys_pressed() -> Iterator[Callable[[float], str]]:
-    """How to wait for a key, for so many seconds at most; empty if none was pressed. Only Ctrl-C without a keyboard."""
+    """Yield a function that waits some seconds for a key.
+
+    It returns an empty text if no key was pressed. Without a keyboard it only sleeps, and Ctrl-C interrupts it.
+    """
     if not sys.stdin.isatty():
 
         def slept(seconds: float) -> str:

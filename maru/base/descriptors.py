@@ -1,15 +1,15 @@
-"""Region descriptors over a Unix socket: how our own clients get at the memory of a region, and readers only to read it.
+"""Region descriptors passed over a Unix socket to our own clients.
 
-A client shows the capability that it got for a span over ZeroMQ, and is handed a descriptor of that region's file: opened
-read-only unless the capability is for writing. In the same way it is handed its tenant's shared index to read, and a board to
-write, for which its session is enough. Then it can be mapped without its path being known, and a reader cannot
-write by accident, whatever its code does. (A hostile process of the same user can open the file itself. This is no
-protection against that.)
+A client presents the capability that it got for a span over ZeroMQ, and receives a descriptor of that region's file:
+opened read-only unless the capability is for writing. In the same way it receives its tenant's shared index, read-only,
+and a board to write, for which its session is enough. So a client maps memory without knowing its path, and a reader
+cannot write by accident, whatever its code does. (A hostile process of the same user can open the file itself. This is
+no protection against that.)
 
 Rule 1. One message each way per request (SOCK_SEQPACKET keeps them apart); a request has a bounded length.
-Rule 2. The kernel tells the user of the peer (SO_PEERCRED), on both sides: only processes of this user are accepted.
-Rule 3. A bad request costs its connection. A refused one costs nothing: the next one may be good.
-Rule 4. A descriptor that was opened for an answer is closed here, whether or not the answer left.
+Rule 2. Both sides read the peer's user from the kernel (SO_PEERCRED): only processes of this user are accepted.
+Rule 3. A bad request ends its connection. A refused one does not: the next one may be good.
+Rule 4. A descriptor that was opened for an answer is closed here, whether or not the answer was sent.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ from .region_file import RegionFile
 
 MAX_MESSAGE_BYTES: Final = 512
 MAX_CONNECTIONS: Final = 256
-"""A connection lives as long as a client maps regions, which is moments."""
+"""Most open connections.
+
+A connection lives while a client maps regions, which is short.
+"""
 IDLE: Final = 10.0
 OPEN_TIME: Final = 10.0
-"""A stalled file system: the client is told, and may ask again."""
+"""Seconds for opening a file, in case its file system stalls.
+
+The client then gets an error, and may ask again.
+"""
 _MAX_TEXT: Final = 256
 
 _log = logging.getLogger(__name__)
@@ -49,22 +55,25 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 INDEX: Final = 0
-"""In place of a region's id, which none has: to read, the shared index; to write, the session's own board."""
+"""Reserved region id, which no region has.
+
+A request to read it gets the shared index; a request to write it gets the session's own board.
+"""
 
 
 class DescriptorRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a client asks for."""
+    """A client's request for a descriptor."""
 
     session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Its session's token."""
+    """Token of the client's session."""
     region_id: _Number
     offset: _Number
-    """Where in the region's file the span begins: as the server said with the capability."""
+    """Offset of the span in its file, as the server returned it."""
     length: _Number
     writable: bool
-    """Whether to write it: only its owner gets that."""
+    """Whether the span is to be written; only its owner may."""
     capability: Annotated[bytes, msgspec.Meta(max_length=64)]
-    """What the server issued for exactly this."""
+    """Capability that the server issued for exactly this span and access."""
 
 
 class _Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -76,17 +85,19 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Descriptors(Protocol):
-    """What the server needs of a pool."""
+    """The methods of a pool that the server needs."""
 
     def find(self, region_id: int) -> RegionFile | None:
-        """Where this region is."""
+        """Return the file of a region; None if it is missing."""
         ...
 
     async def open_fd(self, region_id: int, write: bool) -> int:
-        """A new descriptor. May be slow. Cancelled, nothing stays open.
+        """Open a new descriptor of a region.
+
+        May be slow. If cancelled, nothing stays open.
 
         Raises:
-            CannotMap: it cannot be opened.
+            CannotMap: the region cannot be opened.
         """
         ...
 
@@ -96,22 +107,22 @@ class DescriptorStatistics:
     """A snapshot of a descriptor server. Counters count from its start."""
 
     connections: int
-    """That are open."""
+    """Open connections."""
     turned_away: int
-    """Connections that ended for a newer one, or were another user's."""
+    """Connections closed in favour of newer ones, or from another user."""
     granted: int
-    """Descriptors handed out."""
+    """Descriptors sent."""
     refused: int
-    """Requests without the right, or for what is not there."""
+    """Requests without the right, or for a missing region."""
     bad: int
-    """Messages that were no requests."""
+    """Messages that were not requests."""
 
 
 # --- the server ---------------------------------------------------------------------------------------------------
 
 
 class DescriptorServer:
-    """Hands out descriptors of a pool's regions."""
+    """A server that sends descriptors of a pool's regions."""
 
     def __init__(
         self,
@@ -123,14 +134,15 @@ class DescriptorServer:
         idle: float = IDLE,
         open_time: float = OPEN_TIME,
     ) -> None:
-        """Hand out what ``permits`` says: whether the request's capability is right, and its session alive.
+        """Prepare a server, without opening its socket.
 
         Args:
-            pool: of the regions.
-            permits: see above.
-            open_index: a new descriptor for this session: of the index, or to write of its board; raises ``CannotMap`` where
-                there is none. ``None``: there never is, and 0 is a region like any other.
-            max_connections: at once, where the share of descriptors allows as many; the oldest goes for a newer one.
+            pool: the regions.
+            permits: returns whether the request's capability is valid, and its session alive.
+            open_index: opens a new descriptor for this session, of the index, or of its board for writing; raises
+                ``CannotMap`` if there is none. ``None``: there is never one, and 0 is a region like any other.
+            max_connections: most connections at once, if the share of descriptors allows as many; a new one replaces
+                the oldest.
             idle: seconds that a connection may be silent.
             open_time: seconds that opening may take.
         """
@@ -144,7 +156,9 @@ class DescriptorServer:
         self._listener: PacketListener | None = None
 
     async def run(self, path: str, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve at this path until cancelled. Started, it says the path. Afterwards the socket is gone.
+        """Serve at this path until cancelled, then remove the socket.
+
+        Once started, ``task_status`` gets the path.
 
         Raises:
             PoolUnusable: the directory is open to others, or no socket can be made there.
@@ -166,7 +180,7 @@ class DescriptorServer:
         self._turned_away += 1
 
     def statistics(self) -> DescriptorStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return DescriptorStatistics(self._connections, self._turned_away, self._granted, self._refused, self._bad)
 
     async def _serve(self, peer: trio.socket.SocketType) -> None:
@@ -174,15 +188,15 @@ class DescriptorServer:
         try:
             while await self._answer_one(peer):
                 pass
-        except OSError:  # it has gone
+        except OSError:  # the peer has gone
             pass
-        except Exception:  # ours, and not to be paid by the other connections
+        except Exception:  # a fault of ours, which must not end the other connections
             _log.exception("a connection that asked for descriptors has failed")
         finally:
             self._connections -= 1
 
     async def _answer_one(self, peer: trio.socket.SocketType) -> bool:
-        """Whether to go on with this connection."""
+        """Answer one request. Returns whether to keep the connection."""
         message = b""
         with trio.move_on_after(self._idle):
             message = await peer.recv(MAX_MESSAGE_BYTES + 1)
@@ -222,7 +236,7 @@ class DescriptorServer:
         return True
 
     def _judge(self, request: DescriptorRequest) -> _Reply | None:
-        if request.region_id == INDEX and self._open_index is not None:  # whose session it is, opening it asks
+        if request.region_id == INDEX and self._open_index is not None:  # opening it checks the session
             return None
         region = self._pool.find(request.region_id)
         # The capability is checked first, so that a peer without one does not learn which regions exist.
@@ -236,7 +250,7 @@ class DescriptorServer:
 
     async def _send(self, peer: trio.socket.SocketType, reply: _Reply, fd: int = -1) -> None:
         attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))] if fd >= 0 else []
-        with trio.move_on_after(self._idle):  # it does not read what it has asked for
+        with trio.move_on_after(self._idle):  # the peer may not read its answer
             await peer.sendmsg([msgspec.msgpack.encode(reply)], attached)
 
 
@@ -244,23 +258,23 @@ class DescriptorServer:
 
 
 def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> tuple[int, int, int]:
-    """Get a descriptor for a span of a region. Blocking: to be called in a thread, or where blocking is right.
+    """Fetch a descriptor for a span of a region. Blocking.
 
     Args:
-        path: of the server's socket.
-        request: what for, with the capability for exactly that.
-        timeout: for all of it.
+        path: path of the server's socket.
+        request: the span and access, with the capability for exactly that.
+        timeout: seconds for the whole call.
 
     Returns:
-        The descriptor, which is the caller's, opened read-only unless the request was for writing; and offset and length
-        of the span in what it shows.
+        The descriptor, which the caller owns, opened read-only unless the request was for writing; then the offset and
+        the length of the span in the descriptor's file.
 
     Raises:
-        NotOwner: the capability is not for that.
+        NotOwner: the capability is not for that span and access.
         ServerRefused: the region is not there any more, or cannot be opened now.
         NoAnswer: the server did not answer in time.
         ServerLost: there is no server, or it hung up.
-        BadMessage: what answers there is no server of ours, or another user's.
+        BadMessage: the peer is not a server of ours, or is another user's.
     """
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -299,16 +313,21 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
 
 
 def fetch_index_descriptor(path: str, session: bytes, timeout: float) -> int:
-    """Get a descriptor of the shared index, to read: the caller's. Blocking, and raises, as :func:`fetch_descriptor`.
+    """Fetch a read-only descriptor of the shared index. Blocking.
+
+    The caller owns it. Raises the errors of :func:`fetch_descriptor` too.
 
     Raises:
-        ServerRefused: there is none; the text says why.
+        ServerRefused: there is no index; the text has the reason.
     """
     return fetch_descriptor(path, DescriptorRequest(session, INDEX, 0, 0, False, b""), timeout)[0]
 
 
 def fetch_board_descriptor(path: str, session: bytes, timeout: float) -> int:
-    """Get a descriptor of this session's board, to write. The same otherwise; one of an older server raises ``NotOwner``."""
+    """Fetch a descriptor of this session's board, to write. Blocking.
+
+    Otherwise like :func:`fetch_index_descriptor`; an older server's refusal raises ``NotOwner``.
+    """
     return fetch_descriptor(path, DescriptorRequest(session, INDEX, 0, 0, True, b""), timeout)[0]
 
 

@@ -1,18 +1,18 @@
-"""How every command ends: with one exit code for each cause, one line that says it, and nothing left running.
+"""Exit codes, error lines and cleanup at the end of every command.
 
     0      done
-    1      a check failed: what was looked at is not as it must be
-    2      usage or configuration: what was asked for cannot be
-    3      the environment: a disk, a server, a package, memory or descriptors that are not there
-    5, 6, 7    a server that was told to end has dropped stores, other requests, or both
-    70     a fault of the program itself: the one end with a traceback
+    1      a check failed: the checked object is not as it must be
+    2      usage or configuration: the request cannot be carried out
+    3      the environment: a missing disk, server or package, or too little memory or too few descriptors
+    5, 6, 7    a server that was asked to end has dropped stores, other requests, or both
+    70     a fault of the program itself: the only end with a traceback
     129, 130, 141, 143    SIGHUP, SIGINT, SIGPIPE, SIGTERM: 128 and the signal's number
 
-Rule 1. SIGTERM and SIGHUP unwind as SIGINT does, in whatever way Python, or trio, treats that: all that a command cleans up
-        behind itself is cleaned up behind a ``with`` or a ``finally``. What is ignored where the command starts (``nohup``)
-        stays ignored. While it unwinds, another SIGTERM or SIGHUP changes nothing; a second SIGINT still interrupts.
-Rule 2. Child processes end with the command. The code that started one ends it; one that is left all the same is killed here,
-        with all below it.
+Rule 1. SIGTERM and SIGHUP unwind as SIGINT does, however Python, or trio, treats that: so every ``with`` and
+        ``finally`` of a command runs. A signal that is ignored when the command starts (``nohup``) stays ignored.
+        During the unwinding, another SIGTERM or SIGHUP changes nothing; a second SIGINT still interrupts.
+Rule 2. Child processes end with the command. The code that started one ends it; any left over is killed here, with all
+        its descendants.
 Rule 3. If the reader of the output has stopped reading, the command ends with SIGPIPE's code, without a message.
 """
 
@@ -37,11 +37,14 @@ from ..exception_groups import holds, leaves
 from .printable import printable_lines
 
 _AGAIN: Final = 0.01
-"""Seconds after which a signal that could not be heeded is sent again."""
+"""Seconds until a signal that could not be handled is sent again."""
 
 
 class ExitCode(IntEnum):
-    """What the exit code of a command means. One that a signal ended has 128 and the number of the signal."""
+    """Exit codes of a command.
+
+    A command that was ended by a signal exits with 128 plus the signal's number.
+    """
 
     DONE = 0
     CHECK_FAILED = 1
@@ -52,26 +55,29 @@ class ExitCode(IntEnum):
 
 
 class CheckFailed(click.ClickException):
-    """What was looked at is not as it must be."""
+    """A check's failure: the checked object is not as it must be."""
 
     exit_code: ClassVar[int] = ExitCode.CHECK_FAILED
 
 
 class BadInput(click.ClickException):
-    """The options cannot be carried out, and the caller can change them."""
+    """Options that cannot be carried out, and that the caller can change."""
 
     exit_code: ClassVar[int] = ExitCode.USAGE
 
 
 class EnvironmentFault(click.ClickException):
-    """What was asked for can be, but not here, or not now: a disk, a server, a package, memory."""
+    """A valid request that fails in this environment, at least for now.
+
+    The cause is a disk, a server, a package or memory.
+    """
 
     exit_code: ClassVar[int] = ExitCode.ENVIRONMENT
 
 
 @contextlib.contextmanager
 def ending(program: str) -> Iterator[None]:
-    """Around all that a command does: whatever it raises becomes a line and an exit code.
+    """Turn any error of the enclosed command into an exit code.
 
     Raises:
         SystemExit: however the block ends, unless it raises SystemExit itself.
@@ -102,10 +108,10 @@ class Interruption:
         self.came: bool = False
 
     def go_on(self) -> None:
-        """End the command with it, once what there is has been shown.
+        """Raise the interrupt again, after the partial result was shown.
 
         Raises:
-            KeyboardInterrupt: it came.
+            KeyboardInterrupt: the block was interrupted.
         """
         if self.came:
             raise KeyboardInterrupt
@@ -113,7 +119,10 @@ class Interruption:
 
 @contextlib.contextmanager
 def until_interrupted() -> Iterator[Interruption]:
-    """A block that may be interrupted, and yet there is something to show of it: the rest of the command goes on."""
+    """Catch an interrupt of the block, and record it.
+
+    The rest of the command can then show partial results.
+    """
     interruption = Interruption()
     try:
         yield interruption
@@ -124,7 +133,7 @@ def until_interrupted() -> Iterator[Interruption]:
 
 
 def _say(program: str, error: BaseException, received: list[int]) -> int:
-    """Write the line that belongs to an error. The exit code."""
+    """Write the line for an error. Returns the exit code."""
     if interrupted(error):
         number = signal.Signals(received[0] if received else signal.SIGINT)
         _write(f"{program}: ended by {number.name}")
@@ -138,12 +147,15 @@ def _say(program: str, error: BaseException, received: list[int]) -> int:
         return 128 + signal.SIGPIPE
     text = io.StringIO()
     said.show(text)
-    _write(printable_lines(text.getvalue().rstrip("\n")))  # it may have a peer's words
+    _write(printable_lines(text.getvalue().rstrip("\n")))  # it may contain a peer's text
     return ExitCode.USAGE if isinstance(said, click.FileError) else said.exit_code
 
 
 def interrupted(error: BaseException) -> bool:
-    """Whether it is an interrupt, or what one left behind: an error that was raised while it unwound."""
+    """Return whether an error is an interrupt, or followed from one.
+
+    An error that was raised while an interrupt unwound counts.
+    """
     if holds(error, (KeyboardInterrupt, click.Abort)):
         return True
     return (
@@ -152,7 +164,10 @@ def interrupted(error: BaseException) -> bool:
 
 
 def _as_said(error: BaseException) -> click.ClickException | BrokenPipeError | None:
-    """The error as a message for a person. None for an unexpected one."""
+    """Return the error as a message for a person, or None.
+
+    None means that the error is unexpected.
+    """
     if isinstance(error, click.ClickException):
         return error
     if isinstance(error, OSError):
@@ -181,7 +196,10 @@ def _is_foreign(name: str) -> bool:
 
 
 def lacking(name: str) -> str:
-    """That a package is not there, and what would bring it."""
+    """Return the message for a missing package.
+
+    It names the extra that installs the package.
+    """
     package = name.partition(".")[0]
     if package in _EXTRAS:
         return f"the package {package} is not installed: pip install 'trio-offload[{_EXTRAS[package]}]'"
@@ -197,11 +215,14 @@ def _write(text: str) -> None:
 
 
 _WRITERS: Final = frozenset({"click.utils", "rich.console", __name__})
-"""Modules that write to it."""
+"""Modules that write to the standard output."""
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Whether it was raised by a write to the standard output: they name no file, but come from one of these."""
+    """Return whether a write to the standard output raised an error.
+
+    Such an error names no file, so it is recognised by the module that raised it.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -214,7 +235,10 @@ def _flush() -> None:
 
 
 def _forget_output() -> None:
-    """What could not be written is not tried again when the interpreter ends, which would complain in its own way."""
+    """Discard the unwritten output.
+
+    Otherwise the interpreter would try to write it again at exit, and print an error of its own.
+    """
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -226,14 +250,17 @@ def _forget_output() -> None:
 
 @contextlib.contextmanager
 def _unwinding_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP do what SIGINT does. The numbers of those that came. Nothing in another thread than the main one."""
+    """Treat SIGTERM and SIGHUP as SIGINT. Yields the list of received signals.
+
+    Does nothing in a thread other than the main one.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
     def heed(number: int, frame: FrameType | None) -> None:
-        if _finalizing(frame):  # what is raised there is lost
+        if _finalizing(frame):  # an exception raised in a finalizer is lost
             again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
@@ -241,7 +268,8 @@ def _unwinding_signals() -> Iterator[list[int]]:
         received.append(number)
         interrupt: Any = signal.getsignal(signal.SIGINT)
         if len(received) == 1:
-            # Where SIGINT is ignored, as behind `&` in a script, these are not.
+            # If SIGINT is ignored, as after `&` in a script, the handler is not callable, and these signals still
+            # interrupt.
             (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
 
     heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
@@ -266,7 +294,7 @@ def _finalizing(frame: FrameType | None) -> bool:
 
 
 def _below(parent: int) -> Iterator[int]:
-    """The processes that it has started, and those below them."""
+    """Yield the descendants of a process."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, children.read_text().split()):

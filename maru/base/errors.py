@@ -1,6 +1,7 @@
-"""The exceptions of the page store. Each says who must act: the caller, the peer, or an operator.
+"""The exceptions of the page store.
 
-An answer (a miss, a duplicate, a full pool, a pinned key) is a value. What is here means that there is no answer.
+Each names who must act: the caller, the peer, or an operator. An answer (a miss, a duplicate, a full pool, a pinned
+key) is a value. An exception means that there is no answer.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ _SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGA
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Return whether an error means that descriptors, threads or memory lack.
+    """Return whether an error means a shortage of descriptors, threads or memory.
 
-    The same call may succeed a moment later: no fact about its file or its peer follows from it.
+    The same call may succeed a moment later: the error implies nothing about its file or its peer.
     """
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SCARCE)
 
@@ -24,95 +25,128 @@ class MaruError(Exception):
 
 
 class NoAnswer(MaruError, TimeoutError):
-    """The server did not answer in time. Never a miss: the request may have been carried out, or may still be."""
+    """The server did not answer in time.
+
+    This is never a miss: the request may have been carried out, or may still be.
+    """
 
 
 class Shortage(MaruError):
-    """A large frame was not sent for want of descriptors or memory.
+    """A large frame was not sent, for lack of descriptors or memory.
 
-    The connection goes on.
+    The connection stays usable.
     """
 
 
 class FateUnknown(NoAnswer):
-    """It is unknown whether a store took place. Its pages are not used again until that is known."""
+    """A store has an unknown outcome.
+
+    Its pages are not used again until the outcome is known.
+    """
 
 
 class ServerLost(MaruError, ConnectionError):
-    """The connection to the server is gone, or the server does not know this session any more."""
+    """The connection is gone, or the server has forgotten this session."""
 
 
 class ServerRefused(MaruError):
-    """The server answered with an error: the text is the server's."""
+    """The server answered with an error, whose text is the server's."""
 
     def __init__(self, text: str, word: str = "") -> None:
         super().__init__(text)
         self.word = word
-        """The server's word for the reason, for programs; empty from a published server."""
+        """Code of the reason, for programs; empty from a published server."""
 
 
 class UntrustedServer(MaruError):
-    """The server is not trusted: it is another user's process, or not the one that was configured.
+    """The server is another user's process, or not the configured one.
 
     The caller must act: the text names the knob, its value, and the way out.
     """
 
 
 class BadFrame(MaruError, ValueError):
-    """The peer sent a frame whose header is unusable: it is unknown which request it answers."""
+    """The peer sent a frame with an unusable header.
+
+    So it is unknown which request it answers.
+    """
 
 
 class BadMessage(MaruError, ValueError):
-    """The peer sent a valid header with a body that is not a message of that code."""
+    """The peer sent a valid header with a body of another type."""
 
 
 class LeaseLost(MaruError):
-    """A view is not valid any more: its lease is over, or the server that gave it has restarted. Do not use its bytes."""
+    """A view's lease is over, or its server has restarted.
+
+    The bytes of the view must not be used any more.
+    """
 
 
 class Damaged(MaruError):
-    """The bytes of a page are not those that were stored under this key: its checksum or its generation differs."""
+    """The bytes of a page are not those stored under this key.
+
+    Its checksum or its generation differs.
+    """
 
 
 class NotOwner(MaruError):
-    """The caller writes, frees or hands back what belongs to another session, or presents a capability for it."""
+    """The caller uses another session's page, or a capability for it.
+
+    It writes, frees or hands the page back.
+    """
 
 
 class PoolFull(MaruError):
-    """There is no memory for another region, and none that could be evicted."""
+    """No memory is left for another region, and none can be evicted."""
 
 
 class PoolInUse(MaruError):
-    """The caller wants a pool directory that another server owns, here or in another process."""
+    """The caller wants a pool directory that another server owns.
+
+    That server is in this process or in another.
+    """
 
 
 class PoolUnusable(MaruError):
-    """The caller names a directory, file or device that cannot hold a pool, or that stopped working. The text says why."""
+    """The caller names a directory, file or device unusable for a pool.
+
+    It cannot hold a pool, or has stopped working. The text gives the reason.
+    """
 
 
 class CannotMap(MaruError):
-    """A region cannot be mapped here: gone, shorter than promised, misaligned, or no address space is left for it."""
+    """A region cannot be mapped in this process.
+
+    It is gone, shorter than promised or misaligned, or no address space is left for it.
+    """
 
 
 class HandlerClosed(MaruError):
-    """The caller uses a handler, a handle or a view after closing it."""
+    """The caller uses a closed handler, handle or view."""
 
 
 class JournalFailed(MaruError):
-    """The journal cannot be written, or read: the disk is full, or failing. The operator of the server must act.
+    """The journal cannot be written or read; the operator must act.
 
-    What was to be written was not, none of it, so it must not be acknowledged. It may be appended again, before
-    anything newer.
+    The disk is full, or failing. No part of the record was written, so it must not be acknowledged. It may be appended
+    again, before anything newer.
     """
 
     def __init__(self, text: str, *, lasting: bool = False) -> None:
         super().__init__(text)
         self.lasting = lasting
-        """Whether trying again cannot help: an fsync failed, and it is unknown which earlier bytes are on the disk."""
+        """Whether a retry is useless.
+
+        An fsync failed, and it is unknown which earlier bytes are on the disk.
+        """
 
 
 class ForeignJournal(MaruError):
-    """The journal is of another version, or of another pool, and was left as it is. The operator of the server must choose."""
+    """The journal is of another version or pool, and was left unchanged.
+
+    The operator of the server must choose.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         directory = path.rpartition("/")[0] or "."
@@ -124,14 +158,18 @@ class ForeignJournal(MaruError):
 
 
 def excerpt(text: str, most: int = 120) -> str:
-    """The beginning and the end of a long text, for a message of one line."""
+    """Return the beginning and the end of a long text.
+
+    For a one-line message.
+    """
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2 - 3) :]}"
 
 
 class KnobError(ValueError):
-    """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound.
+    """The caller set a knob to an invalid value.
 
-    Each package has a ``ConfigError`` of its own, which is one of these and one of its own errors.
+    The text names the knob, the value, and the bound. Each package has a ``ConfigError``, which derives from this class
+    and from the package's own base.
     """
 
     def __init__(self, knob: str, value: object, bound: str) -> None:
@@ -142,4 +180,4 @@ class KnobError(ValueError):
 
 
 class ConfigError(MaruError, KnobError):
-    """The caller set a knob of the page store to a value out of range."""
+    """The caller set a knob of the page store out of range."""

@@ -1,10 +1,10 @@
-"""Files that are named by a user: read without a wait and with a bound, written without a loss.
+"""Files named by a user: bounded reads without waits, writes without losses.
 
-Rule 1. A file is replaced only if it is empty, or begins as the files of that kind do. A path that was typed by mistake costs
-        nothing. What replaces it is written beside it first: a full disk costs nothing either.
-Rule 2. No wait: a named pipe is refused, since opening one waits for a process at its other end, or ends what that one reads.
-        A device (``/dev/null``) and a pipe that the caller has open (``/dev/stdin``) are used as they are.
-Rule 3. A private file is closed to other users, whatever the umask is, and also if it was there.
+Rule 1. A file is replaced only if it is empty, or begins as the files of that kind do. A mistyped path costs nothing.
+        The new file is written next to the old one first: a full disk costs nothing either.
+Rule 2. No wait: a named pipe is refused, since opening one waits for a process at its other end, or ends that process's
+        read. A device (``/dev/null``) and a pipe that the caller has open (``/dev/stdin``) are used as they are.
+Rule 3. A private file is closed to other users, whatever the umask is, and also if it existed before.
 Rule 4. A file is read up to a bound: a device may have no end.
 """
 
@@ -22,7 +22,7 @@ _MIB: Final = 1 << 20
 
 
 def read_file(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
-    """Read a file, or a pipe that is open, to its end.
+    """Read a file, or an open pipe, to its end.
 
     Raises:
         OSError: it cannot be read, is a named pipe, or has more than ``most`` bytes.
@@ -35,7 +35,7 @@ def read_file(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
 
 
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file, or a pipe that is open, for reading.
+    """Open a file, or an open pipe, for reading.
 
     Raises:
         OSError: it cannot be opened, or is a named pipe.
@@ -47,8 +47,11 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def _is_open_pipe(path: str | os.PathLike[str], status: os.stat_result) -> bool:
-    """Whether a path names a pipe that this process has open, as ``/dev/stdin`` does."""
-    # what it resolves to is no path then: /proc/7/fd/pipe:[123]
+    """Return whether a path names a pipe that this process has open.
+
+    ``/dev/stdin`` may be one.
+    """
+    # such a path resolves to a name that is no path: /proc/7/fd/pipe:[123]
     return stat.S_ISFIFO(status.st_mode) and not os.path.lexists(os.path.realpath(path))
 
 
@@ -57,17 +60,17 @@ class OutputKind:
     """A kind of file, recognised by its first bytes."""
 
     name: str
-    """In words: ``a scenario``."""
+    """Name for messages: ``a scenario``."""
     begins: bytes
     """The first bytes of every such file."""
     private: bool = False
-    """Whether it is closed to other users."""
+    """Whether the file is closed to other users."""
 
     def why_not(self, path: str | os.PathLike[str]) -> str:
-        """Return why a file there is not to be replaced; empty if nothing is lost by it.
+        """Return the reason not to replace a file, or an empty text.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the file cannot be examined.
         """
         try:
             status = os.stat(path)
@@ -86,17 +89,17 @@ class OutputKind:
         """Write a file, or replace one of this kind.
 
         Raises:
-            FileExistsError: there is another kind of file.
-            OSError: it cannot be written.
+            FileExistsError: the path names a file of another kind.
+            OSError: the file cannot be written.
         """
         if why := self.why_not(path):
             raise FileExistsError(errno.EEXIST, why, os.fspath(path))
-        if os.path.exists(path) and not os.path.isfile(path):  # a device, or a pipe that is open
+        if os.path.exists(path) and not os.path.isfile(path):  # a device, or an open pipe
             with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "wb") as file:
                 os.set_blocking(file.fileno(), True)
                 file.write(data)
             return
-        place = os.path.realpath(path)  # of a link, what it names is replaced
+        place = os.path.realpath(path)  # for a link, its target is replaced
         temporary = f"{place}.{os.getpid()}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600 if self.private else 0o666)

@@ -1,4 +1,4 @@
-"""Findings of the ``doctor`` commands, and those about a path. Pure."""
+"""Findings of the ``doctor`` commands, including those about a path. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
 @attrs.frozen
 class Finding:
-    """One thing that a doctor looked at."""
+    """One result of a doctor's check."""
 
     name: str
-    """What."""
+    """Name of the checked object."""
     verdict: Verdict
-    """``fail``: it will go wrong; ``warn``: it may, or it will be slow."""
+    """``fail``: certain to go wrong; ``warn``: may go wrong, or be slow."""
     found: str
-    """What is there."""
+    """Actual state."""
     needed: str
-    """What should be there."""
+    """Required state."""
     way_out: str = ""
-    """What to do about it; empty where all is well."""
+    """Advice; empty if nothing is wrong."""
 
 
 @attrs.frozen
@@ -38,9 +38,12 @@ class PathFact:
     mode: int = 0o700
     """Permission bits."""
     has_parent: bool = True
-    """Whether the directory that it lies in, or would be made in, is there."""
+    """Whether its parent directory exists."""
     empty: bool = False
-    """Whether it is a directory with nothing in it: then a server closes it to others."""
+    """Whether it is an empty directory.
+
+    A server closes an empty directory to other users.
+    """
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
@@ -64,7 +67,7 @@ def examine_directory(fact: PathFact, name: str = "pool directory") -> Finding:
         return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}, and is empty: a server closes it", needed)
     if fact.mode & 0o077:
         found = f"{fact.path} has mode {fact.mode:04o}"
-        shared = fact.mode & 0o1000  # as /tmp has it: not to be closed to the others
+        shared = fact.mode & 0o1000  # as in /tmp, which must stay open to other users
         return Finding(
             name, "fail", found, needed, f"a directory inside: {fact.path}/maru" if shared else f"chmod 700 {fact.path}"
         )

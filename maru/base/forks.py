@@ -1,12 +1,15 @@
-"""What a forked child does with inherited resources: it closes descriptors and drops locks, without disturbing the parent.
+"""Handling of inherited resources in a forked child.
 
-A child has copies of all descriptors, of all memory and of one thread. So a connection ends for its peer only when both have
-closed it, a lock of a file (``flock``, open file description locks) is held until both have, and a lock of a thread that
-held it at that moment is held for ever.
+The child closes descriptors and drops locks, without disturbing the parent.
 
-Rule 1. An object belongs to the process that made it. In a child its calls raise, and closing it there closes that child's own
+A child has copies of all descriptors, of all memory and of one thread. So a connection ends for its peer only when both
+have closed it, a file lock (``flock``, open file description locks) is held until both have, and a thread lock that
+another thread held at that moment is held for ever.
+
+Rule 1. An object belongs to the process that made it. In a child its calls raise, and closing it there closes that
+        child's own
         descriptors: never ``shutdown``, never an unlock, no message, no file removed.
-Rule 2. Work that a child must do at once is done right after the fork. It takes no lock, raises nothing, and sends nothing.
+Rule 2. Cleanup that cannot wait is done right after the fork. It takes no lock, raises nothing, and sends nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +25,17 @@ _watched: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], object]]] = weakr
 
 
 def watch_forks(owner: T, let_go: Callable[[T], object]) -> None:
-    """Have ``let_go(owner)`` called in each child that is forked off while the owner is there.
+    """Call ``let_go(owner)`` in each child that is forked while the owner exists.
 
     Args:
-        owner: has something that a child is not to have. Held weakly.
-        let_go: refers to no owner; takes no lock and raises nothing.
+        owner: the object whose resources a child must not have. Held weakly.
+        let_go: must not refer to the owner; takes no lock and raises nothing.
     """
     _watched[owner] = let_go
 
 
 def belongs_to(pid: int, what: str) -> str:
-    """The message for a caller in a forked child that uses an object which process ``pid`` has made."""
+    """Return the message for using process ``pid``'s object in a forked child."""
     return f"{what} belongs to process {pid}, which this one was forked from: make one here"
 
 

@@ -1,4 +1,7 @@
-"""Public names that are imported when they are first used (PEP 562), for the ``__init__`` of each package here."""
+"""Public names that are imported on first use (PEP 562).
+
+The ``__init__`` of each package uses this.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> None:
-    """Have a package find these names when they are asked for. Called once, by the package itself.
+    """Make a package import these names on first use.
+
+    The package calls it once.
 
     Args:
         package: its ``__name__``.
-        homes: the module of each name, relative to it.
+        homes: the module of each name, relative to the package.
     """
     known = vars(sys.modules[package])
 
@@ -24,5 +29,5 @@ def lazily(package: str, homes: Mapping[str, str]) -> None:
         value = known[name] = getattr(import_module(home, package), name)
         return value
 
-    # Put there from here: assigned in each package, they would be public names without a type.
+    # Set here: assigned in each package, they would be public names without a type.
     known["__getattr__"], known["__dir__"] = find, lambda: sorted({*known, *homes})

@@ -1,4 +1,7 @@
-"""Asks the kernel which user listens at an address. Blocking, but briefly; :mod:`maru.base.peers` decides what follows."""
+"""Queries to the kernel for the user who listens at an address.
+
+They block, but briefly; :mod:`maru.base.peers` decides what follows.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from .peers import Listener, users_at
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD: Final = 77
-"""Of Linux 6.5; :mod:`socket` has no name for it."""
+"""Socket option of Linux 6.5, which :mod:`socket` does not define."""
 _CONNECT_TIME: Final = 1.0
-"""Seconds until a Unix socket counts as one that cannot be asked: its queue is full."""
+"""Seconds until connecting to a Unix socket with a full queue fails."""
 
 
 def find_listener(url: str) -> Listener:
-    """The listener at ``tcp://host:port`` or ``ipc://path``. Never raises for what it finds."""
+    """Find the listener at ``tcp://host:port`` or ``ipc://path``.
+
+    Failures are reported in the result, never raised.
+    """
     kind, _, where = url.partition("://")
     if kind == "ipc":
         return find_unix_listener(where)
@@ -31,7 +37,7 @@ def find_listener(url: str) -> Listener:
 
 
 def find_tcp_listener(host: str, port: int) -> Listener:
-    """The listener at a TCP address, if that is of this host and of this network namespace."""
+    """Find the listener at a TCP address in this network namespace."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         addresses = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, *_, address in found}
@@ -44,7 +50,10 @@ def find_tcp_listener(host: str, port: int) -> Listener:
 
 
 def find_unix_listener(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> Listener:
-    """The listener at a Unix socket of that kind; ``@name`` for one without a file."""
+    """Find the listener at a Unix socket of one kind.
+
+    ``@name`` is a socket without a file.
+    """
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.settimeout(_CONNECT_TIME)
         try:
@@ -55,7 +64,7 @@ def find_unix_listener(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) 
 
 
 class UnixSocket(Protocol):
-    """As much of a socket as is asked, of the standard library or of trio."""
+    """The needed part of a socket (standard library or trio)."""
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
         """Return the value of an option."""
@@ -63,19 +72,24 @@ class UnixSocket(Protocol):
 
 
 def peer_uid(sock: UnixSocket) -> int:
-    """The user of the process that made the other end of a Unix socket, or listens there."""
+    """Return the user of the process at a Unix socket's other end.
+
+    It made that end, or listens there.
+    """
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
 
 def open_peer(sock: UnixSocket) -> int:
-    """A descriptor of the process that made the other end of a Unix socket, or listens there: readable when that has ended.
+    """Open a descriptor of the process at a Unix socket's other end.
 
-    The caller closes it. -1 where there is none to be had: the process has ended, or it is of another pid namespace, as in
-    another container, and the kernel is older than Linux 6.5, which does not hand one over for a process without a number here.
+    That process made the other end, or listens there; the descriptor becomes readable when it has ended.
+
+    The caller closes it. -1 if none can be opened: the process has ended, or it is of another pid namespace, as in
+    another container, and the kernel is older than Linux 6.5, which opens none for a process without a number here.
 
     Raises:
-        OSError: this process, or this host, has none left, or no memory: there may be one later.
+        OSError: this process, or this host, lacks descriptors or memory: a later call may succeed.
     """
     try:
         return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True)
@@ -92,7 +106,7 @@ def open_peer(sock: UnixSocket) -> int:
 
 
 def _is_private(path: str) -> bool:
-    """Whether only this user and root can have put a socket there."""
+    """Return whether only this user and root can make sockets there."""
     if path.startswith("@"):
         return False
     status = os.stat(os.path.dirname(os.path.abspath(path)))

@@ -1,4 +1,4 @@
-"""Facts about this machine: limits of memory, and the state of a path."""
+"""Facts about this machine: memory limits, and states of paths."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def path_fact(path: str) -> PathFact:
 
 
 def memory_limit(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the memory limit of this process's control group in bytes, or None.
+    """Return this process's memory limit in bytes, or None.
 
     The least of it and the groups above it.
     """
@@ -55,7 +55,7 @@ def group_memory_left(proc: str, cgroup: str) -> int | None:
     The least of it and the groups above it. Page cache that the kernel would drop counts as left.
     """
     least = min((most - taken for most, taken in _memory_of_groups(proc, cgroup)), default=None)
-    return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 says "no limit" as a huge number
+    return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 reports "no limit" as a huge number
 
 
 def _memory_of_groups(proc: str, cgroup: str) -> Iterator[tuple[int, int]]:
@@ -69,7 +69,7 @@ def _memory_of_groups(proc: str, cgroup: str) -> Iterator[tuple[int, int]]:
         else:
             continue
         while True:
-            with contextlib.suppress(ValueError):  # "max", or not there
+            with contextlib.suppress(ValueError):  # "max", or a missing file
                 cached = re.search(
                     r"^(?:total_)?inactive_file ([0-9]+)$", read_text(f"{root}{group}/memory.stat"), re.MULTILINE
                 )

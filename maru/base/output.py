@@ -1,4 +1,7 @@
-"""Output of commands: JSON for machines; for people, tables that fit into 80 columns, also when written to a file."""
+"""Output of commands: JSON for machines, tables for people.
+
+Tables fit into 80 columns, also when written to a file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(count: float) -> str:
-    """Bytes, to be read."""
+    """Format a number of bytes for a person."""
     for unit in _UNITS:
         if abs(count) < 1_024 or unit == _UNITS[-1]:
             break
@@ -27,7 +30,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, to be read: the two largest units."""
+    """Format a time for a person: the two largest units."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -42,24 +45,24 @@ def duration(seconds: float) -> str:
 
 
 def bar(part: float, whole: float, width: int = 16) -> ProgressBar:
-    """How much of the whole it is."""
+    """Return a bar that shows a part of a whole."""
     from rich.progress_bar import ProgressBar
 
     return ProgressBar(total=max(whole, 1), completed=min(part, whole), width=width)
 
 
 def share(part: float, whole: float) -> str:
-    """The same as a number."""
+    """Format a part of a whole as a percentage."""
     return f"{part / whole:.0%}" if whole else ""
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 region``, ``2 regions``."""
+    """Format a count with its noun: ``1 region``, ``2 regions``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings of a doctor, and the way out of each trouble."""
+    """Print the findings of a doctor, then advice for each problem."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,11 +1,12 @@
-"""A directory that one server holds: its lock, and what becomes of it when its files are removed under a running server.
+"""A directory that one server holds: its lock, and repairs after removals.
 
-systemd's ``RemoveIPC`` removes everything that a user has in /dev/shm when he logs out, and cleaners of temporary files remove
-what is old. A server without its sockets could be reached by nobody, and without its lock a second one could begin next to it.
+systemd's ``RemoveIPC`` removes all of a user's files in /dev/shm when he logs out, and cleaners of temporary files
+remove old ones. A server without its sockets cannot be reached, and without its lock a second one could begin next to
+it.
 
-Rule 1. The directory itself is locked as well as a file in it: whoever removes the file does not let a second server in.
-Rule 2. What was removed is made again under the lock, in a directory that is this server's own; a server that finds another
-        one's lock there ends.
+Rule 1. Both the directory itself and a file in it are locked: removing the file does not let a second server in.
+Rule 2. A removed file is made again under the lock, in a directory that is this server's own; a server that finds
+        another one's lock there ends.
 """
 
 from __future__ import annotations
@@ -21,29 +22,34 @@ from .all_bytes import read_head, write_all_at
 from .private_directory import open_private_directory
 
 LAST_BREATH = 1.0
-"""Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""
+"""Seconds until the lock of a dead process counts as another one's.
+
+The kernel releases it within milliseconds.
+"""
 LOOK = 1.0
-"""Seconds between two looks for what was removed."""
+"""Seconds between two checks for removed files."""
 
 
 def lock_directory(directory: int, name: str, in_use: Callable[[str], Exception], patience: float = LAST_BREATH) -> int:
-    """Lock a directory, and a file in it until the returned descriptor is closed; the directory until its own is.
+    """Lock a directory, and a file in it.
+
+    The file stays locked until the returned descriptor is closed, the directory until ``directory`` is.
 
     Args:
-        directory: an open descriptor of it.
-        name: of the file, which gets the number of this process.
-        in_use: makes the error from the process that has the lock.
+        directory: an open descriptor of the directory.
+        name: name of the file, into which the number of this process is written.
+        in_use: makes the error, given the process that has the lock.
         patience: seconds to wait for a process that has ended.
 
     Raises:
-        Exception: what ``in_use`` has made: another process has it.
+        Exception: the error made by ``in_use``: another process has the lock.
     """
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
     try:
         deadline = time.monotonic() + patience
         while not (_try_lock(directory) and _try_lock(fd)):
             holder = read_head(fd, 32).decode("ascii", "replace").strip() or holder_of_lock(directory) or "unknown"
-            # A server that was killed while it started a process: between fork and exec, that one has the lock still.
+            # If a server was killed while it started a process, that one still has the lock between fork and exec.
             if _is_alive(holder) or time.monotonic() > deadline:
                 raise in_use(holder)
             time.sleep(0.005)
@@ -63,10 +69,12 @@ def renew_directory(
     refuse: Callable[[str], Exception],
     in_use: Callable[[str], Exception],
 ) -> list[str]:
-    """Make a removed directory or lock again; both descriptors keep their numbers. Return the paths that were made.
+    """Make a removed directory or lock again. Returns the paths made.
+
+    Both descriptors keep their numbers.
 
     Raises:
-        Exception: what ``in_use`` or ``refuse`` has made: another server has the directory, or it cannot be made.
+        Exception: the error made by ``in_use`` or ``refuse``: another server has the directory, or it cannot be made.
     """
     made: list[str] = []
     if not os.path.lexists(path):
@@ -76,7 +84,7 @@ def renew_directory(
     new, _ = open_private_directory(path, refuse, purpose="the directory of a server")
     try:
         if _is_at(directory, path):
-            os.dup2(directory, new, inheritable=False)  # it has the lock
+            os.dup2(directory, new, inheritable=False)  # the old descriptor has the lock
         made.append(f"{path}/{name}")
         new_lock = lock_directory(new, name, in_use, 0.0)
         try:
@@ -90,7 +98,10 @@ def renew_directory(
 
 
 def holder_of_lock(directory: int | str) -> str:
-    """Return the process that has a directory locked, as far as the kernel tells; empty if there is none."""
+    """Return the process that has a directory locked, or an empty text.
+
+    Empty too if the kernel does not report it.
+    """
     with contextlib.suppress(OSError):
         status = os.stat(directory)
         with open("/proc/locks", encoding="ascii") as locks:
@@ -100,7 +111,10 @@ def holder_of_lock(directory: int | str) -> str:
 
 
 def locked_inodes(locks: str) -> dict[int, int]:
-    """Inode -> process of each flock in ``/proc/locks``. To ask by locking would be in the way of a server that starts."""
+    """Return the process of each flock in ``/proc/locks``, by inode.
+
+    Trying to lock instead would hinder a server that starts.
+    """
     found = {}
     for line in locks.splitlines():
         words = line.split()
@@ -111,7 +125,7 @@ def locked_inodes(locks: str) -> dict[int, int]:
 
 
 def is_socket_at(path: str, inode: int) -> bool | None:
-    """Return whether this socket has its path; None if nothing has it."""
+    """Return whether a path is this socket; None if it is free."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -131,13 +145,16 @@ def _try_lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system that locks no directories: the file alone has to do
+    except OSError:  # a file system that cannot lock directories: the file's lock has to suffice
         return stat.S_ISDIR(os.fstat(fd).st_mode)
     return True
 
 
 def _is_alive(process: str) -> bool:
-    """Whether there is such a process. What is no number may be one."""
+    """Return whether a process may exist.
+
+    True for a text that is not a number.
+    """
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:

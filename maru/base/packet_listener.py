@@ -1,4 +1,7 @@
-"""Accepting SOCK_SEQPACKET connections of this user's processes, for every server of this project that has a Unix socket."""
+"""Acceptance of SOCK_SEQPACKET connections from this user's processes.
+
+Used by every server of this project that has a Unix socket.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from .packets import listen
 from .spare_descriptor import SPARE
 
 _PAUSE: Final = 0.1
-"""Seconds until a process without a free descriptor tries to accept again: the listener stays readable, and would spin."""
+"""Seconds between attempts to accept without a free descriptor.
+
+The listener stays readable, so the loop would spin.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -31,14 +37,15 @@ async def serve_briefly(
     serve: Callable[[trio.socket.SocketType], Awaitable[object]],
     turn_away: Callable[[], object],
 ) -> None:
-    """Accept connections that last for moments, until cancelled, and serve each in a task.
+    """Serve short connections until cancelled, each in a task.
 
-    A good client's is over in milliseconds, so the oldest is ended before a newcomer is refused: silence keeps no one out.
+    A good client's connection is over in milliseconds, so the oldest is ended before a newcomer is refused: idle peers
+    keep no one out.
 
     Args:
         listener: closed by the caller.
-        door: their share of the descriptors of this process.
-        serve: serves one, which is closed behind it. Must not raise.
+        door: the connections' share of the descriptors of this process.
+        serve: serves a connection, which is closed afterwards. Must not raise.
         turn_away: called for each connection that was closed at once, or ended for a newer one.
     """
     scopes: dict[trio.CancelScope, None] = {}
@@ -74,9 +81,9 @@ async def serve_briefly(
 
 
 class PacketListener:
-    """Listens at a path (mode 0600), in a directory that only this user enters (mode 0700), until closed.
+    """A listening socket (mode 0600) in a private directory (mode 0700).
 
-    A socket that a dead server left there is replaced.
+    A socket left there by a dead server is replaced.
 
     Raises:
         PoolUnusable: the directory is open to others, or no socket can be made there.
@@ -94,9 +101,10 @@ class PacketListener:
         """Accept connections until cancelled.
 
         Args:
-            take: is handed each connection of a process of this user, which is its own from then on; whether it has taken it.
-                An ``OSError`` of it means that it has not.
-            turn_away: called for each connection that was closed at once: another user's, not taken, or without a descriptor.
+            take: receives each connection of this user's processes, and owns it if it returns True. An ``OSError``
+                means that it refuses the connection.
+            turn_away: called for each connection that was closed at once: another user's, refused, or without a
+                descriptor.
         """
         while True:
             listening = self._accepting = trio.socket.from_stdlib_socket(self._listening)
@@ -104,15 +112,15 @@ class PacketListener:
                 peer, _ = await listening.accept()
             except (OSError, trio.ClosedResourceError) as exc:
                 if self._accepting is not listening or self._listening.fileno() != listening.fileno():
-                    continue  # it was made again
-                if not isinstance(exc, OSError) or exc.errno == errno.EBADF:  # it was closed
+                    continue  # `renew` replaced it
+                if not isinstance(exc, OSError) or exc.errno == errno.EBADF:  # `close` closed it
                     raise
                 self._note_shortage(exc)
                 if self._hang_up_on_one():
                     turn_away()
                 await trio.sleep(_PAUSE)
                 continue
-            # The kernel noted the peer's user when it connected: nothing that the peer does afterwards changes it.
+            # The kernel recorded the peer's user when it connected: nothing that the peer does afterwards changes it.
             accepted = socket.socket(fileno=peer.detach())
             try:
                 taken = peer_uid(accepted) == os.geteuid() and take(accepted)
@@ -127,11 +135,13 @@ class PacketListener:
                 accepted.close()
 
     def renew(self) -> list[str]:
-        """Listen again if the socket was removed. Return its path then. To be called under the lock of its directory.
+        """Listen again if the socket was removed. Returns its path then.
+
+        The caller holds the lock of the directory.
 
         Raises:
             PoolInUse: another server has put its socket there.
-            PoolUnusable: none can be made there.
+            PoolUnusable: no socket can be made there.
         """
         is_there = is_socket_at(self.path, self._inode)
         if is_there:
@@ -142,12 +152,12 @@ class PacketListener:
         self._inode = os.stat(self.path).st_ino
         before, self._listening = self._listening, listening
         if self._accepting is not None:
-            self._accepting.close()  # and its task goes on with the new one
+            self._accepting.close()  # its task goes on with the new one
         before.close()
         return [self.path]
 
     def _note_shortage(self, exc: OSError) -> None:
-        """Log the first refusal of a row."""
+        """Log a refusal, if the previous connection was accepted."""
         if not self._is_short:
             self._is_short = True
             _log.warning(
@@ -155,7 +165,10 @@ class PacketListener:
             )
 
     def _hang_up_on_one(self) -> bool:
-        """Accept one client with the spare descriptor and hang up: it learns at once what it would else time out on."""
+        """Accept one client with the spare descriptor, and hang up.
+
+        The client gets an error at once, instead of a time-out.
+        """
         with SPARE.given_up():
             try:
                 self._listening.accept()[0].close()
@@ -164,7 +177,10 @@ class PacketListener:
         return True
 
     def close(self) -> None:
-        """Listen no more; the file goes, unless a successor has replaced it. Idempotent."""
+        """Close the socket and remove its file. Idempotent.
+
+        A file that a successor has put there stays.
+        """
         self._listening.close()
         with contextlib.suppress(OSError):
             if os.stat(self.path).st_ino == self._inode:

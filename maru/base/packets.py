@@ -1,18 +1,20 @@
-"""One SOCK_SEQPACKET connection between two processes of this host: whole frames, and never a wait.
+"""A SOCK_SEQPACKET connection of whole frames within this host, without waits.
 
-Rule 1. A frame goes whole or not at all. The kernel keeps packets apart, so half a frame cannot be received: a peer that
-        dies, or a task that is cancelled, leaves nothing in the middle.
-Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes by default), so a frame
-        of more than ``INLINE_BYTES`` travels as the descriptor of a sealed memfd that holds it. In pieces it would be faster
-        from 1 MiB on (240 us instead of 470; at 256 KiB both take 85), but then half a frame could be left over on both
-        sides, and would have to be bounded for every peer that never sends the rest.
-Rule 3. A descriptor is read only if it is a memfd that its sender has sealed against every change: of anything else (a pipe,
-        a file of a network) reading may block, and what was judged may change before it is used. Whatever came is closed.
-Rule 4. A peer that breaks a rule loses the connection: every ``OSError`` but :exc:`BlockingIOError` means that it is over.
-Rule 5. A refusal of this host is no end of a connection. At its limit a process gives up its spare descriptor for a large
-        frame; where that is not enough, :exc:`Shortage` is about this one frame. The kernel drops a descriptor that finds no
-        place, and the request with it. So a packet is looked at first, and taken out of the socket once its
-        descriptor is here: the look costs a microsecond.
+Rule 1. A frame is sent entirely or not at all. The kernel keeps packets apart, so half a frame cannot be received: a
+        peer that dies, or a task that is cancelled, leaves no partial frame.
+Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes by default), so a frame of more than
+        ``INLINE_BYTES`` travels as the descriptor of a sealed memfd that holds it. Pieces would be faster from 1 MiB on
+        (240 us instead of 470; at 256 KiB both take 85), but then half a frame could be left over on both sides, and
+        would have to be bounded for every peer that never sends the rest.
+Rule 3. A descriptor is read only if it is a memfd that its sender has sealed against every change: reading from
+        anything else (a pipe, a file of a network) may block, and its contents may change between check and use. Every
+        received descriptor is closed.
+Rule 4. A peer that breaks a rule loses the connection: every ``OSError`` but :exc:`BlockingIOError` means that it is
+        over.
+Rule 5. A shortage on this host does not end a connection. At its limit a process gives up its spare descriptor for a
+        large frame; if that is not enough, :exc:`Shortage` is raised for this frame only. The kernel drops a descriptor
+        for which there is no place, and the request with it. So a packet is peeked at first, and taken out of the
+        socket once its descriptor is here: the peek costs a microsecond.
 """
 
 from __future__ import annotations
@@ -36,38 +38,52 @@ from .listeners import open_peer, peer_uid
 from .spare_descriptor import SPARE
 
 INLINE_BYTES: Final = 128 << 10
-"""Frames up to here are a packet. Half of the default send buffer, and more than any message of one page's worth of keys."""
+"""Largest frame that is sent as a packet.
+
+Half of the default send buffer, and more than any message with the keys of one page.
+"""
 LONGEST_PATH: Final = 107
-"""Bytes of a Unix socket's name."""
+"""Most bytes in a Unix socket's name."""
 
 _SIZE: Final = struct.Struct("!Q")
 _INT: Final = struct.Struct("i")
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-# Space for exactly one descriptor: CMSG_SPACE would round up to two, and the second would be ours to close.
+# Space for exactly one descriptor: CMSG_SPACE would round up to two, and we would have to close the second.
 _ONE_DESCRIPTOR: Final = socket.CMSG_LEN(_INT.size)
-# As numbers: an operator of an enum costs half a microsecond, and these are looked at for each packet.
+# As numbers: an operator of an enum costs half a microsecond, and these are tested for each packet.
 _LOOK: Final = int(socket.MSG_PEEK)
 _LOOK_AND_TAKE: Final = int(socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
 _DROPPED: Final = int(socket.MSG_CTRUNC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _LEAST_MEMORY: Final = 512
-"""Bytes of the kernel's that any packet takes until it is received, at least (768 where this was measured)."""
+"""Least kernel memory that a packet takes until received, in bytes.
+
+768 on the measured host.
+"""
 _BACKLOG: Final = 128
 _SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.ETOOMANYREFS})
-"""Errors for a want of descriptors or memory; ETOOMANYREFS counts descriptors in transit."""
+"""Errors for a lack of descriptors or memory.
+
+ETOOMANYREFS counts descriptors in transit.
+"""
 
 
 class BadPacket(ConnectionError):
-    """The peer sent what is no frame: too long, or with a descriptor that is no sealed memfd."""
+    """The peer sent a malformed frame.
+
+    It is too long, or has a descriptor that is not a sealed memfd.
+    """
 
 
 class PacketConnection:
-    """One end of a connection. Not for two threads at once, but for what says so.
+    """One end of a connection.
+
+    Not for two threads at once, except for the methods that allow any thread.
 
     Args:
-        sock: connected; it becomes non-blocking, and this one's to close.
-        max_bytes: of a frame that is taken.
-        buffer: to receive into, of ``INLINE_BYTES``; may be shared by connections of one thread.
+        sock: a connected socket, which becomes non-blocking and is closed by this object.
+        max_bytes: largest frame that is received.
+        buffer: receive buffer of ``INLINE_BYTES``; may be shared by connections of one thread.
     """
 
     __slots__ = ("_buffers", "_first", "_look", "_max_bytes", "_send", "_sock", "_take", "_view", "descriptor")
@@ -88,9 +104,10 @@ class PacketConnection:
 
         Raises:
             BlockingIOError: there is no room for it now.
-            Shortage: there is no memory or descriptor for so large a frame. Nothing was sent, and the connection goes on.
+            Shortage: there is no memory or descriptor for so large a frame. Nothing was sent, and the connection goes
+                on.
             OSError: the connection is over.
-            ValueError: it is empty: that is how the kernel says that a peer has hung up.
+            ValueError: the frame is empty, which a receiver cannot tell from a peer that has hung up.
         """
         if not frame:
             raise ValueError("a frame has at least one byte")
@@ -104,13 +121,13 @@ class PacketConnection:
             self._send(frame)
 
     def receive(self) -> bytes:
-        """The next frame.
+        """Receive the next frame.
 
         Raises:
             BlockingIOError: there is none yet.
-            Shortage: there is no descriptor to take it in with. It stays where it is, before all others.
+            Shortage: there is no descriptor to receive it with. The frame stays the next one.
             ConnectionResetError: the peer has hung up.
-            BadPacket: what came is no frame. The connection is to be closed.
+            BadPacket: the frame is malformed. The caller must close the connection.
             OSError: the connection is over.
         """
         n, _, flags, _ = self._look(self._buffers, 0, _LOOK)
@@ -126,7 +143,10 @@ class PacketConnection:
                 return self._receive_in_memory()
 
     def most_unread(self) -> int:
-        """How many of the frames that were sent last the peer may not have received yet, at most: they come in order."""
+        """Return an upper bound for the sent frames not received yet.
+
+        Frames arrive in order, so these are the last ones.
+        """
         try:
             (waiting,) = _INT.unpack(fcntl.ioctl(self._sock, termios.TIOCOUTQ, _INT.pack(0)))
         except (OSError, ValueError):
@@ -135,7 +155,10 @@ class PacketConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer is connected, as far as the kernel knows. For any thread; sends nothing."""
+        """Whether the peer is connected, as far as the kernel knows.
+
+        For any thread; sends nothing.
+        """
         descriptor = self._sock.fileno()
         if descriptor < 0:
             return False
@@ -147,13 +170,16 @@ class PacketConnection:
         """Open a descriptor of the peer's process; -1 if there is none.
 
         Raises:
-            OSError: this process, or this host, has no descriptor left for it now.
+            OSError: this process, or this host, has no free descriptor now.
         """
         return open_peer(self._sock)
 
     def interrupt(self) -> None:
-        """Disconnect, for a thread that waits here. For any thread; call :meth:`close` afterwards."""
-        with contextlib.suppress(OSError):  # it is over already
+        """Disconnect, to wake a thread that waits here.
+
+        For any thread; call :meth:`close` afterwards.
+        """
+        with contextlib.suppress(OSError):  # it is disconnected already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -195,7 +221,7 @@ class PacketConnection:
             raise BadPacket(f"a frame of {size} bytes, and {self._max_bytes} are taken")
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        except OSError:  # no memory file at all
+        except OSError:  # not a memfd
             seals = 0
         if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
             raise BadPacket("a descriptor that is no sealed memory of the size that was said")
@@ -209,7 +235,7 @@ class PacketConnection:
 
 
 def connect(path: str) -> socket.socket:
-    """Connect to this path if its listener is this user's, or root's. Does not wait.
+    """Connect without waiting to a listener of this user or root.
 
     Raises:
         PermissionError: another user's process listens there. Nothing was sent.
@@ -220,7 +246,8 @@ def connect(path: str) -> socket.socket:
     try:
         with reachable(path) as name:
             sock.connect(name)
-        # The kernel is asked about the connection itself, so the listener cannot be exchanged between the check and the use.
+        # The user is read from the connection itself, so the listener cannot be exchanged between the check and the
+        # use.
         uid = peer_uid(sock)
         if uid not in (os.geteuid(), 0):
             raise PermissionError(f"{path!r} is served by user {uid}")
@@ -231,7 +258,10 @@ def connect(path: str) -> socket.socket:
 
 
 def is_served(path: str) -> bool:
-    """Return whether a server listens at this path. The socket of a dead one refuses connections."""
+    """Return whether a server listens at this path.
+
+    The socket of a dead server refuses connections.
+    """
     try:
         connect(path).close()
     except (FileNotFoundError, ConnectionRefusedError):
@@ -242,7 +272,9 @@ def is_served(path: str) -> bool:
 
 
 def listen(path: str) -> socket.socket:
-    """A socket that listens at this path, mode 0600. What a dead server left there is replaced.
+    """Return a socket that listens at this path, mode 0600.
+
+    A socket left there by a dead server is replaced.
 
     Raises:
         PoolUnusable: others may enter its directory, or no socket can be made there.
@@ -259,7 +291,7 @@ def listen(path: str) -> socket.socket:
         try:
             with reachable(path) as name:
                 listening.bind(name)
-            os.chmod(path, 0o600)  # before that, its directory keeps others out
+            os.chmod(path, 0o600)  # until then, its directory keeps others out
             listening.listen(_BACKLOG)
         except BaseException:
             listening.close()
@@ -270,10 +302,10 @@ def listen(path: str) -> socket.socket:
 
 
 def check_socket(path: str) -> None:
-    """See that nothing else than a socket has this path.
+    """Check that a path is free or a socket.
 
     Raises:
-        PoolUnusable: something has.
+        PoolUnusable: something else has this path.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -282,7 +314,10 @@ def check_socket(path: str) -> None:
 
 @contextlib.contextmanager
 def reachable(path: str) -> Iterator[str]:
-    """A name for this path that fits into a socket's address: by way of its open directory where it is too long."""
+    """Yield a name for this path that fits into a socket's address.
+
+    A path that is too long is reached through a descriptor of its directory.
+    """
     if len(os.fsencode(path)) <= LONGEST_PATH:
         yield path
         return
@@ -295,7 +330,7 @@ def reachable(path: str) -> Iterator[str]:
 
 
 def descriptors_in(attached: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a packet: the receiver must close them."""
+    """Return the descriptors received with a packet, which the receiver must close."""
     found = array("i")
     for level, kind, data in attached:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -1,13 +1,15 @@
-"""Which users' servers a client trusts: the rules. Pure; :mod:`maru.base.listeners` asks the kernel.
+"""Rules for trusting the user that runs a server. Pure.
 
-A peer that no key proves is known by its user only. Another user's learns the keys of this one's KV cache, says where
-bytes lie, and over the published protocol names the file that is mapped.
+:mod:`maru.base.listeners` asks the kernel. A peer without a key is known by its user only. Another user's server would
+learn the keys of this user's KV cache, return the offsets of bytes, and over the published protocol name the file to
+map.
 
-Rule 1. A listener of another user is refused. Root's is accepted: a proxy of containers is root's, and root may read all of
-        it anyway.
-Rule 2. If the user is unknown (another host, another network namespace), that is logged once, and the listener accepted.
-Rule 3. Unless it is configured, the published protocol is spoken only over a Unix socket that this user's process listens
-        at, in a directory where no other user could have put another one.
+Rule 1. A listener of another user is refused. Root's is accepted: a proxy of containers is root's, and root may read
+        everything anyway.
+Rule 2. If the user is unknown (another host, another network namespace), that is logged once, and the listener
+        accepted.
+Rule 3. Unless it is configured, the published protocol is spoken only over a Unix socket at which this user's process
+        listens, in a directory where no other user could have put another one.
 """
 
 from __future__ import annotations
@@ -20,23 +22,26 @@ import attrs
 _LISTENING = "0A"
 _ANY_PORT_OF = "0" * 8, "0" * 32
 _MAPPED = bytes(10) + b"\xff\xff"
-"""Before an address of IPv4, it is one of IPv6."""
+"""Prefix that turns an IPv4 address into an IPv6 address."""
 
 
 @attrs.frozen
 class Listener:
-    """The listener at an address, as far as the kernel tells."""
+    """A kernel's report on the listener at an address."""
 
     uids: frozenset[int] = frozenset()
-    """The users of the sockets there. Empty: unknown."""
+    """Users of the sockets there. Empty: unknown."""
     unknown: str = ""
-    """Why it cannot be told."""
+    """Reason why the users are unknown."""
     is_private: bool = False
-    """Whether it is a Unix socket in a directory where only this user and root can put one."""
+    """Whether only this user and root can put a socket there.
+
+    True for a Unix socket in a directory that no other user may write to.
+    """
 
 
 def why_untrusted(listener: Listener, uid: int) -> str:
-    """Why not to talk to a listener; empty if nothing is against it.
+    """Return the reason not to trust a listener, or an empty text.
 
     Args:
         listener: the users that listen.
@@ -47,19 +52,19 @@ def why_untrusted(listener: Listener, uid: int) -> str:
 
 
 def may_be_published(listener: Listener, uid: int) -> bool:
-    """Whether the published protocol may be spoken there without being asked for."""
+    """Return whether to speak the published protocol there without being configured to."""
     return listener.is_private and listener.uids == {uid}
 
 
 def users_at(tables: Iterable[str], addresses: Iterable[bytes], port: int) -> frozenset[int]:
-    """The users whose sockets serve these addresses: that listen there, or have accepted a connection there.
+    """Return the users whose sockets listen or have accepted at these addresses.
 
-    A process that has accepted counts as well: it may have stopped listening since, and be the one that answers.
+    A process that has accepted counts as well: it may have stopped listening since, and still answer.
 
     Args:
         tables: texts of ``/proc/net/tcp`` and ``/proc/net/tcp6``.
-        addresses: packed, of IPv4 or IPv6.
-        port: theirs.
+        addresses: packed addresses of IPv4 or IPv6.
+        port: port of all the addresses.
     """
     exact = {hexadecimal(form) for address in addresses for form in forms_of(address)}
     found: set[int] = set()
@@ -75,10 +80,13 @@ def users_at(tables: Iterable[str], addresses: Iterable[bytes], port: int) -> fr
 
 
 def forms_of(address: bytes) -> tuple[bytes, ...]:
-    """An address, and of one of IPv4 how it looks to a socket of IPv6."""
+    """Return an address, and for IPv4 its form on an IPv6 socket."""
     return (address, _MAPPED + address) if len(address) == 4 else (address,)
 
 
 def hexadecimal(address: bytes) -> str:
-    """An address as the kernel prints it: words of four bytes, each in this machine's order."""
+    """Format an address as the kernel prints it.
+
+    Words of four bytes, each in this machine's byte order.
+    """
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(address) // 4}I", address))

@@ -1,8 +1,10 @@
-"""Text of peers as one line: it can begin no line of a log, and say nothing to a terminal.
+"""Text of peers escaped to one line, for logs and terminals.
 
-Rule 1. A name from a peer is escaped where it comes in: whatever shows it later need not think of it.
-Rule 2. A program that writes a log escapes every message once more (:class:`LineFormatter`), and a console every cell: an error
-        may carry a peer's words.
+Escaped, it cannot begin a line of a log, or control a terminal.
+
+Rule 1. A name from a peer is escaped when it is received, so that no later use needs to escape it.
+Rule 2. A program that writes a log escapes every message again (:class:`LineFormatter`), and a console every cell: an
+        error may contain a peer's text.
 """
 
 from __future__ import annotations
@@ -16,39 +18,48 @@ _OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 
 
 def printable(text: str) -> str:
-    """Escape control characters, line ends, marks of direction and lone surrogates, as Python writes them in a literal."""
+    """Escape control characters, line ends, direction marks and lone surrogates.
+
+    The escapes are those of a Python literal.
+    """
     if text.isprintable():
         return text
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text])
 
 
 def printable_lines(text: str) -> str:
-    """Do the same, and keep the ends of lines."""
+    """Escape a text as :func:`printable` does, but keep its line ends."""
     return "\n".join([printable(line) for line in text.split("\n")])
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as one line, with a traceback indented below it: every line that is not indented begins a record."""
+    """Formatter of a log record as one line, then an indented traceback.
+
+    So every line that is not indented begins a record.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the name is that of logging
-        """Escape what the message is made of."""
+        """Escape the message before formatting it."""
         record.message = printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
-        """Indent a traceback."""
+        """Format a traceback, indented and escaped."""
         text: str = super().formatException(ei)  # type: ignore[arg-type]
         return "\n".join([f"  {printable(line)}" for line in text.split("\n")])
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object: time, level, logger, message, and what was given as ``extra``."""
+    """Formatter of a log record as one JSON object.
+
+    It has the time, level, logger, message and the fields of ``extra``.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
+        """Format a record; see `logging.Formatter.format`."""
         line: dict[str, object] = {
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
@@ -62,5 +73,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """Encode a line of a log; any value that JSON has no form for as its text."""
+    """Encode a log line as JSON.
+
+    A value without a JSON form is encoded as its text.
+    """
     return msgspec.json.encode(line, enc_hook=str).decode()

@@ -1,10 +1,10 @@
-"""A directory that only one user may enter: for pools, their sockets and the files of blocks.
+"""A private directory of one user: for pools, sockets and block files.
 
-Rule 1. It belongs to this user, and no other user may enter it; files that others could have put there are not trusted. An
-        empty one is closed to them, unless it is shared, as ``/tmp``; one with files may be needed as it is.
-Rule 2. Only the last component of a path is made. If its parent is missing, a disk is not mounted, or the path is misspelt; in
-        either case the blocks would fill another disk.
-Rule 3. What was made is durable, as far as its parent may be read.
+Rule 1. It belongs to this user, and no other user may enter it; files that others could have put there are not trusted.
+        An empty one is closed to other users, unless it is shared, as ``/tmp``; one with files may be needed as it is.
+Rule 2. Only the last component of a path is made. If its parent is missing, a disk is not mounted, or the path is
+        misspelt; in either case the blocks would fill another disk.
+Rule 3. A new directory is durable, if its parent may be read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from collections.abc import Callable
 def open_private_directory(
     path: str | os.PathLike[str], refuse: Callable[[str], Exception], *, purpose: str
 ) -> tuple[int, str]:
-    """Open a directory that is ours alone, made if need be. Returns its descriptor and its real path.
+    """Open a directory that is ours alone, or make it.
+
+    Returns its descriptor and its real path.
 
     Args:
-        path: the directory; relative to the working directory, as long as this call takes.
-        refuse: makes the exception for a text that says what is wrong, and the way out.
-        purpose: what it is for, in words: "the directory of a pool".
+        path: the directory; if relative, the working directory must not change during this call.
+        refuse: makes the exception from a text with the fault and the way out.
+        purpose: purpose of the directory, in words: "the directory of a pool".
 
     Raises:
-        Exception: what ``refuse`` has made: its parent is missing, it cannot be made or opened, is not ours, or others may
-            enter it.
+        Exception: the one made by ``refuse``: the parent is missing, or the directory cannot be made or opened, is not
+            ours, or is open to others.
     """
     path = os.path.abspath(path)
     _make(path, refuse, purpose)
@@ -42,7 +44,10 @@ def open_private_directory(
 
 
 def check_private_directory(path: str | os.PathLike[str], refuse: Callable[[str], Exception], *, purpose: str) -> None:
-    """Raise what :func:`open_private_directory` would. Nothing is left of a directory that had to be made to find out."""
+    """Raise any error that :func:`open_private_directory` would raise.
+
+    A directory made for the check is removed again.
+    """
     path = os.path.abspath(path)
     is_there = os.path.lexists(path)
     _make(path, refuse, purpose)
@@ -54,7 +59,7 @@ def check_private_directory(path: str | os.PathLike[str], refuse: Callable[[str]
 
 
 def _open_ours(path: str, refuse: Callable[[str], Exception], purpose: str) -> tuple[int, os.stat_result]:
-    """A descriptor of a directory that is ours, and is closed to others or may be."""
+    """Open a directory that is ours, and private or closable to others."""
     try:
         if os.lstat(path).st_uid != os.geteuid():  # a link that another user made is not ours either
             raise refuse(f"{path!r} belongs to another user: choose another directory")

@@ -1,4 +1,4 @@
-"""The file that a region of a pool lies in. Pure."""
+"""The file of a pool's region. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ class RegionFile:
     """The memory of a region: a part of a file."""
 
     region_id: int
-    """Never used for another region."""
+    """Id, which is never used for another region."""
     length: int
-    """Bytes; a multiple of 2 MiB."""
+    """Size in bytes; a multiple of 2 MiB."""
     path: str
     """The file; any process of the same user may open it."""
     offset: int
-    """Of its first byte in there."""
+    """Offset of the region's first byte in the file."""
 
 
 def region_file_name(region_id: int) -> str:
-    """Return the name of a region's file in its directory; the published server uses the same."""
+    """Return the name of a region's file.
+
+    The published server uses the same.
+    """
     return f"maru_{region_id}.dat"

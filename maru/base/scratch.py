@@ -1,4 +1,4 @@
-"""A directory for the length of a block, which is gone behind it whatever ends the block, a signal at any moment included."""
+"""A temporary directory that is removed however a block ends, signals included."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def scratch(prefix: str, parent: str = "") -> Iterator[str]:
-    """A directory of this process, for its user alone, for as long as the block lasts; its path.
+    """Make a private directory for a block. Yields its path.
 
-    ``tempfile`` tells a name after the directory is made, so that a signal in between leaves it behind. Here the name is first.
+    ``tempfile`` returns a name after the directory is made, so a signal in between leaves it behind. Here the name is
+    known first.
 
     Args:
-        prefix: what its name begins with; the number of the process and a random number follow.
-        parent: where it is made; by default where temporary files are.
+        prefix: beginning of its name; the number of the process and a random number follow.
+        parent: the directory to make it in; by default that of temporary files.
     """
     name = f"{prefix}-{os.getpid()}-{secrets.token_hex(4)}"  # short, since the paths of sockets have a bound
     path = os.path.join(parent or tempfile.gettempdir(), name)

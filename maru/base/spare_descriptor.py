@@ -1,7 +1,7 @@
 """One descriptor that a process keeps in reserve.
 
-At its limit a process cannot make a large frame, receive one, or even accept a connection to hang up on it. Each needs a
-descriptor for a moment only. So one is kept, given up for that moment, and opened again.
+At its limit a process cannot make a large frame, receive one, or even accept a connection to hang up on it. Each needs
+a descriptor for a moment only. So the reserved one is closed for that moment, and opened again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 
 class SpareDescriptor:
-    """The reserve of this process, for any thread: :data:`SPARE`."""
+    """The spare descriptor of this process, for any thread: :data:`SPARE`."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -28,12 +28,12 @@ class SpareDescriptor:
 
     @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
-        """Give the descriptor up for a ``with`` block.
+        """Close the spare descriptor for a ``with`` block.
 
-        One thread at a time; the block closes all that it opens.
+        One thread at a time; the block closes all descriptors that it opens.
         """
         with self._lock:
-            descriptor, self._descriptor = self._descriptor, -1  # first: a child that is forked now has none
+            descriptor, self._descriptor = self._descriptor, -1  # cleared first: a child that is forked now has none
             if descriptor >= 0:
                 os.close(descriptor)
             try:

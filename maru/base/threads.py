@@ -1,7 +1,8 @@
-"""Threads and processes for servers: one that cannot be started is an :class:`OSError`, as all that the environment refuses.
+"""Threads and processes for servers, whose failure to start is an :class:`OSError`.
 
-The interpreter raises a bare :exc:`RuntimeError`, which passes all handlers of a full disk or a limit of descriptors, and would
-end the nursery of a server for the want of one request.
+So it is handled like everything else that the environment refuses. The interpreter raises a bare :exc:`RuntimeError`,
+which passes all handlers of a full disk or a limit of descriptors, and would end the nursery of a server because of one
+request.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ Ts = TypeVarTuple("Ts")
 
 
 class NoThread(OSError):
-    """No thread can be started. The operator must act: raise ``pids.max`` of the container, or ``ulimit -u``."""
+    """No thread can be started; the operator must act.
+
+    Raise ``pids.max`` of the container, or ``ulimit -u``.
+    """
 
 
 def no_thread(cause: BaseException) -> NoThread:
-    """Make the error for a thread that cannot be started."""
+    """Return the error for a thread that cannot be started."""
     return NoThread(errno.EAGAIN, f"{cause}: raise pids.max of this container, or `ulimit -u`")
 
 
@@ -32,7 +36,7 @@ def _refusal_is_an_os_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        # The text is all there is to tell it apart: the interpreter has no class for it.
+        # Only the text identifies it: the interpreter has no class for it.
         if str(exc) != "can't start new thread":
             raise
         raise no_thread(exc) from exc
@@ -56,10 +60,11 @@ async def run_in_thread(
 ) -> T:
     """Call ``work(*args)`` as :func:`trio.to_thread.run_sync` does.
 
-    What an error's frames refer to is freed with the error, and not at a garbage collection.
+    Objects that an error's frames refer to are freed with the error, and not at a garbage collection.
 
     Raises:
-        NoThread: no thread can be started; otherwise what ``work`` raises.
+        NoThread: no thread can be started.
+        BaseException: the error that ``work`` raised.
     """
     value: list[T] = []
     error: list[BaseException] = []
@@ -68,7 +73,7 @@ async def run_in_thread(
         try:
             value.append(work(*args))
         except BaseException as exc:
-            error.append(exc)  # past trio's frames: they hold what they pass on, and the error holds its frames
+            error.append(exc)  # past trio's frames: they hold the error, which holds its frames
 
     with _refusal_is_an_os_error():
         await trio.to_thread.run_sync(run, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
@@ -78,7 +83,9 @@ async def run_in_thread(
 
 
 async def run_process(command: list[str], **options: Any) -> Any:
-    """Run a process to its end as :func:`trio.run_process` does; start it with ``nursery.start`` to get it earlier.
+    """Run a process to its end as :func:`trio.run_process` does.
+
+    ``nursery.start`` returns the process as soon as it has started.
 
     Raises:
         OSError: no process can be started, or no thread to start it in.

@@ -1,7 +1,7 @@
-"""What protocols of typed messages share: a decoder's error as a bad frame, and columns of numbers. Pure.
+"""Decoding of typed messages, and columns of numbers. Pure.
 
-A msgspec struct says the bounds of its fields, so that what decodes is within them. Long lists of numbers travel as bytes, four
-for each: a list of integers would be decoded one by one.
+A msgspec struct declares the bounds of its fields, so that decoded values are within them. Long lists of numbers travel
+as bytes, four for each: a list of integers would be decoded one by one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes, most_bytes: int) -> T:
-    """The message of a frame.
+    """Decode the message of a frame.
 
     Raises:
-        BadFrame: it is none, or longer than it may be.
+        BadFrame: the frame is not such a message, or too long.
     """
     if len(frame) > most_bytes:
         raise BadFrame(f"a frame of {len(frame)} bytes")
@@ -32,17 +32,17 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes, most_bytes: int) 
 
 
 def packed(numbers: Sequence[int]) -> bytes:
-    """Numbers as bytes: four for each, the lowest first."""
+    """Pack numbers into bytes, four for each, in this machine's byte order."""
     column = array("I", numbers)
     assert column.itemsize == 4
     return column.tobytes()
 
 
 def unpacked(column: bytes) -> list[int]:
-    """And back.
+    """Unpack the numbers of :func:`packed`.
 
     Raises:
-        BadFrame: these are no such bytes.
+        BadFrame: the length is not a multiple of four.
     """
     if len(column) % 4:
         raise BadFrame(f"{len(column)} bytes are no column of numbers")

@@ -1,14 +1,15 @@
-"""Threads that may get stuck in the kernel: a waiting task can abandon one at once, and its result is undone.
+"""Threads for calls that may get stuck, which a task can abandon.
 
-Allocating, opening and removing files are calls that a stalled file system may never answer. A thread in such a call can
-neither be interrupted nor joined, so a task that is cancelled leaves it alone; what it makes must not be forgotten.
+Allocating, opening and removing files are calls that a stalled file system may never finish. A thread in such a call
+can neither be interrupted nor joined, so a cancelled task leaves it alone; its result must not be forgotten.
 
-Rule 1. The result of a thread is undone unless the waiting task has received it: in a further thread, since undoing may get
-        stuck as well; or by the thread itself, if the trio run has ended.
+Rule 1. The result of a thread is undone unless the waiting task has received it: in a further thread, since undoing may
+        get stuck as well; or by the thread itself, if the trio run has ended.
 Rule 2. Work that only removes something (:meth:`Workers.do`) completes even if its waiting task was cancelled.
-Rule 3. An abandoned thread keeps its place in the limiter until its call returns: the number of stuck threads is bounded.
-Rule 4. Where no thread can be started, a task that wants something made gets an :class:`OSError`; what only removes or undoes
-        is started later, since it must be done.
+Rule 3. An abandoned thread keeps its place in the limiter until its call returns: the number of stuck threads is
+        bounded.
+Rule 4. If no thread can be started, a task that wants to make something gets an :class:`OSError`; work that only
+        removes or undoes is started later, since it must be done.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from .threads import no_thread
 T = TypeVar("T")
 
 _PAUSE: Final = 0.1
-"""Seconds until work that must be done is tried again: a thread that ends elsewhere makes room."""
+"""Seconds until work that must be done is tried again.
+
+A thread that ends elsewhere makes room for it.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class GivenUp(Exception):
-    """The waiting task was cancelled: raised inside of the thread, to stop its work."""
+    """The waiting task was cancelled.
+
+    Raised inside the thread, to stop its work.
+    """
 
 
 @attrs.frozen
@@ -44,26 +51,29 @@ class WorkersStatistics:
     waiting: int
     """Tasks that wait for a thread."""
     given_up: int
-    """Waits that were cancelled before their thread was done, in all."""
+    """Number of waits that were cancelled before their thread was done."""
 
 
 @attrs.define(eq=False)
 class _Job(Generic[T]):
-    """One piece of work. All but ``run`` happens on the trio thread."""
+    """One piece of work. Only ``run`` and ``go_on`` run in its thread."""
 
     work: Callable[[Callable[[], None]], T]
     undo: Callable[[T], object] | None
     over: trio.Event = attrs.field(factory=trio.Event)
     limited: bool = True
     must: bool = False
-    """Whether it is to be done whoever waits: it removes or undoes something."""
+    """Whether it is done even if no task waits.
+
+    True for work that removes or undoes something.
+    """
     given_up: bool = False
     made: list[T] = attrs.field(factory=list)
-    """Its result, until the waiting task has received it."""
+    """Result, until the waiting task has received it."""
     error: BaseException | None = None
 
     def run(self) -> None:
-        """In a thread."""
+        """Do the work, and record its result or error. In a thread."""
         try:
             if self.undo is not None:
                 self.go_on()
@@ -72,12 +82,12 @@ class _Job(Generic[T]):
             self.error = exc
 
     def go_on(self) -> None:
-        """In a thread."""
+        """Raise GivenUp if the waiting task was cancelled. In a thread."""
         if self.given_up:
             raise GivenUp
 
     def drop(self) -> None:
-        """Undo what was made, if anything is left of it."""
+        """Undo the result, if there is one."""
         if self.undo is not None and self.made:
             self.undo(self.made.pop())
 
@@ -92,7 +102,10 @@ class _Job(Generic[T]):
 
 
 class Workers:
-    """Threads for work that may get stuck; at most ``threads`` at once. Belongs to one trio run."""
+    """Threads for work that may get stuck; at most ``threads`` at once.
+
+    Belongs to one trio run.
+    """
 
     def __init__(self, threads: int) -> None:
         self._limiter = trio.CapacityLimiter(threads)
@@ -104,15 +117,15 @@ class Workers:
 
     @trio.lowlevel.enable_ki_protection
     async def make(self, work: Callable[[Callable[[], None]], T], undo: Callable[[T], object]) -> T:
-        """Call ``work`` in a thread and return what it made.
+        """Call ``work`` in a thread and return its result.
 
-        Cancelled before it began, nothing is called. Cancelled later this leaves at once; ``work`` goes on, and what it
-        makes is undone.
+        If cancelled before the work began, nothing is called. If cancelled later, this leaves at once; ``work`` goes
+        on, and its result is undone.
 
         Args:
-            work: the function to run. It gets a function that it may call wherever it could stop without a result; that one
-                raises :class:`GivenUp` once the waiting task was cancelled.
-            undo: takes what ``work`` returned; called in a thread.
+            work: the function to run. It gets a function that it may call wherever it could stop without a result, and
+                that raises :class:`GivenUp` once the waiting task was cancelled.
+            undo: takes the result of ``work``; called in a thread.
         """
         job = _Job(work, undo)
         await self._limiter.acquire_on_behalf_of(job)
@@ -121,7 +134,10 @@ class Workers:
 
     @trio.lowlevel.enable_ki_protection
     async def do(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in a thread. Cancelled this leaves at once, and ``work`` is done all the same."""
+        """Call ``work`` in a thread.
+
+        If cancelled, this leaves at once, and ``work`` is done all the same.
+        """
         job: _Job[T] = _Job(lambda _: work(), None, must=True)
         try:
             await self._limiter.acquire_on_behalf_of(job)
@@ -134,20 +150,26 @@ class Workers:
         return await self._end_of(job)
 
     async def wait_idle(self) -> None:
-        """Wait until no thread has anything left to do. A stuck one may never be done: the caller has a deadline."""
+        """Wait until all threads are done.
+
+        A stuck thread may never be: the caller needs a deadline.
+        """
         await trio.lowlevel.checkpoint()
         while self._pending:
             await self._idle.wait()
 
     def at_idle(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called once no thread has anything left to do: at once, or by the last one."""
+        """Call ``call`` once all threads are done.
+
+        It is called at once, or after the last thread.
+        """
         if self._pending:
             self._at_idle = call
         else:
             call()
 
     def statistics(self) -> WorkersStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return WorkersStatistics(self._pending, self._limiter.statistics().tasks_waiting, self._given_up)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -177,7 +199,7 @@ class Workers:
                     self._start_thread(job)
                     started = True
         finally:
-            if not started:  # the run has ended: it is done here, or never
+            if not started:  # the run has ended: the work is done here, or never
                 job.run()
                 self._ended(job)
 
@@ -185,28 +207,29 @@ class Workers:
         try:
             await job.over.wait()
         except BaseException:
-            # `_ended` runs on this thread too, so one of the two sees the other: it cleans up if this flag is set before, and
-            # this does if it ended before. A result is undone exactly once.
+            # `_ended` runs on this thread too, so one of the two sees the other: it cleans up if this flag was set
+            # before it, and this code does if it ran first. A result is undone exactly once.
             self._given_up += 1
             job.given_up = True
-            if job.over.is_set():  # it ended between the cancel and this, our step
+            if job.over.is_set():  # it ended between the cancellation and this step
                 self._clean_up(job)
             raise
         return job.result()
 
     def _clean_up(self, job: _Job[Any]) -> None:
-        """Undo the result, since no task takes it."""
+        """Undo the result, since no task receives it."""
         if job.error is not None and not isinstance(job.error, GivenUp):
             _log.warning("abandoned work has failed: %r", job.error)
         if job.made and job.undo is not None:
             self._start(_Job(lambda _: job.drop(), None, limited=False, must=True, given_up=True))
 
     def _deliver(self, job: _Job[Any]) -> None:
-        """In the thread, when it is done."""
+        """Hand the result to the trio thread. Called in the work's thread."""
         try:
-            # The result changes hands on the trio thread alone: only there it is known whether a task still waits for it.
+            # The result changes hands on the trio thread only: only there it is known whether a task still waits for
+            # it.
             self._token.run_sync_soon(self._ended, job)
-        except trio.RunFinishedError:  # then its task has left, long ago
+        except trio.RunFinishedError:  # its task has ended long ago
             job.drop()
 
     def _ended(self, job: _Job[Any]) -> None:
