@@ -107,7 +107,7 @@ class PacketConnection:
             Shortage: there is no memory or descriptor for so large a frame. Nothing was sent, and the connection goes
                 on.
             OSError: the connection is over.
-            ValueError: the frame is empty, which a receiver cannot tell from a peer that has hung up.
+            ValueError: the frame is empty, which the kernel uses to signal that a peer has hung up.
         """
         if not frame:
             raise ValueError("a frame has at least one byte")

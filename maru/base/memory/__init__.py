@@ -1,1 +1,1 @@
-"""A region in this address space."""
+"""Regions in this process's address space."""

@@ -1,6 +1,7 @@
-"""Prepare memory in the background: one thread of a process, which is there while it has work.
+"""Preparation of memory in one background thread per process.
 
-One thread, since two would wait for the same locks of the kernel. It is a daemon thread: a process ends without waiting for it.
+The thread exists only while there is work. One thread, since two would wait for the same locks of the kernel. It is a
+daemon thread: a process ends without waiting for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _thread: threading.Thread | None = None
 
 
 def in_background(step: Callable[[], bool]) -> None:
-    """Call ``step`` in the background thread until it returns False, after what waits there already.
+    """Call ``step`` in the background thread until it returns False.
+
+    Earlier work comes first.
 
     Args:
         step: takes seconds at most, and keeps no memory alive between two calls.
@@ -27,7 +30,7 @@ def in_background(step: Callable[[], bool]) -> None:
     Raises:
         OSError: no thread can be started.
     """
-    from ..threads import start_thread  # it brings trio, and memory is mapped by processes without it
+    from ..threads import start_thread  # imports trio, which processes that only map memory do without
 
     global _thread
     with _lock:
@@ -45,7 +48,10 @@ def in_background(step: Callable[[], bool]) -> None:
 
 
 def wait_prepared() -> None:
-    """Wait until the background thread has done all of its work. For tests and benches."""
+    """Wait until the background thread has done all its work.
+
+    For tests and benches.
+    """
     thread = _thread
     if thread is not None:
         thread.join()
@@ -68,7 +74,7 @@ def _run() -> None:
 
 
 def _after_fork() -> None:
-    """Begin without a thread, which a forked child does not have, and without its work."""
+    """Forget the parent's thread and work, which a child does not have."""
     global _lock, _thread
     _lock, _thread = threading.Lock(), None
     _waiting.clear()

@@ -1,17 +1,17 @@
-"""Call the CUDA driver: the only module that does.
+"""Calls of the CUDA driver, made by no other module.
 
-Pinning, the copier, preconditions and the daemon's caches stand on it. It needs libcuda and no torch; each call releases the
+Pinning, the copier, preconditions and the daemon's caches use it. It needs libcuda and no torch; each call releases the
 interpreter's lock.
 
-Rule 1. A thread calls :meth:`Driver.attach` before any other call. Contexts belong to threads, and a thread without one either
-        fails or, through the runtime, makes one on device 0. A thread of the engine's is attached by the engine; code that may
-        run in any thread, as a finalizer does, uses :meth:`Driver.attached`, which leaves the thread as it was.
-Rule 2. Attaching sets the thread's capture mode to thread-local: an engine that captures a graph in global mode would otherwise
-        have its capture invalidated by our calls (CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``).
-Rule 3. Every failure is a :exc:`CudaError`. A sticky one has ended the context: no later call of this process on that device
-        succeeds.
-Rule 4. The driver keeps no error for a later call, in contrast to the runtime (``cudaGetLastError``): a refused registration
-        is never reported by a kernel of the engine.
+Rule 1. A thread calls :meth:`Driver.attach` before any other call. Contexts belong to threads, and a thread without one
+        either fails or, through the runtime, makes one on device 0. An engine attaches its own threads; code that may
+        run in any thread, such as a finalizer, uses :meth:`Driver.attached`, which restores the thread's state.
+Rule 2. Attaching sets the thread's capture mode to thread-local: an engine that captures a graph in global mode would
+        otherwise have its capture invalidated by our calls (CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``).
+Rule 3. Every failure is a :exc:`CudaError`. A sticky one has ended the context: no later call of this process on that
+        device succeeds.
+Rule 4. The driver keeps no error for a later call, in contrast to the runtime (``cudaGetLastError``): a refused
+        registration is never reported by a kernel of the engine.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from typing import Any, Final, NewType
 from ..errors import MaruError
 
 Event = NewType("Event", int)
-"""Handle of an event, as ``torch.cuda.Event.cuda_event`` is one."""
+"""Handle of an event, such as ``torch.cuda.Event.cuda_event``."""
 Stream = NewType("Stream", int)
-"""Handle of a stream, as ``torch.cuda.Stream.cuda_stream`` is one."""
+"""Handle of a stream, such as ``torch.cuda.Stream.cuda_stream``."""
 
 PORTABLE: Final = 1
 """CU_MEMHOSTREGISTER_PORTABLE: memory is pinned for the contexts of all devices."""
 READ_ONLY: Final = 8
-"""CU_MEMHOSTREGISTER_READ_ONLY: the device only reads it. Memory that is mapped read-only is refused without it."""
+"""CU_MEMHOSTREGISTER_READ_ONLY: the device only reads the memory.
+
+Memory that is mapped read-only is refused without it.
+"""
 
 _NOT_READY: Final = 600
 _NON_BLOCKING: Final = 1
@@ -44,40 +47,49 @@ _RELAXED: Final = 2
 _NOT_CAPTURING: Final = 0
 _LAZY_PEER_ACCESS: Final = 1
 _BATCH_SINCE: Final = 12080
-"""CUDA version whose ``cuMemcpyBatchAsync`` is used: it names the copy that failed; that of 13.0 does not."""
+"""Least CUDA version whose ``cuMemcpyBatchAsync`` is used.
+
+It reports the copy that failed; the one of 13.0 does not.
+"""
 
 _STICKY: Final = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""Errors that end a context: those of which cuda.h says that the process must be relaunched, ECC and NVLink errors, and 709."""
+"""Errors that end a context.
+
+Those for which cuda.h requires relaunching the process, ECC and NVLink errors, and 709.
+"""
 
 
 class Uuid(ctypes.Structure):
-    """CUuuid."""
+    """The driver's struct CUuuid."""
 
     _fields_ = (("bytes", c_char * 16),)
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """The driver's struct CUipcMemHandle."""
 
     _fields_ = (("reserved", c_char * 64),)
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation."""
+    """The driver's struct CUmemLocation."""
 
     _fields_ = (("type", c_uint), ("id", c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """The driver's struct CUmemcpyAttributes."""
 
     _fields_ = (("order", c_uint), ("source", Location), ("destination", Location), ("flags", c_uint))
 
 
 STREAM_ORDER: Final = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read after all earlier work of the stream."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: read sources after the stream's earlier work."""
 ANY_ORDER: Final = 3
-"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources may be read at once, before earlier work of the stream."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: read sources at once.
+
+Possibly before earlier work of the stream.
+"""
 
 _p, _z = c_void_p, c_size_t
 PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -117,24 +129,33 @@ PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "cuStreamWaitEvent": (_p, _p, c_uint),
     "cuThreadExchangeStreamCaptureMode": (_p,),
 }
-"""Types of the arguments of each function used, by its exported name. All return a CUresult, an int."""
+"""Argument types of each function used, by its exported name.
+
+All return a CUresult, an int.
+"""
 
 
 class CudaError(MaruError):
-    """The driver refused a call. If it is sticky, the operator must act: this process cannot use the device any more."""
+    """The driver refused a call.
+
+    If it is sticky, the operator must act: this process cannot use the device any more.
+    """
 
     def __init__(self, call: str, code: int, name: str = "", detail: str = "") -> None:
         super().__init__(f"{call} failed with {name or 'CUresult'} ({code}){detail}")
         self.call: str = call
         """Exported name of the function."""
         self.code: int = code
-        """CUresult."""
+        """CUresult of the call."""
         self.sticky: bool = code in _STICKY
-        """Whether the context has ended by it."""
+        """Whether the error has ended the context."""
 
 
 class NoDriver(CudaError):
-    """CUDA cannot be used here: no driver, or no device. The text says which."""
+    """CUDA cannot be used here: no driver, or no device.
+
+    The text has the cause.
+    """
 
     def __init__(self, why: str) -> None:
         MaruError.__init__(self, why)
@@ -166,7 +187,9 @@ def find_driver() -> Driver:
 
 
 class Driver:
-    """The calls of one loaded driver. For any thread that is attached. Copies are only begun.
+    """The functions of one loaded driver, for any attached thread.
+
+    Copies are only begun.
 
     Args:
         library: has the driver's functions as attributes, by exported name.
@@ -178,7 +201,7 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self._calls = {name: _typed(library, name) for name in PROTOTYPES if name != "cuMemcpyBatchAsync"}
         self._contexts: dict[int, int] = {}
-        self._lock = threading.RLock()  # a finalizer may run in a thread that holds it
+        self._lock = threading.RLock()  # reentrant: a finalizer may run in a thread that holds it
         try:
             self._call("cuInit", 0)
             self.devices: int = self._get("cuDeviceGetCount", c_int())
@@ -187,7 +210,7 @@ class Driver:
         if not self.devices:
             raise NoDriver("the CUDA driver sees no device")
         self.version: int = self._get("cuDriverGetVersion", c_int())
-        """Version of CUDA that the driver is made for, such as 12080."""
+        """CUDA version that the driver supports, such as 12080."""
         self._batch = self._find_batch()
 
     def __repr__(self) -> str:
@@ -201,7 +224,9 @@ class Driver:
     # --- threads and devices ------------------------------------------------------------------------------------------
 
     def attach(self, device: int) -> None:
-        """Have this thread use a device, by its primary context, which torch uses as well. Rules 1 and 2.
+        """Make this thread use a device (rules 1 and 2).
+
+        It uses the device's primary context, as torch does.
 
         The first call of a process makes that context if nothing else has: some 500 MiB of the device's memory.
         """
@@ -209,14 +234,18 @@ class Driver:
         self.leave_captures_alone()
 
     def leave_captures_alone(self) -> None:
-        """Have later calls of this thread, those of torch too, disturb no capture of another thread. Needs no device."""
+        """Keep this thread's later calls from disturbing other threads' captures.
+
+        Calls by torch too. Needs no device.
+        """
         self._set_capture_mode(c_int(_THREAD_LOCAL))
 
     @contextmanager
     def attached(self, device: int) -> Iterator[None]:
-        """Have this thread use a device inside the block, and then the one that it used before. For any thread.
+        """Make this thread use a device inside the block. For any thread.
 
-        Inside, no call invalidates a graph capture, not even one of this thread.
+        Afterwards it uses the former device again. Inside, no call invalidates a graph capture, not even one of this
+        thread.
         """
         self._call("cuCtxPushCurrent_v2", self._context(device))
         mode = c_int(_RELAXED)
@@ -224,7 +253,7 @@ class Driver:
             self._set_capture_mode(mode)
             try:
                 yield
-            finally:  # a context that was lost refuses these as well
+            finally:  # a lost context refuses these calls as well
                 self._calls["cuThreadExchangeStreamCaptureMode"](ctypes.addressof(mode))
         finally:
             popped = c_void_p()
@@ -239,11 +268,14 @@ class Driver:
         return context
 
     def _set_capture_mode(self, mode: c_int) -> None:
-        """Set this thread's mode; ``mode`` is the former one afterwards."""
+        """Set this thread's mode; ``mode`` becomes the former one."""
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def active_device(self) -> int | None:
-        """Return the first device that this process has a primary context of; ``None`` if it has none. Makes none."""
+        """Return the first device of which this process has a primary context.
+
+        ``None`` if there is none; this makes none.
+        """
         flags, active = c_uint(), c_int()
         for device in range(self.devices):
             handle = self._get("cuDeviceGet", c_int(), device)
@@ -259,7 +291,7 @@ class Driver:
         return text.value.decode(errors="replace")
 
     def uuid(self, device: int) -> bytes:
-        """Return the 16 bytes that name a device on any host."""
+        """Return the 16 bytes that identify a device on any host."""
         uuid = Uuid()
         self._call("cuDeviceGetUuid_v2", ctypes.addressof(uuid), self._get("cuDeviceGet", c_int(), device))
         return bytes(uuid)
@@ -271,25 +303,31 @@ class Driver:
         return int(self._get("cuMemAlloc_v2", c_void_p(), nbytes))
 
     def free(self, address: int) -> None:
-        """Free memory of a device, after all work that was started on the device."""
+        """Free memory of a device, after all work started on it."""
         self._call("cuMemFree_v2", address)
 
     def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Pin host memory for all devices: they copy from and to it by themselves."""
+        """Pin host memory, so that all devices copy it directly."""
         self._call("cuMemHostRegister_v2", address, nbytes, PORTABLE | READ_ONLY if read_only else PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Unpin what was registered from this address on."""
+        """Unpin the registration that starts at this address."""
         self._call("cuMemHostUnregister", address)
 
     # --- streams and events -------------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        """Make a stream of this thread's device. It does not wait for the default stream, nor that one for it."""
+        """Create a stream of this thread's device.
+
+        It and the default stream do not wait for each other.
+        """
         return Stream(self._get("cuStreamCreate", c_void_p(), _NON_BLOCKING))
 
     def event(self) -> Event:
-        """Make an event of this thread's device, whose synchronization sleeps. It measures no time."""
+        """Create an event of this thread's device, without timing.
+
+        Synchronizing with it sleeps.
+        """
         return Event(self._get("cuEventCreate", c_void_p(), _BLOCKING_SYNC_NO_TIMING))
 
     def destroy_stream(self, stream: Stream) -> None:
@@ -297,51 +335,63 @@ class Driver:
         self._call("cuStreamDestroy_v2", stream)
 
     def destroy_event(self, event: Event) -> None:
-        """Destroy an event; work that waits for it goes on as it would have."""
+        """Destroy an event; work that waits for it is not affected."""
         self._call("cuEventDestroy_v2", event)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Have the event hold once all work that the stream has now is done. Both are of one device."""
+        """Record an event after all current work of the stream.
+
+        Both are of one device.
+        """
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Have later work of the stream wait for the event, as it was last recorded. The device waits, not this thread."""
+        """Make later work of the stream wait for the event.
+
+        It waits for the event's last recording. The device waits, not this thread.
+        """
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def query(self, event: Event) -> bool:
-        """Return whether the event holds. One that was never recorded does."""
+        """Return whether the event is complete; true if never recorded."""
         code = self._calls["cuEventQuery"](event)
         if code and code != _NOT_READY:
             raise self._error("cuEventQuery", code)
         return not code
 
     def synchronize(self, event: Event) -> None:
-        """Block this thread, asleep, until the event holds."""
+        """Block this thread, asleep, until the event is complete."""
         self._call("cuEventSynchronize", event)
 
     def synchronize_stream(self, stream: Stream) -> None:
-        """Block this thread until all work of the stream is done. For ways out after an error: it spins."""
+        """Block this thread until all work of the stream is done.
+
+        It spins, so this is for cleanup after an error.
+        """
         self._call("cuStreamSynchronize", stream)
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Return whether the stream's work is being recorded into a graph instead of being done."""
+        """Return whether the stream is recording its work into a graph."""
         return bool(self._get("cuStreamIsCapturing", c_int(), before=(stream,)) != _NOT_CAPTURING)
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def copy(self, stream: Stream, to: Any, at: Any, sizes: Any, *, load: bool) -> None:
-        """Have the stream make copies, in any order among themselves. It has begun none of them, or all.
+        """Begin copies on the stream, in any order among themselves.
+
+        If the driver refuses them, it has begun none.
 
         Args:
             stream: not the default stream.
-            to: addresses that are written, a contiguous numpy array of uint64. The arrays may be reused after the call.
-            at: addresses that are read, likewise.
-            sizes: bytes of each, likewise.
-            load: whether these go from registered host memory to the device; otherwise the other way. What a load reads must
-                be there already: it may be read before earlier work of the stream is done.
+            to: destination addresses, a contiguous numpy array of uint64. The arrays may be reused after the call.
+            at: source addresses, likewise.
+            sizes: bytes of each copy, likewise.
+            load: whether to copy from registered host memory to the device; otherwise the other way. The sources of a
+                load must be complete already: they may be read before earlier work of the stream is done.
 
         Raises:
-            CudaError: the driver refused it. Without batches (:attr:`has_batches`), some copies may have been begun.
+            CudaError: the driver refused the copies. Without batches (:attr:`has_batches`), some copies may have been
+                begun.
         """
         count = len(sizes)
         if self._batch is None:
@@ -370,24 +420,30 @@ class Driver:
     # --- memory of another process ------------------------------------------------------------------------------------
 
     def extent(self, address: int) -> tuple[int, int]:
-        """Return the start and the bytes of the allocation that this address lies in."""
+        """Return the start and the bytes of an address's allocation."""
         base, size = c_void_p(), c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.addressof(base), ctypes.addressof(size), address)
         return base.value or 0, size.value
 
     def share(self, address: int) -> bytes:
-        """Return 64 bytes by which another process on this host opens the allocation at this address."""
+        """Return 64 bytes with which another process opens an allocation.
+
+        That process must be on this host.
+        """
         handle = IpcHandle()
         self._call("cuIpcGetMemHandle", ctypes.addressof(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Open an allocation of another process on this thread's device; every open needs a :meth:`close`."""
+        """Open another process's allocation on this thread's device.
+
+        Every open needs a :meth:`close`.
+        """
         shared = IpcHandle.from_buffer_copy(handle)
         return int(self._get("cuIpcOpenMemHandle_v2", c_void_p(), shared, _LAZY_PEER_ACCESS))
 
     def close(self, address: int) -> None:
-        """Close what :meth:`open` has opened."""
+        """Close an allocation opened by :meth:`open`."""
         self._call("cuIpcCloseMemHandle", address)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -407,7 +463,10 @@ class Driver:
             raise self._error(name, code)
 
     def _get(self, name: str, result: Any, *args: Any, before: tuple[Any, ...] = ()) -> Any:
-        """Call a function that writes a result to the address that is its first argument, behind ``before``."""
+        """Call a function that writes a result. Returns the result.
+
+        The result's address is the function's first argument after ``before``.
+        """
         self._call(name, *before, ctypes.addressof(result), *args)
         return result.value or 0
 

@@ -1,13 +1,15 @@
-"""Put huge pages under memory: anonymous memory, memfds and files of a tmpfs, without root and without a setting of the kernel.
+"""Huge pages for memory, without root and without a kernel setting.
 
-The first page of each 2 MiB is put in place, and the kernel is told to make a huge page of it (MADV_COLLAPSE, Linux 6.1), which
-it zeroes as a whole. While it has them free, that takes half as long as 512 small pages; collapsing pages that are in place
-takes five times as long.
+For anonymous memory, memfds and files of a tmpfs.
+
+The first page of each 2 MiB is populated, and the kernel is asked to make a huge page of it (MADV_COLLAPSE, Linux 6.1),
+which it zeroes as a whole. While huge pages are free, that takes half as long as 512 small pages; collapsing pages that
+are all populated takes five times as long.
 
 Rule 1. Before memory is pinned: pinned pages cannot be moved.
-Rule 2. A huge page that cannot be had is left small and counted. If the kernel or the file system makes none, that is the
-        reason, and it is not tried again for this memory.
-Rule 3. Nothing here fails. Memory that is missing is found out by what populates or reserves the rest.
+Rule 2. If no huge page is available, the pages stay small and are counted. If the kernel or the file system makes none
+        at all, that is recorded as the reason, and it is not tried again for this memory.
+Rule 3. Nothing here fails. A lack of memory is reported by the later call that populates or reserves the rest.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ HUGE_BYTES: Final = 2 << 20
 
 _MADV_COLLAPSE: Final = 25
 _IN_A_ROW: Final = 32
-"""Refusals after which memory is taken for fragmented: each may cost the kernel milliseconds."""
+"""Consecutive refusals after which memory counts as fragmented.
+
+Each may cost the kernel milliseconds.
+"""
 _UNKNOWN: Final = "this kernel, or the file system, makes no huge pages when told to (MADV_COLLAPSE, Linux 6.1)"
 _FRAGMENTED: Final = "the kernel finds no free huge pages: its memory is fragmented"
 
 
 @attrs.frozen
 class HugePageStatistics:
-    """Memory that this process has asked huge pages for, counted from its start."""
+    """Amounts of memory for which huge pages were requested.
+
+    Counted from the start of this process.
+    """
 
     huge_bytes: int = 0
     """Bytes that got huge pages."""
@@ -51,20 +59,22 @@ _counted = HugePageStatistics()
 
 
 def statistics() -> HugePageStatistics:
-    """Return how much memory has got huge pages."""
+    """Return the amounts of memory with and without huge pages."""
     return _counted
 
 
 def make_huge(memory: Memory, offset: int = 0, length: int | None = None) -> int:
-    """Put huge pages under a part of writable memory; its contents stay. Blocks, without the interpreter's lock.
+    """Put huge pages under a part of writable memory.
+
+    Its contents stay. Blocks, without the interpreter's lock.
 
     Args:
-        memory: is not pinned.
-        offset: of the part.
-        length: all behind the offset by default.
+        memory: must not be pinned.
+        offset: start of the part.
+        length: size of the part; up to the end by default.
 
     Returns:
-        Bytes that have huge pages now. The other pages may not be in place.
+        Bytes that have huge pages now. The other pages may not be populated.
     """
     end = memory.address + (memory.length if length is None else min(memory.length, offset + length))
     start = -(-(memory.address + offset) // HUGE_BYTES) * HUGE_BYTES
@@ -72,14 +82,14 @@ def make_huge(memory: Memory, offset: int = 0, length: int | None = None) -> int
     for at in range(start, start + wanted, HUGE_BYTES):
         code = advise(at, PAGE_BYTES, MADV_POPULATE_WRITE)
         if code and code != errno.EINVAL:
-            break  # there is no memory
+            break  # no memory is left
         code = code or advise(at, HUGE_BYTES, _MADV_COLLAPSE)
         if not code:
             made, refused = made + HUGE_BYTES, 0
         elif code == errno.EINVAL:
             why_not = _UNKNOWN
             break
-        else:  # EAGAIN: the pages are in use; ENOMEM: there is no huge page
+        else:  # EAGAIN: the pages are in use; ENOMEM: no huge page is free
             refused, why_not = refused + 1, why_not or os.strerror(code)
             if refused == _IN_A_ROW:
                 why_not = _FRAGMENTED
@@ -98,7 +108,10 @@ def _count(made: int, small: int, why_not: str) -> None:
 
 
 def why_no_huge_pages() -> str:
-    """Return the reason why this host has no huge pages for shared memory; empty if it has. Makes one to find out."""
+    """Return the reason why shared memory gets no huge pages.
+
+    Empty if it gets them. Makes one to find out.
+    """
     fd = os.memfd_create("huge-page", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, HUGE_BYTES)
@@ -113,7 +126,9 @@ def why_no_huge_pages() -> str:
 
 
 def reserve_huge(fd: int, offset: int, length: int) -> None:
-    """Reserve bytes of a file as ``os.posix_fallocate`` does, in huge pages as far as they are to be had.
+    """Reserve bytes of a file, in huge pages as far as available.
+
+    Otherwise like ``os.posix_fallocate``.
 
     Raises:
         OSError: there is no room.
@@ -128,7 +143,7 @@ def reserve_huge(fd: int, offset: int, length: int) -> None:
 
 
 def _after_fork() -> None:
-    """Count from here on; a thread that is not here may have held the lock."""
+    """Reset the counts and the lock, which a missing thread may hold."""
     global _lock, _counted
     _lock, _counted = threading.Lock(), HugePageStatistics()
 

@@ -1,15 +1,18 @@
-"""A mapped region: its owner may write, all other processes read. Blocking: map, populate and close in a thread.
+"""A mapped region, which its owner may write and others only read.
 
-Rule 1. A view holds the memory. Closing a mapping ends what can be had from it; what was had stays valid, and the memory
-        is unmapped with the last view. So close neither hangs nor aborts, and no view ever points to nothing.
-Rule 2. A foreign region is mapped read-only: its views refuse to be written, and what writes past them (C code, a tensor)
-        meets SIGSEGV. That stops accidents, not a hostile process of the same user.
-Rule 3. An owner's pages are put in place when it maps them: a first touch costs a multiple of a warm write, and where there
-        is no memory it is an error here, not a SIGBUS later.
+Blocking: map, populate and close in a thread.
 
-Three traps. ``torch.frombuffer(view)`` warns where the view is read-only, and then makes a tensor that looks writable: writing
-it is a SIGSEGV. It holds a reference to the view but no export, so ``view.release()`` pulls the memory from under it;
-dropping the view does not. And the last view may die anywhere: unmapping a large region takes a while, wherever that is.
+Rule 1. A view holds the memory. Closing a mapping prevents new views; existing ones stay valid, and the memory is
+        unmapped with the last view. So close neither hangs nor aborts, and no view ever dangles.
+Rule 2. A foreign region is mapped read-only: writing to its views raises an error, and writing past them (C code, a
+        tensor) is a SIGSEGV. That stops accidents, not a hostile process of the same user.
+Rule 3. An owner's pages are populated when it maps them: a first touch costs a multiple of a warm write, and a lack of
+        memory is an error here, not a SIGBUS later.
+
+Three traps. ``torch.frombuffer(view)`` warns if the view is read-only, and then makes a tensor that looks writable:
+writing it is a SIGSEGV. It holds a reference to the view but no export, so ``view.release()`` pulls the memory from
+under it; dropping the view does not. And the last view may die anywhere: unmapping a large region takes a while, in any
+thread.
 """
 
 from __future__ import annotations
@@ -24,22 +27,31 @@ from .pinning import Pin, uses_cuda, why_no_driver
 from .validation import check_descriptor, open_mappable
 
 POPULATE_STEP_BYTES: Final = 256 << 20
-"""A cold quarter of a GiB takes some 60 ms."""
+"""Bytes populated at once.
+
+A cold quarter of a GiB takes some 60 ms.
+"""
 
 
 class Mapping:
-    """One region in this process's address space. Made by :func:`map_region`. Any thread."""
+    """One region in this process's address space, for any thread.
+
+    Made by :func:`map_region`.
+    """
 
     def __init__(self, memory: Memory, pin: Pin | None = None) -> None:
         self._memory: Memory | None = memory
         self._root: memoryview | None = memory.buffer()
         self._alive = weakref.ref(memory)
         self.address: Final = memory.address
-        """Of the first byte. Valid as long as :attr:`owner`, or any view, is held."""
+        """Address of the first byte.
+
+        Valid as long as :attr:`owner`, or any view, is held.
+        """
         self.length: Final = memory.length
-        """Bytes."""
+        """Size in bytes."""
         self.writable: Final[bool] = memory.writable
-        """Whether this process may write it."""
+        """Whether this process may write the region."""
         self._pin = pin
 
     def __repr__(self) -> str:
@@ -48,17 +60,20 @@ class Mapping:
 
     @property
     def pinned(self) -> bool:
-        """Whether a CUDA device copies from and to all of it by itself. A large region is pinned in the background."""
+        """Whether the whole region is pinned for CUDA devices.
+
+        A large region is pinned in the background.
+        """
         return self._pin is not None and self._pin.is_whole
 
     @property
     def why_not_pinned(self) -> str:
-        """The driver's reason, if pinning was tried and refused."""
+        """Driver's reason, if pinning was tried and refused."""
         return "" if self._pin is None else self._pin.why_not
 
     @property
     def owner(self) -> object:
-        """Keeps the memory mapped: hold it while you use the addresses.
+        """Object that keeps the memory mapped while its addresses are used.
 
         Raises:
             HandlerClosed: the mapping was closed.
@@ -69,19 +84,24 @@ class Mapping:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be had from it any more."""
+        """Whether the mapping was closed, so that it gives no more views."""
         return self._root is None
 
     @property
     def mapped(self) -> bool:
-        """Whether its memory is still there: until it is closed, and its last view and owner are gone."""
+        """Whether the memory is still mapped.
+
+        It is until the mapping is closed, and its last view and owner are gone.
+        """
         return self._alive() is not None
 
     def view(self, offset: int = 0, length: int | None = None) -> memoryview:
-        """Some bytes of it, without a copy; read-only where the region is foreign. The view keeps the memory mapped.
+        """Return a view of some bytes, which keeps the memory mapped.
+
+        It is read-only if the region is foreign.
 
         Raises:
-            ValueError: they are not inside.
+            ValueError: the bytes are not inside the region.
             HandlerClosed: the mapping was closed.
         """
         root = self._root
@@ -93,13 +113,15 @@ class Mapping:
         return root[offset:end]
 
     def populate(self, offset: int = 0, length: int | None = None) -> bool:
-        """Put pages in place: what a lazy mapping did not do. Their contents stay. Without the interpreter's lock.
+        """Populate pages, which a lazy mapping has not done.
+
+        Their contents stay. Does not hold the interpreter's lock.
 
         Returns:
             Whether the kernel did it. If not, the pages were touched one by one.
 
         Raises:
-            CannotMap: there is no memory for them.
+            CannotMap: there is no memory for the pages.
             HandlerClosed: the mapping was closed.
         """
         memory = self._memory
@@ -108,9 +130,10 @@ class Mapping:
         return memory.populate(offset, length)
 
     def close(self) -> None:
-        """Give nothing out any more, and let go. Idempotent; never waits for a view, and never takes one back.
+        """Allow no new views, and release the memory. Idempotent.
 
-        The memory is unpinned and unmapped at once, or else with the last view: :attr:`mapped` tells which.
+        Never waits for a view, and never revokes one. The memory is unpinned and unmapped at once, or else with the
+        last view: see :attr:`mapped`.
         """
         self._root = self._memory = None
 
@@ -126,22 +149,22 @@ def map_region(
     keep: bool = False,
     device: str = "",
 ) -> Mapping:
-    """Map a region, if it may be mapped: see :mod:`.validation`.
+    """Map a region after checking that it may be: see :mod:`.validation`.
 
     Args:
         file: its descriptor, which stays the caller's and may be closed afterwards; or its absolute path.
-        length: bytes. Of a device, a multiple of its alignment.
-        offset: of its first byte in that file. A multiple of the page size; of a device, of its alignment.
-        write: whether to write it. Only a region of one's own.
-        populate: whether to put all pages in place now; by default if they are to be written.
+        length: size in bytes; for a device, a multiple of its alignment.
+        offset: of the region's first byte in that file. A multiple of the page size; for a device, of its alignment.
+        write: whether to map it writable. Only for a region of one's own.
+        populate: whether to populate all pages now; by default if they are to be written.
         pin: True to pin it for CUDA before this returns; None to do so if this process uses CUDA, large regions in the
-            background, and to go without if it is refused.
+            background, and to ignore a refusal.
         keep: whether a copy of the descriptor stays open for as long as the region is mapped: it may carry a lock.
         device: the path of the device that the configuration names.
 
     Raises:
-        CannotMap: it is gone, shorter, misaligned or not allowed, it is no file that may be mapped, there is no memory behind
-            it, or it cannot be pinned.
+        CannotMap: the file is gone, shorter, misaligned or not allowed, or of a type that may not be mapped; or there
+            is no memory for the region, or it cannot be pinned.
     """
     if pin and (why_not := why_no_driver()):
         raise CannotMap(f"the region cannot be pinned: {why_not}")
@@ -155,7 +178,7 @@ def map_region(
         finally:
             os.close(fd)
     if write if populate is None else populate:
-        for start in range(0, length, POPULATE_STEP_BYTES):  # a signal is seen between two of them
+        for start in range(0, length, POPULATE_STEP_BYTES):  # in steps, so that a signal is handled between two of them
             memory.populate(start, min(POPULATE_STEP_BYTES, length - start))
     if not (uses_cuda() if pin is None else pin):
         return Mapping(memory)

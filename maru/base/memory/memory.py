@@ -1,16 +1,17 @@
-"""Memory: a span of an open file, or of nothing, in this process's address space, until nothing refers to it any more.
+"""Memory mapped until nothing refers to it any more.
 
-It is mapped by calls of the C library, not by :mod:`mmap`: that one duplicates the descriptor of every mapping, makes
-`madvise` hold the interpreter's lock (which for a cold GiB is a quarter of a second in which nothing else runs), and
-can be closed under a tensor made by ``torch.frombuffer``, which holds a reference but no export.
+A span of an open file, or private memory, mapped by calls of the C library, not by :mod:`mmap`: that one duplicates the
+descriptor of every mapping, makes `madvise` hold the interpreter's lock (which for a cold GiB is a quarter of a second
+in which nothing else runs), and can be closed under a tensor made by ``torch.frombuffer``, which holds a reference but
+no export.
 
 Rule 1. There is no close. The memory is unmapped when the last object that refers to it is gone: no view of it can ever
-        point to nothing. What is to happen right before is said with :meth:`Memory.before_unmap`.
-Rule 2. What is mapped to be read cannot be written: its pages are read-only and its buffers, too. (From a descriptor that
-        was opened to be read, it cannot be made writable either.)
-Rule 3. A forked child reads what its parent writes into a file, and meets SIGSEGV where it would write into it. The file, with
-        the locks on it, is in use until both have unmapped it. Of private memory a child has a copy; but pinned private
-        memory is not there in a child, which so does not unmap it either.
+        dangle. :meth:`Memory.before_unmap` registers a call right before that.
+Rule 2. Memory mapped for reading cannot be written: its pages are read-only and its buffers, too. (From a descriptor
+        that was opened for reading, it cannot be made writable either.)
+Rule 3. A forked child reads what its parent writes into a file, and gets SIGSEGV if it writes. The file, with the locks
+        on it, is in use until both have unmapped it. A child has a copy of private memory; but pinned private memory is
+        not mapped in a child, which so does not unmap it either.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ PAGE_BYTES = mmap.PAGESIZE
 
 _MADV_DONTFORK = 10
 _MADV_DOFORK = 11
-_MADV_POPULATE_READ = 22  # the mmap module knows neither
+_MADV_POPULATE_READ = 22  # the mmap module defines neither
 MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 1 << 20
-"""So much is touched while holding the interpreter's lock, where the kernel cannot populate (before Linux 5.14)."""
+"""Bytes touched at once while holding the interpreter's lock.
+
+Used if the kernel cannot populate (before Linux 5.14).
+"""
 _STEP_BYTES = 8 << 20
-"""Populated in one system call: some 3 ms where memory is cold."""
+"""Bytes populated in one system call.
+
+It takes some 3 ms if memory is cold.
+"""
 
 _ALIGN_BYTES = 2 << 20
-"""Memory of this size or more is mapped on a border of huge pages."""
+"""Least size of memory that is aligned to huge pages."""
 _RESERVATION = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MOST_REPEATS = 100
-"""Times that a call is repeated when the kernel says EAGAIN, which it may say for ever."""
+"""Most repeats of a call after EAGAIN, which may be endless."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap, _madvise, _mprotect = _libc.mmap, _libc.munmap, _libc.madvise, _libc.mprotect
@@ -54,13 +61,14 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Memory:
-    """``length`` bytes of an open file from ``offset`` on, shared with all processes that map them.
+    """A span of an open file, shared with its other mappers.
 
-    The descriptor is not kept: the caller may close it. With ``keep`` a copy of it stays open for as long as this is mapped.
+    The span has ``length`` bytes from ``offset`` on. The descriptor is not kept: the caller may close it. With ``keep``
+    a copy of it stays open for as long as this is mapped.
 
     Raises:
-        CannotMap: the file is shorter, the offset is not a multiple of the page size (of the device's alignment, where
-            it is a device), the descriptor does not allow it, or there is no address space left.
+        CannotMap: the file is shorter, the offset is not a multiple of the page size (for a device, of its alignment),
+            the descriptor does not allow it, or there is no address space left.
     """
 
     _kept = -1
@@ -72,7 +80,7 @@ class Memory:
         status = os.fstat(fd)
         if length <= 0 or offset < 0 or offset % PAGE_BYTES:
             raise CannotMap(f"{length} bytes at {offset}: the offset must be a multiple of {PAGE_BYTES}")
-        if stat.S_ISREG(status.st_mode) and offset + length > status.st_size:  # else a page behind its end is a SIGBUS
+        if stat.S_ISREG(status.st_mode) and offset + length > status.st_size:  # else a page after its end is a SIGBUS
             raise CannotMap(f"{length} bytes at {offset} are not in a file of {status.st_size} bytes")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map(length, protection, mmap.MAP_SHARED, fd, offset)
@@ -99,11 +107,14 @@ class Memory:
         return memory
 
     def _map(self, length: int, protection: int, flags: int, fd: int, offset: int) -> None:
-        """Map it so that huge pages of the file can be mapped as such: its addresses are congruent to its offsets."""
+        """Map the span so that huge pages of the file stay huge.
+
+        Its address is congruent to its offset.
+        """
         hint: int | None = None
         if length >= _ALIGN_BYTES:
-            # A hint, and no fixed address: files may have larger borders of their own (a DAX device, hugetlbfs), which the
-            # kernel keeps; and what another thread maps meanwhile is never replaced.
+            # A hint instead of a fixed address: files may have larger alignments (a DAX device, hugetlbfs), which the
+            # kernel respects; and a mapping that another thread makes meanwhile is never replaced.
             start = _mmap(None, length + _ALIGN_BYTES, 0, _RESERVATION, -1, 0)
             if start is not None and start != _FAILED:
                 _munmap(start, length + _ALIGN_BYTES)
@@ -113,7 +124,7 @@ class Memory:
             code = ctypes.get_errno()
             raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
         self.address: int = address
-        """Of the first byte."""
+        """Address of the first byte."""
         self.length: int = length
         self.writable: bool = bool(protection & mmap.PROT_WRITE)
         self._pid = os.getpid()
@@ -122,24 +133,30 @@ class Memory:
         return f"<Memory of {self.length} bytes at {self.address:#x}, {'writable' if self.writable else 'read-only'}>"
 
     def buffer(self) -> memoryview:
-        """All of it as bytes. The view, whatever is sliced from it, and whatever refers to these keep it mapped."""
+        """Return a view of all the bytes.
+
+        The view, all slices of it, and every object that refers to these keep the memory mapped.
+        """
         whole: Any = (ctypes.c_char * self.length).from_address(self.address)
         whole.memory = self
         view = memoryview(whole).cast("B")
         return view if self.writable else view.toreadonly()
 
     def populate(self, offset: int = 0, length: int | None = None) -> bool:
-        """Have the pages in place before they are used; their contents stay. Without the interpreter's lock; blocks.
+        """Populate pages before they are used. Blocks.
+
+        Their contents stay. Does not hold the interpreter's lock.
 
         Args:
             offset: a multiple of the page size.
-            length: all behind the offset by default.
+            length: up to the end by default.
 
         Returns:
-            Whether the kernel could. If not (before Linux 5.14, or a device that cannot), they were touched instead.
+            Whether the kernel could. If not (before Linux 5.14, or a device that cannot), the pages were touched
+            instead.
 
         Raises:
-            CannotMap: there is no memory behind these pages: using them would have been a SIGBUS.
+            CannotMap: there is no memory for these pages: using them would have been a SIGBUS.
         """
         length = self.length - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > self.length or offset % PAGE_BYTES:
@@ -158,23 +175,26 @@ class Memory:
         return True
 
     def before_unmap(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called right before this is unmapped (in this process, not in one that was forked off)."""
+        """Register a call to make right before the memory is unmapped.
+
+        It is made in this process, not in a forked child.
+        """
         self._unpin = call
 
     def hide(self, start: int, stop: int) -> None:
-        """Have children that are forked off from now on not have these addresses of private memory."""
+        """Hide these addresses of private memory from children forked later."""
         if self._is_private:
             self._is_hidden = True
             madvise(start, stop - start, _MADV_DONTFORK)
 
     def show(self) -> None:
-        """Have children have all of it again."""
+        """Undo :meth:`hide`, for all of the memory."""
         if self._is_hidden:
             madvise(self.address, self.length, _MADV_DOFORK)
             self._is_hidden = False
 
     def _after_fork(self) -> None:
-        """In a forked child: the pages are the parent's to write."""
+        """Make the pages read-only in a forked child: the parent writes them."""
         _mprotect(self.address, self.length, mmap.PROT_READ)
 
     def __del__(
@@ -183,23 +203,26 @@ class Memory:
         getpid: Callable[[], int] = os.getpid,
         close: Callable[[int], None] = os.close,
     ) -> None:
-        if not self.length:  # (What is called is bound above: at the end of a process, module globals go first.)
+        if not self.length:  # (The called functions are bound above: at the end of a process, module globals go first.)
             return
         is_owner = getpid() == self._pid
         if self._unpin is not None and is_owner:
             self._unpin()
-        if is_owner or not self._is_hidden:  # there, these addresses may be something else
+        if is_owner or not self._is_hidden:  # in a child without the memory, these addresses may be another mapping
             munmap(self.address, self.length)
         if self._kept >= 0:
             close(self._kept)
 
 
 def madvise(address: int, length: int, advice: int) -> int:
-    """``madvise(2)`` without the interpreter's lock; again when interrupted. Returns 0 or an errno."""
+    """Call ``madvise(2)`` in steps, without the interpreter's lock.
+
+    Repeats an interrupted call. Returns 0 or an errno.
+    """
     done = repeats = 0
     while True:
-        # In steps: the kernel locks the address space meanwhile, so that a thread which maps or unmaps waits, perhaps with the
-        # interpreter's lock, and so does the next page fault of any other thread.
+        # In steps: the kernel locks the address space during a call, so that a thread which maps or unmaps waits,
+        # perhaps with the interpreter's lock, and so does the next page fault of any other thread.
         step = min(length - done, _STEP_BYTES)
         code = advise(address + done, step, advice)
         if code == errno.EAGAIN and repeats < _MOST_REPEATS:
@@ -213,7 +236,10 @@ def madvise(address: int, length: int, advice: int) -> int:
 
 
 def advise(address: int, length: int, advice: int) -> int:
-    """One call of ``madvise(2)``, again when interrupted. Returns 0 or an errno."""
+    """Call ``madvise(2)`` once, again if interrupted.
+
+    Returns 0 or an errno.
+    """
     while _madvise(address, length, advice):
         code = ctypes.get_errno()
         if code != errno.EINTR:
@@ -222,6 +248,6 @@ def advise(address: int, length: int, advice: int) -> int:
 
 
 def can_populate() -> bool:
-    """Whether this kernel knows MADV_POPULATE_WRITE (Linux 5.14)."""
+    """Return whether this kernel supports MADV_POPULATE_WRITE (Linux 5.14)."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
         return madvise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES, MADV_POPULATE_WRITE) == 0

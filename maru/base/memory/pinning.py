@@ -1,13 +1,17 @@
-"""Pin host memory for CUDA: one registrar in a process, for all memory that a device copies from and to by itself.
+"""Pinning of host memory for CUDA: one registrar per process.
 
-Rule 1. Memory is pinned chunk by chunk, for all devices. Chunks have at most 64 GiB, since registrations of half a TiB are
-        refused, and meet on borders of 2 MiB. A copy must not cross a border: :func:`spans` has them.
-Rule 2. A memory is pinned as a whole or not at all: a chunk that is refused unpins those before it, and the reason is kept.
-        Until all of it is pinned, no copy takes it for pinned: one that did could be under way when a chunk is unpinned.
-Rule 3. A forked child has no part in it. It unpins nothing, and pinned memory of its parent's alone is not there: the kernel
-        would copy each such page at the fork, which for 100 GiB takes a minute.
+It is for all memory that a device copies directly.
+
+Rule 1. Memory is pinned chunk by chunk, for all devices. Chunks have at most 64 GiB, since registrations of half a TiB
+        are refused, and meet at multiples of 2 MiB. A copy must not cross a border: :func:`spans` has them.
+Rule 2. A memory is pinned as a whole or not at all: a chunk that is refused unpins those before it, and the reason is
+        kept. Until all of it is pinned, no copy treats it as pinned: such a copy could be under way when a chunk is
+        unpinned.
+Rule 3. A forked child does not inherit it. It unpins nothing, and pinned private memory of its parent is not mapped:
+        the kernel would copy each such page at the fork, which for 100 GiB takes a minute.
 Rule 4. After an error that ends the context, nothing is pinned any more in this process.
-Rule 5. Unpinning may happen in any thread, in a finalizer: it takes no lock of this module, and leaves the thread as it was.
+Rule 5. Unpinning may happen in any thread, in a finalizer: it takes no lock of this module, and restores the thread's
+        state.
 """
 
 from __future__ import annotations
@@ -35,27 +39,33 @@ CHUNK_BYTES: Final = 64 << 30
 BORDER_BYTES: Final = 2 << 20
 """Chunks meet at multiples of this, the size of a huge page."""
 AT_ONCE_BYTES: Final = 1 << 30
-"""Memory up to this size is pinned by its maker; it takes a tenth of a second. Larger memory is pinned in the background."""
+"""Most bytes that are pinned by the calling thread.
+
+That takes a tenth of a second. Larger memory is pinned in the background.
+"""
 DRIVER_NODE: Final = "/dev/nvidiactl"
-"""Device file that a process of CUDA opens."""
+"""Device file that a CUDA process opens."""
 
 _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _pins: Final[weakref.WeakSet[Pin]] = weakref.WeakSet()
 _spans: Final[dict[int, int]] = {}
-"""Where registrations stop, by where they start. Changed and copied by single operations, so that no lock is needed."""
+"""End of each registration, by its start.
+
+Changed and copied by single operations, so that no lock is needed.
+"""
 
 
 @attrs.define
 class _Process:
-    """What is known of CUDA in this process."""
+    """The state of CUDA in this process."""
 
     is_expected: bool = False
     lost: str = ""
-    """The error that ended the context."""
+    """Error that ended the context."""
     sorted_spans: tuple[object, list[tuple[int, int]]] = (None, [])
-    """The version of the spans, and these in order."""
+    """Version of the spans, and the spans in order."""
     version: object = None
 
 
@@ -66,12 +76,18 @@ _process: Final = _Process()
 
 
 def expect_cuda() -> None:
-    """Have memory pinned in this process if there is a driver: it will copy for devices, and imports no torch before."""
+    """Pin memory in this process if there is a driver.
+
+    For a process that will copy for devices, and imports no torch before.
+    """
     _process.is_expected = os.path.exists(DRIVER_NODE)
 
 
 def uses_cuda() -> bool:
-    """Return whether memory is to be pinned here: torch has initialized CUDA, or :func:`expect_cuda` has found a driver."""
+    """Return whether memory is to be pinned in this process.
+
+    It is if torch has initialized CUDA, or :func:`expect_cuda` has found a driver.
+    """
     if _process.is_expected:
         return True
     torch: Any = sys.modules.get("torch")
@@ -80,7 +96,10 @@ def uses_cuda() -> bool:
 
 
 def why_no_driver() -> str:
-    """Return the reason why nothing can be pinned on this host; empty if there is a driver with a device."""
+    """Return the reason why nothing can be pinned on this host.
+
+    Empty if there is a driver with a device.
+    """
     try:
         find_driver()
     except NoDriver as exc:
@@ -92,10 +111,12 @@ def why_no_driver() -> str:
 
 
 class Pin:
-    """The pinning of one memory, undone right before it is unmapped. Nothing is pinned before :meth:`step` is called.
+    """The pinning of one memory, undone right before it is unmapped.
+
+    Nothing is pinned before :meth:`step` is called.
 
     Args:
-        memory: is not kept.
+        memory: referred to weakly.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -127,7 +148,10 @@ class Pin:
             pass
 
     def pin_soon(self, *, may_block: bool = True) -> None:
-        """Pin the memory: now if it is small and the caller may block, and otherwise in the background."""
+        """Pin the memory, at once or in the background.
+
+        At once if it is small and the caller may block.
+        """
         if may_block and self.nbytes <= AT_ONCE_BYTES:
             self.pin()
             return
@@ -137,10 +161,12 @@ class Pin:
             self.why_not = f"no thread pins it: {exc}"
 
     def step(self) -> bool:
-        """Pin the next chunk. For one thread at a time; it waits for the driver.
+        """Pin the next chunk.
+
+        For one thread at a time; it waits for the driver.
 
         Returns:
-            Whether there is another chunk. Not after a refusal, nor once the memory is unmapped.
+            Whether there is another chunk. False after a refusal, or once the memory is unmapped.
         """
         memory = self._memory()
         if memory is None or self.why_not or self.is_whole:
@@ -148,7 +174,7 @@ class Pin:
         start, end = self._address + self.pinned_bytes, self._address + self.nbytes
         stop = min(end, (start + CHUNK_BYTES) // BORDER_BYTES * BORDER_BYTES)
         memory.hide(start, stop)  # before it is pinned: a fork in between would copy it
-        self._starts.append(start)  # first: what is interrupted behind the call is unpinned as well
+        self._starts.append(start)  # first: a chunk interrupted after the call is unpinned as well
         try:
             _register(start, stop, read_only=self._read_only)
         except CudaError as error:
@@ -196,13 +222,19 @@ def _unregister(start: int) -> None:
 
 
 def _device(driver: Driver) -> int:
-    """Return a device that this process uses already: another one would take 500 MiB of that device for its context."""
+    """Return a device that this process uses already.
+
+    A context on another one would take 500 MiB of that device.
+    """
     active = driver.active_device()
     return 0 if active is None else active
 
 
 def _reason(error: CudaError, nbytes: int) -> str:
-    """Return the driver's reason, and the limits of this process that are smaller than the memory."""
+    """Return the driver's reason, with the limits of this process.
+
+    Only limits that are smaller than the memory are added.
+    """
     from ..machine import memlock_limit, memory_left
 
     text, locked, left = str(error), memlock_limit(), memory_left()
@@ -213,16 +245,16 @@ def _reason(error: CudaError, nbytes: int) -> str:
     return text
 
 
-# --- what is pinned ---------------------------------------------------------------------------------------------------
+# --- pinned spans -----------------------------------------------------------------------------------------------------
 
 
 def spans(address: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return where the registrations that overlap these bytes start and stop, in order. For any thread.
+    """Return the registrations that overlap these bytes, in order.
 
-    Empty: none of the bytes are pinned.
+    Each is a pair of start and end. Empty if none of the bytes are pinned. For any thread.
     """
     version, cached = _process.version, _process.sorted_spans
-    if cached[0] is not version:  # read before the spans are: an older list is made once more
+    if cached[0] is not version:  # read before the spans are: an older list is sorted again
         cached = _process.sorted_spans = version, sorted(_spans.copy().items())
     found = cached[1]
     first = max(0, bisect.bisect_right(found, (address, sys.maxsize)) - 1)
@@ -233,7 +265,7 @@ def spans(address: int, nbytes: int) -> list[tuple[int, int]]:
 
 @attrs.frozen
 class PinningStatistics:
-    """Memory of this process that is to be pinned."""
+    """Amounts of memory of this process that is to be pinned."""
 
     wanted_bytes: int
     """Bytes that are pinned, will be, or were refused."""
@@ -242,11 +274,11 @@ class PinningStatistics:
     why_not: str
     """Reason for most of the refused bytes; empty if there are none."""
     lost: str
-    """Error that ended the CUDA context of this process; empty if it is there."""
+    """Error that ended the CUDA context of this process; empty if none."""
 
 
 def statistics() -> PinningStatistics:
-    """Return how much memory is pinned."""
+    """Return the amounts of pinned and refused memory."""
     with _lock:
         pins = list(_pins)
     refused: Counter[str] = Counter()
@@ -264,9 +296,9 @@ def statistics() -> PinningStatistics:
 
 
 def _after_fork() -> None:
-    """Forget what the parent has pinned: rule 3."""
+    """Forget the parent's pinned memory: rule 3."""
     global _lock
-    _lock = threading.Lock()  # a thread that is not here may have held it
+    _lock = threading.Lock()  # a thread that is not in the child may have held it
     _pins.clear()
     _spans.clear()
     _process.version = object()

@@ -1,14 +1,18 @@
-"""What may be mapped: the one rule for every region file that a client is handed or told of, and the one place that opens.
+"""Validation of files to map, for every region file from a peer.
 
-A peer names the memory. If it is not ours, it may name what is not its own (a key, a journal of ours), what another user can
-read, or what ends before it says: touching a page behind the end of a file is a SIGBUS, which ends the process.
+No other module opens such files.
 
-Rule 1. A regular file, of this user, closed to all others, with one name at most, and as long as what was promised.
-Rule 2. A file without a name (a memfd) is sealed against shrinking. A file with a name, in ``/dev/shm`` say, cannot be sealed:
-        its owner, which has the same user, can make it shorter while other processes have it mapped.
+A peer names the memory. If it is not ours, it may name a file that is not its own (a key, a journal of ours), that
+another user can read, or that is shorter than promised: touching a page after the end of a file is a SIGBUS, which ends
+the process.
+
+Rule 1. A regular file, of this user, closed to all others, with one name at most, and as long as promised.
+Rule 2. A file without a name (a memfd) is sealed against shrinking. A file with a name, in ``/dev/shm`` for instance,
+        cannot be
+        sealed: its owner, which has the same user, can make it shorter while other processes have it mapped.
 Rule 3. Or the device that the caller's own configuration names, and that one only.
-Rule 4. No symbolic link is followed, in no component of a path. What is no such file is not opened: opening a device or a pipe
-        may do something.
+Rule 4. No symbolic link is followed, in no component of a path. Any other kind of file is not opened: opening a device
+        or a pipe may have an effect.
 """
 
 from __future__ import annotations
@@ -27,14 +31,16 @@ _WALKED: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 def why_not_mappable(
     status: os.stat_result, end: int, *, uid: int, seals: int = 0, device: os.stat_result | None = None
 ) -> str:
-    """Why these bytes of a file may not be mapped; empty if they may. Pure.
+    """Return why these bytes of a file may not be mapped. Pure.
+
+    Empty if they may.
 
     Args:
-        status: what ``fstat`` says of the file.
-        end: of the last byte that is to be mapped, counted from the file's start.
-        uid: the user that maps it.
-        seals: what ``F_GET_SEALS`` says of it; 0 where it cannot be asked.
-        device: what ``stat`` says of the device, or of the file taken for one, that the configuration names.
+        status: result of ``fstat`` for the file.
+        end: end of the bytes to be mapped, counted from the file's start.
+        uid: the user that maps the file.
+        seals: result of ``F_GET_SEALS``; 0 if the file supports no seals.
+        device: result of ``stat`` for the device (or the file used as one) that the configuration names.
     """
     is_file = stat.S_ISREG(status.st_mode)
     if is_file and end > status.st_size:
@@ -57,15 +63,15 @@ def why_not_mappable(
 
 
 def check_descriptor(fd: int, end: int, *, device: str = "") -> None:
-    """Raise unless these bytes of an open file may be mapped.
+    """Check that these bytes of an open file may be mapped.
 
     Args:
         fd: its descriptor.
-        end: of the last byte that is to be mapped, counted from the file's start.
-        device: the path of the device, or of the file taken for one, that the configuration names.
+        end: end of the bytes to be mapped, counted from the file's start.
+        device: the path of the device (or the file used as one) that the configuration names.
 
     Raises:
-        CannotMap: they may not; the text says why.
+        CannotMap: they may not; the text has the reason.
     """
     why = why_not_mappable(os.fstat(fd), end, uid=os.geteuid(), seals=_seals_of(fd), device=_device(device))
     if why:
@@ -73,26 +79,26 @@ def check_descriptor(fd: int, end: int, *, device: str = "") -> None:
 
 
 def open_mappable(path: str | os.PathLike[str], end: int, *, write: bool, device: str = "") -> int:
-    """Open a file by a path that a server sent, if it may be mapped.
+    """Open a file by a path that a server sent, if mappable.
 
     Args:
-        path: absolute.
-        end: of the last byte that is to be mapped, counted from the file's start.
-        write: whether to open it to be written.
+        path: absolute path.
+        end: end of the bytes to be mapped, counted from the file's start.
+        write: whether to open it for writing.
         device: as for :func:`check_descriptor`.
 
     Returns:
-        Its descriptor, which is the caller's.
+        Its descriptor, which the caller closes.
 
     Raises:
-        CannotMap: it may not be mapped, or cannot be opened; the text says why.
+        CannotMap: it may not be mapped, or cannot be opened; the text has the reason.
     """
     path = os.fspath(path)
     try:
         found = _walk(path)
         try:
-            # Checked before it is opened, and opened by the descriptor that was checked, so that it cannot be exchanged in
-            # between.
+            # Checked before it is opened, and opened by the descriptor that was checked, so that it cannot be exchanged
+            # in between.
             why = why_not_mappable(os.fstat(found), end, uid=os.geteuid(), device=_device(device))
             if why:
                 raise CannotMap(f"{path!r} is not mapped: {why}")
@@ -104,14 +110,14 @@ def open_mappable(path: str | os.PathLike[str], end: int, *, write: bool, device
 
 
 def _walk(path: str) -> int:
-    """A descriptor of what this path names, for nothing but to look at it. It has passed no symbolic link."""
+    """Open a path for inspection only, without following symbolic links."""
     parts = path.split("/")
     if parts[0] or not parts[-1] or ".." in parts:
         raise CannotMap(f"{path!r} is not mapped: it is no absolute path of a file")
     at = os.open("/", _WALKED)
     for part in filter(None, parts):
         try:
-            # A link is opened as the link itself, so that it can be told from a file that is missing.
+            # A link is opened as the link itself, so that it can be distinguished from a missing file.
             below = os.open(part, _WALKED, dir_fd=at)
         finally:
             os.close(at)
@@ -125,7 +131,7 @@ def _walk(path: str) -> int:
 def _is_same(status: os.stat_result, device: os.stat_result) -> bool:
     if stat.S_ISCHR(device.st_mode):
         return stat.S_ISCHR(status.st_mode) and status.st_rdev == device.st_rdev
-    if not stat.S_ISREG(device.st_mode):  # a directory: what is in it are files like any other
+    if not stat.S_ISREG(device.st_mode):  # a directory: the files in it are ordinary ones
         return False
     return (status.st_dev, status.st_ino) == (device.st_dev, device.st_ino)
 
@@ -142,7 +148,7 @@ def _device(path: str) -> os.stat_result | None:
 def _seals_of(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # its file system has none
+    except OSError:  # its file system supports none
         return 0
 
 

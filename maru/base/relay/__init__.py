@@ -1,1 +1,4 @@
-"""TCP without keys: a child process that accepts connections, reads their handshakes, and relays what follows."""
+"""A child process that accepts and relays TCP connections without keys.
+
+It reads their handshakes before the server sees them.
+"""

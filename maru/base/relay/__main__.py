@@ -1,10 +1,12 @@
-"""The relay's process, started by the server: ``python -m maru.base.relay SERVER KIND MOST PARENT ANYBODY``.
+"""The relay's process, started by the server.
 
-Its standard input is a socket of the server's, over which it asks for the TCP socket that listens.
+    python -m maru.base.relay SERVER KIND MOST PARENT ANYBODY
 
-It ends with its parent, however that one ends: the kernel says so of its pidfd. (A parent-death signal would come when the
-*thread* ends that has started this; a pipe may live on in a process that the parent has forked.) What it has counted it writes
-to its standard output, one JSON object a line.
+Its standard input is a socket of the server's, over which it requests the listening TCP socket.
+
+It ends with its parent, however that one ends: the parent's pidfd becomes readable. (A parent-death signal would come
+when the *thread* that started this process ends; a pipe may stay open in a process that the parent has forked.) It
+writes its counts to its standard output, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 
 _OWN_DESCRIPTORS: Final = 32
 _INTERVAL: Final = 1.0
-"""Between two reports, in seconds."""
+"""Seconds between two reports."""
 _INPUT: Final = 0
 _OUTPUT: Final = 1
 
@@ -37,8 +39,8 @@ async def serve(server: str, kind: bytes, most: int, parent: int, any_user: bool
 
     Args:
         server: the server's Unix socket.
-        kind: of the socket that listens there, ``ROUTER`` or ``PUB``.
-        most: connections at once.
+        kind: type of the socket that listens there, ``ROUTER`` or ``PUB``.
+        most: most connections at once.
         parent: the server's process.
         any_user: whether every user may connect.
     """
@@ -46,7 +48,7 @@ async def serve(server: str, kind: bytes, most: int, parent: int, any_user: bool
         alive = os.pidfd_open(parent)
     except ProcessLookupError:
         return
-    if os.getppid() != parent:  # it had ended, and another process has its number
+    if os.getppid() != parent:  # the parent had ended, and another process has its number
         return
     relay = Relay(
         server,
@@ -62,7 +64,7 @@ async def serve(server: str, kind: bytes, most: int, parent: int, any_user: bool
 
 
 async def _listen(relay: Relay) -> None:
-    """Ask the server for its port, and take connections there."""
+    """Request the port from the server, and accept connections there."""
     try:
         with trio.socket.fromfd(_INPUT, socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             await asking.send(b"?")
@@ -75,7 +77,7 @@ async def _listen(relay: Relay) -> None:
 
 
 def _descriptors() -> int:
-    """How many this process may have open: as many as it can get."""
+    """Raise the limit of open descriptors, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -84,7 +86,7 @@ def _descriptors() -> int:
 
 
 async def _report(counts: Counts) -> None:
-    """Write the counts to the standard output when they have changed."""
+    """Write the counts to the standard output whenever they have changed."""
     os.set_blocking(_OUTPUT, False)  # do not wait for a server that is stopped
     said: Counts | None = None
     while True:

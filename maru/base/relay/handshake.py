@@ -1,13 +1,13 @@
-"""The handshake of ZMTP 3 with the NULL mechanism, as bytes in and out. Pure.
+"""The handshake of ZMTP 3 with the NULL mechanism. Pure.
 
-A peer says a *greeting* of 64 bytes and then a READY command with properties. What is read of it here is which kind of
-socket it is; what it says beyond that goes no further, its routing id least of all: libzmq lets a peer claim the id that
-its ROUTER is about to give to another one, and ends the process when it gets there.
+Bytes go in and come out. A peer sends a *greeting* of 64 bytes and then a READY command with properties. Only its
+socket type is read here; its other properties are not forwarded, least of all its routing id: libzmq lets a peer claim
+the id that its ROUTER is about to give to another one, and ends the process when it gets there.
 
-Rule 1. What is read is bounded: a greeting, and a READY of :data:`MAX_READY_BYTES`. The first byte that cannot be right ends
-        it.
-Rule 2. Nothing that the peer sent is forwarded: :func:`greeting` and :func:`ready` are made anew.
-Rule 3. Bytes after READY are kept as they are, for the relay.
+Rule 1. Reading is bounded: a greeting, and a READY of :data:`MAX_READY_BYTES`. The first byte that cannot be right ends
+        the handshake.
+Rule 2. Nothing that the peer sent is forwarded: :func:`greeting` and :func:`ready` build new bytes.
+Rule 3. Bytes after READY are kept unchanged, for the relay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import attrs
 
 GREETING_BYTES: Final = 64
 MAX_READY_BYTES: Final = 2_048
-"""A peer's properties: its kind of socket, a routing id of at most 255 bytes, and what an application adds."""
+"""Most bytes of a peer's properties.
+
+Its socket type, a routing id of at most 255 bytes, and an application's own.
+"""
 
 _SIGNATURE: Final = b"\xff\0\0\0\0\0\0\0\x01\x7f"
 _FIRST, _LAST, _MAJOR, _MINOR = 0, 9, 10, 11
@@ -29,34 +32,37 @@ _SOCKET_TYPE: Final = b"socket-type"
 
 
 class BadHandshake(Exception):
-    """The peer does not speak ZMTP 3 with the NULL mechanism, or is no socket that belongs here."""
+    """The peer's handshake is invalid, or its socket type is refused.
+
+    It must speak ZMTP 3 with the NULL mechanism.
+    """
 
 
 @attrs.frozen
 class Introduction:
-    """What a handshake has said."""
+    """The result of a handshake."""
 
     socket_type: bytes
     """``REQ`` or ``DEALER`` of a client, ``ROUTER`` of a server."""
     minor: int
-    """Of the version, 3.0 or 3.1."""
+    """Minor version: 3.0 or 3.1."""
     rest: bytes
-    """What came behind it already."""
+    """Bytes received after the handshake."""
 
 
 class Handshake:
-    """Reads one peer's handshake, however it is cut into pieces."""
+    """A parser of one peer's handshake, however it is cut into pieces."""
 
     def __init__(self, socket_types: Collection[bytes]) -> None:
-        """Expect a peer that is one of these kinds of socket."""
+        """Expect a peer with one of these socket types."""
         self._socket_types = socket_types
         self._buffer = bytearray()
 
     def receive(self, data: bytes) -> Introduction | None:
-        """Read more. The handshake, once it is complete.
+        """Parse more bytes. Returns the result once it is complete.
 
         Raises:
-            BadHandshake: it is none; nothing more is to be read from this peer.
+            BadHandshake: the bytes are not a valid handshake; nothing more must be read from this peer.
         """
         self._buffer += data
         _check_greeting(self._buffer)
@@ -71,12 +77,12 @@ class Handshake:
 
 
 def greeting(minor: int = 1) -> bytes:
-    """The first 64 bytes of either end: ZMTP 3, no keys."""
+    """Return the first 64 bytes of either end: ZMTP 3, no keys."""
     return (_SIGNATURE + bytes([3, minor]) + b"NULL").ljust(GREETING_BYTES, b"\0")
 
 
 def ready(socket_type: bytes) -> bytes:
-    """The READY command of a socket that names itself nothing."""
+    """Return the READY command of a socket with an empty identity."""
     body = b"\x05READY" + _property(b"Socket-Type", socket_type) + _property(b"Identity", b"")
     return bytes([_COMMAND, len(body)]) + body
 
@@ -85,7 +91,7 @@ def ready(socket_type: bytes) -> bytes:
 
 
 def _check_greeting(said: bytearray) -> None:
-    """As far as it has come."""
+    """Check the part of the greeting that has been received."""
     if (said and said[_FIRST] != 0xFF) or (len(said) > _LAST and said[_LAST] != 0x7F):
         raise BadHandshake("no greeting of ZMTP")
     if len(said) > _MAJOR and said[_MAJOR] < 3:
@@ -95,7 +101,7 @@ def _check_greeting(said: bytearray) -> None:
 
 
 def _ready_in(said: bytearray) -> slice | None:
-    """Where the body of the command behind the greeting is, once it is whole."""
+    """Return the place of the READY body once it is complete."""
     if len(said) <= GREETING_BYTES:
         return None
     flags = said[GREETING_BYTES]
@@ -111,7 +117,7 @@ def _ready_in(said: bytearray) -> slice | None:
 
 
 def _socket_type(body: bytes) -> bytes:
-    """What READY says of the kind of socket."""
+    """Return the socket type that a READY body names."""
     name, rest = _take(body, 1)
     if name != b"READY":
         raise BadHandshake("another command than READY")
@@ -127,7 +133,10 @@ def _socket_type(body: bytes) -> bytes:
 
 
 def _take(body: bytes, prefix: int) -> tuple[bytes, bytes]:
-    """One text with its length before it, in so many bytes; and what follows."""
+    """Split off a text whose length precedes it in ``prefix`` bytes.
+
+    Returns the text and the rest.
+    """
     end = prefix + int.from_bytes(body[:prefix])
     if len(body) < max(prefix, end):
         raise BadHandshake("a READY that is cut off")

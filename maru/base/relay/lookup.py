@@ -1,4 +1,7 @@
-"""Asks the kernel for the user of a TCP connection; see :mod:`maru.base.relay.users` for the meaning of its answers."""
+"""Queries to the kernel for the user of a TCP connection.
+
+See :mod:`maru.base.relay.users` for the meaning of the answers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ import trio
 from .users import Address, question, user_in
 
 FindUser: TypeAlias = Callable[[trio.SocketStream], int | None]
-"""Returns the user at the other end, or None if there is none. Never waits."""
+"""Function that returns the user at the other end, or None.
+
+Never waits.
+"""
 
 _NETLINK_SOCK_DIAG: Final = 4
 _ANSWER_BYTES: Final = 4096
@@ -22,15 +28,17 @@ _log = logging.getLogger(__name__)
 
 
 def may_enter(user: int | None) -> bool:
-    """Whether this user may connect: that of this process, and root."""
+    """Return whether a user may connect: this process's user or root."""
     return user in (os.geteuid(), 0)
 
 
 def find_user(stream: trio.SocketStream) -> int | None:
-    """The user at the other end of this connection; None if there is none. Takes some 20 microseconds.
+    """Return the user at a connection's other end, or None.
+
+    Takes some 20 microseconds.
 
     Raises:
-        OSError: it is gone.
+        OSError: the connection is gone.
     """
     local, remote = stream.socket.getsockname(), stream.socket.getpeername()
     try:
@@ -41,7 +49,10 @@ def find_user(stream: trio.SocketStream) -> int | None:
 
 
 def tells_users() -> bool:
-    """Whether the kernel tells the users of connections: tried with one of our own."""
+    """Return whether the kernel reports the users of connections.
+
+    Tries it with a connection of our own.
+    """
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -54,6 +65,6 @@ def tells_users() -> bool:
 
 def _ask(local: Address, remote: Address) -> int | None:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
-        kernel.setblocking(False)  # the kernel answers within the call that asks
+        kernel.setblocking(False)  # the kernel answers within the call that sends the request
         kernel.sendto(question(local, remote), (0, 0))
         return user_in(kernel.recv(_ANSWER_BYTES))

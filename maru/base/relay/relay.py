@@ -1,9 +1,10 @@
-"""The relay: accepts TCP connections, and joins each to a connection to the server's Unix socket.
+"""The relay from TCP connections to the server's Unix socket.
 
-Rule 1. The server's socket sees a peer only after its handshake, and nothing that the peer sent in it (`handshake`).
-Rule 2. A connection to the server lives exactly as long as the one it was made for, since the server takes it for the peer.
-Rule 3. The cost of a connection is bounded: a handshake by its bytes and its time, the rest by one buffer in each direction.
-        The relay does not read from a peer that does not read. The number of connections is bounded, too (`limits`).
+Rule 1. The server's socket sees a peer only after its handshake, and no byte of that handshake (`handshake`).
+Rule 2. A connection to the server lives exactly as long as its peer's, since the server takes it for the peer.
+Rule 3. The cost of a connection is bounded: a handshake by its bytes and its time, the rest by one buffer in each
+        direction. The relay does not read from a peer that does not read. The number of connections is bounded, too
+        (`limits`).
 Rule 4. On this host only the server's own user and root may connect. Another user could learn keys, and take memory.
 """
 
@@ -22,17 +23,20 @@ from .limits import ConnectionQuota, PendingHandshakes
 from .lookup import FindUser, may_enter
 
 PIECE_BYTES: Final = 32 << 10
-"""Read at once, and written before more is read."""
+"""Most bytes to read at once, and to write before reading more."""
 HANDSHAKE_TIME: Final = 5.0
-"""Seconds from the first byte to a connection with the server: as ZeroMQ itself allows."""
+"""Seconds from the first byte to a connection with the server.
+
+The limit of ZeroMQ itself.
+"""
 MAX_PENDING_HANDSHAKES: Final = 256
-"""Connections whose handshake is not over."""
+"""Most unfinished handshakes."""
 _RETRY: Final = 0.01
-"""Seconds until the server's backlog is tried again."""
+"""Seconds until a connection is tried again after a full backlog."""
 _KEEPALIVE: Final = 30
-"""Seconds of silence after which TCP looks whether the other host is there."""
+"""Seconds of silence until TCP probes the other host."""
 CLIENTS: Final = {b"ROUTER": frozenset({b"REQ", b"DEALER"}), b"PUB": frozenset({b"SUB", b"XSUB"})}
-"""Which kinds of socket talk to which kind of the server's."""
+"""Accepted socket types of peers, by the server's socket type."""
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 _log = logging.getLogger(__name__)
@@ -40,29 +44,29 @@ _log = logging.getLogger(__name__)
 
 @attrs.define
 class Counts:
-    """What became of connections, since the relay was started."""
+    """Outcomes of connections, counted from the start of the relay."""
 
     relayed: int = 0
-    """Joined to the server."""
+    """Connections joined to the server."""
     malformed: int = 0
-    """No handshake, or none that ended in time."""
+    """Connections without a valid handshake in time."""
     strangers: int = 0
-    """Other users' processes."""
+    """Connections of other users' processes."""
     crowded: int = 0
-    """Too many."""
+    """Connections over a limit."""
     unserved: int = 0
-    """The server did not take them in time."""
+    """Connections that the server did not accept in time."""
     failed: int = 0
-    """By a fault of the relay."""
+    """Connections ended by a fault of the relay."""
 
 
 class Relay:
-    """Accepts connections for one server.
+    """Acceptor of connections for one server.
 
     Args:
         server: its Unix socket.
-        kind: of what listens there, as ZeroMQ names it: a key of ``CLIENTS``.
-        most: connections at once; a peer has at most half of them.
+        kind: type of that socket, as ZeroMQ names it: a key of ``CLIENTS``.
+        most: most connections at once; a peer has at most half of them.
         find_user: returns the user of a peer's process; None if every user may connect.
     """
 
@@ -84,7 +88,7 @@ class Relay:
         self._handshake_time = handshake_time
 
     async def run(self, listener: trio.SocketListener) -> None:
-        """Take connections until cancelled: then all of them end."""
+        """Relay connections until cancelled, which ends all of them."""
         await trio.serve_listeners(self._serve, [listener])
 
     # --- one connection -------------------------------------------------------------------------------------------
@@ -99,13 +103,13 @@ class Relay:
             self.counts.malformed += 1
         except _BROKEN:
             pass
-        except Exception:  # ours, and not to be paid by the other connections
+        except Exception:  # a fault of ours, which must not end the other connections
             self.counts.failed += 1
             if self.counts.failed == 1:
                 _log.exception("a connection has failed")
 
     async def _introduce(self, stream: trio.SocketStream) -> tuple[Introduction, Hashable] | None:
-        """Read a peer's handshake and identify it. None if it may not connect, or has gone.
+        """Read a peer's handshake and identify it; None if it is refused.
 
         Raises:
             BadHandshake: it sent something else, or was too slow.
@@ -128,7 +132,10 @@ class Relay:
         raise BadHandshake("it took too long")
 
     def _identify(self, stream: trio.SocketStream) -> Hashable | None:
-        """What a peer counts as in the limits: a user of this host, or another host; None for a user who may not connect."""
+        """Return a peer's key in the limits; None if refused.
+
+        The key is a user of this host, or another host.
+        """
         if self._find_user is None:
             host: str = stream.socket.getpeername()[0]
             return host
@@ -136,7 +143,7 @@ class Relay:
         return user if may_enter(user) else None
 
     async def _join(self, stream: trio.SocketStream, introduction: Introduction, peer: Hashable) -> None:
-        """Relay, for as long as both ends are there."""
+        """Relay while both ends are connected."""
         if not self._quota.take(peer):
             self.counts.crowded += 1
             return
@@ -155,16 +162,18 @@ class Relay:
             self._quota.give_back(peer)
 
     async def _connect(self, introduction: Introduction) -> tuple[trio.SocketStream, bytes] | None:
-        """A connection to the server after its handshake, with the bytes that followed; None if it took too long.
+        """Connect to the server, and exchange handshakes.
+
+        Returns the stream and the bytes that followed its handshake; None if that took too long.
 
         Raises:
             OSError: there is no server.
-            BadHandshake: the process that listens there is no server.
+            BadHandshake: the process that listens there is not a server.
         """
         with trio.move_on_after(self._handshake_time):
             stream = await _open_unix(self._server)
             try:
-                # One after the other: ZeroMQ stumbles where a message comes in one piece with the handshake.
+                # Separately: ZeroMQ fails if a message comes in one piece with the handshake.
                 await stream.send_all(greeting(introduction.minor) + ready(introduction.socket_type))
                 return stream, (await _read_handshake(stream, frozenset({self._kind}))).rest
             except BaseException:
@@ -189,7 +198,9 @@ async def _read_handshake(stream: trio.SocketStream, socket_types: frozenset[byt
 
 
 async def _open_unix(path: str) -> trio.SocketStream:
-    """A connection to a Unix socket, waiting while its backlog is full: to trio that would look like a connection.
+    """Connect to a Unix socket, waiting while its backlog is full.
+
+    trio's own connect would take a full backlog for a connection.
 
     Raises:
         OSError: no process listens there.
@@ -211,7 +222,7 @@ async def _open_unix(path: str) -> trio.SocketStream:
 
 
 async def _relay(peer: trio.SocketStream, said: bytes, server: trio.SocketStream, answered: bytes) -> None:
-    """Carry bytes both ways until either end is gone."""
+    """Copy bytes both ways until either end is gone."""
     async with trio.open_nursery() as nursery:
         gone = nursery.cancel_scope.cancel
         nursery.start_soon(_carry, peer, server, said, gone)
@@ -230,7 +241,10 @@ async def _carry(source: trio.SocketStream, sink: trio.SocketStream, data: bytes
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:
-    """Let the kernel end a connection whose other host has vanished: it would count against the limits for ever."""
+    """Enable keepalive, so that the kernel ends connections of vanished hosts.
+
+    They would count against the limits for ever.
+    """
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE // 4)

@@ -1,11 +1,15 @@
-"""TCP without keys: the server listens, and a process of its own takes the connections and relays them (`maru.base.relay`).
+"""TCP without keys: a child process relays the connections.
 
-Rule 1. The port is the server's for as long as it lives: whoever connects while there is no relay waits in the backlog.
-Rule 2. A relay that has ended is started again, at once and then ever later: the server and its clients on the Unix socket do
-        not notice. Whoever was relayed has lost his connection.
+The server listens, and the child (`maru.base.relay`) accepts.
+
+Rule 1. The port is the server's for as long as it lives: a client that connects while there is no relay waits in the
+        backlog.
+Rule 2. A relay that has ended is started again, at once and then with growing pauses: the server and its clients on the
+        Unix socket do not notice. Relayed clients have lost their connections.
 Rule 3. The relay ends with the server: killed when the task is cancelled, and by itself when the process has gone.
-Rule 4. It is given the port when it asks for it, which it does once it would see the end of the server. A program takes long
-        to start on a busy machine; with the port in its hands, it would keep out the successor of a server that was killed.
+Rule 4. It receives the port when it requests it, which it does once it would notice the end of the server. A program
+        takes long to start on a busy machine; if it already had the port, it would keep out the successor of a server
+        that was killed.
 """
 
 from __future__ import annotations
@@ -29,12 +33,15 @@ from ..threads import run_process
 from .tcp import address_of, open_listener
 
 FIRST_PAUSE: Final = 0.05
-"""Before a relay that has ended is started again; each further one takes twice as long."""
+"""Seconds before a relay that has ended is started again.
+
+Each further pause is twice as long.
+"""
 LAST_PAUSE: Final = 5.0
 SOUND: Final = 10.0
-"""A relay that lived so long, in seconds, was no failure of starting one."""
+"""Seconds after which an ended relay counts as having worked."""
 _LOG_INTERVAL: Final = 10.0
-"""Seconds between two lines about connections that were turned away."""
+"""Seconds between two log lines about refused connections."""
 _MOST_LINE: Final = 1 << 14
 
 _log = logging.getLogger("maru.server")
@@ -42,42 +49,45 @@ _log = logging.getLogger("maru.server")
 
 @attrs.frozen
 class RelayStatistics:
-    """A snapshot of what became of TCP connections; counters since the relay was started last."""
+    """A snapshot of the outcomes of TCP connections.
+
+    Counted since the relay was last started.
+    """
 
     relayed: int = 0
-    """Joined to the server."""
+    """Connections joined to the server."""
     malformed: int = 0
-    """Closed for what they said, or did not say in time."""
+    """Connections closed for an invalid or late handshake."""
     strangers: int = 0
-    """Closed, being of other users."""
+    """Connections closed because another user made them."""
     crowded: int = 0
-    """Closed, being too many."""
+    """Connections closed because they exceeded a limit."""
     unserved: int = 0
-    """Closed, for the server did not take them in time."""
+    """Connections closed because the server did not accept them in time."""
     failed: int = 0
-    """Closed by a fault of the relay."""
+    """Connections closed by a fault of the relay."""
     starts: int = 0
-    """How often a relay was started."""
+    """Number of times that a relay was started."""
     pid: int = 0
-    """Its process; 0 while there is none."""
+    """Process of the relay; 0 while there is none."""
 
     @property
     def refused(self) -> int:
-        """Connections that were turned away."""
+        """Number of connections that were refused."""
         return self.malformed + self.strangers + self.crowded + self.unserved + self.failed
 
 
 class RelaySupervisor:
-    """Starts the relay of one server, and starts it again whenever it has ended."""
+    """Keeper of one server's relay, which it starts again when it ends."""
 
     def __init__(self, server: str, *, kind: str = "ROUTER", most: int, anybody: bool) -> None:
-        """Relay to the server's Unix socket, for so many connections at once.
+        """Relay to the server's Unix socket, for ``most`` connections at once.
 
         Args:
-            server: the path of the socket.
-            kind: what it is in ZeroMQ's words: ``ROUTER`` or ``PUB``.
-            most: connections at once.
-            anybody: whether other users of this host may come in.
+            server: path of the socket.
+            kind: type of the socket, as ZeroMQ names it: ``ROUTER`` or ``PUB``.
+            most: most connections at once.
+            anybody: whether other users of this host may connect.
         """
         self._server, self._kind, self._most, self._anybody = server, kind, most, anybody
         self._counts = RelayStatistics()
@@ -85,7 +95,9 @@ class RelaySupervisor:
         self._told, self._told_at = 0, -_LOG_INTERVAL
 
     async def run(self, host: str, port: int, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
-        """Relay until cancelled. Started, it says where: ``tcp://host:port``.
+        """Relay until cancelled.
+
+        Once started, ``task_status`` gets the address: ``tcp://host:port``.
 
         Raises:
             OSError: it cannot listen there.
@@ -95,12 +107,12 @@ class RelaySupervisor:
             await self._supervise(listener.socket.fileno())
 
     def statistics(self) -> RelayStatistics:
-        """An immutable snapshot, at most a second old."""
+        """Return an immutable snapshot, at most a second old."""
         return attrs.evolve(self._counts, starts=self._starts, pid=self._pid)
 
     async def _supervise(self, listening: int) -> None:
-        # A relay that cannot run at all must not be started in a busy loop, so each pause is twice the last. One that ran for
-        # long has proved that it can, and is started again at once.
+        # A relay that cannot run at all must not be started in a busy loop, so each pause is twice the last. A relay
+        # that ran for long has proved that it can, and is started again at once.
         pause = FIRST_PAUSE
         while True:
             began = trio.current_time()
@@ -112,7 +124,7 @@ class RelaySupervisor:
             pause = min(2 * pause, LAST_PAUSE)
 
     async def _run_once(self, listening: int) -> str:
-        """One relay to its end; how that was."""
+        """Run one relay to its end. Returns a text with its outcome."""
         anybody = "anybody" if self._anybody else "ours"
         arguments = [self._server, self._kind, str(self._most), str(os.getpid()), anybody]
         self._starts += 1
@@ -145,7 +157,7 @@ class RelaySupervisor:
         return f"status {status}"
 
     async def _listen(self, process: trio.Process) -> None:
-        """Note what a relay says, until it has ended."""
+        """Record a relay's reports until it has ended."""
         assert process.stdout is not None
         line = bytearray()
         while more := await process.stdout.receive_some(_MOST_LINE):
@@ -170,7 +182,10 @@ class RelaySupervisor:
 
 
 async def _hand_over(relay: trio.socket.SocketType, listening: int) -> None:
-    """Give a relay the port once it asks. One that ends before it asks gets nothing."""
+    """Send the port to a relay once it requests it.
+
+    A relay that ends before receives nothing.
+    """
     with contextlib.suppress(OSError):
         if await relay.recv(1):
             await relay.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [listening]))])

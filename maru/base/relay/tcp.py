@@ -1,4 +1,4 @@
-"""Listening for TCP, as all of the server does it."""
+"""TCP listening sockets, for every part of the server."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import trio
 
 _BACKLOG: Final = 512
 _LAST_BREATH: Final = 1.0
-"""Seconds after which a port is another server's. It takes milliseconds."""
+"""Seconds after which a port counts as another server's.
+
+A dead server's relay releases it within milliseconds.
+"""
 
 
 async def open_listener(host: str, port: int) -> trio.SocketListener:
-    """Listen at one address. Cancelled, nothing listens.
+    """Listen at one address. If cancelled, nothing listens.
 
-    The relay of a server that was killed has the port for as long as it takes to see that: it is waited for.
+    The relay of a killed server has the port until it notices the server's end: this waits for it.
 
     Args:
-        host: a name or an address; ``*`` for all that this host has.
-        port: 0 for any that is free.
+        host: a name or an address; ``*`` for all addresses of this host.
+        port: 0 for any free port.
 
     Raises:
         OSError: it cannot listen there; the text names the address.
@@ -40,16 +43,16 @@ async def open_listener(host: str, port: int) -> trio.SocketListener:
 
 
 def address_of(listener: trio.SocketListener) -> str:
-    """``host:port`` of what listens."""
+    """Return the address of a listener, as ``host:port``."""
     host, port = listener.socket.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(listener: trio.SocketListener) -> bool:
-    """Whether only this host can reach it."""
+    """Return whether only this host can reach a listener."""
     return ipaddress.ip_address(listener.socket.getsockname()[0]).is_loopback
 
 
 def _bindable(host: str) -> str:
-    """As the operating system takes a host that ZeroMQ takes."""
+    """Convert a host in ZeroMQ's notation to the operating system's."""
     return "0.0.0.0" if host == "*" else host.strip("[]")

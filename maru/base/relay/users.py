@@ -1,11 +1,12 @@
-"""The user of the process at the other end of a TCP connection of this host: the question to the kernel, and its answer. Pure.
+"""Kernel query for the user at a TCP connection's other end. Pure.
 
-Rule 1. Only a connection that both ends hold counts. For one that its process has closed the kernel names root as the user, and
-        what was sent over it may still be read.
+Rule 1. Only a connection that both ends hold counts. For one that its process has closed the kernel names root as the
+        user, and bytes sent over it may still be read.
 Rule 2. A connection that the kernel does not know has no user.
 
-The question is for one connection, by both of its addresses (``sock_diag(7)``, ``inet_diag_req_v2``). The text in
-``/proc/net/tcp`` tells the same of all connections of the host at once: after a flood of short ones, of tens of thousands.
+The query is for one connection, by both of its addresses (``sock_diag(7)``, ``inet_diag_req_v2``). The text in
+``/proc/net/tcp`` has the same for all connections of the host at once: after a flood of short ones, of tens of
+thousands.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import struct
 from typing import Final, TypeAlias
 
 Address: TypeAlias = tuple[str, int]
-"""Host, as a number, and port."""
+"""Numeric host, and port."""
 
 _HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _REQUEST: Final = struct.Struct("=BBxxI")  # family, protocol, states
-_ENDS: Final = struct.Struct("!HH16s16s")  # ports and addresses of the socket that is asked about: its own first
+_ENDS: Final = struct.Struct("!HH16s16s")  # ports and addresses of the queried socket: its own first
 _ANY_INTERFACE_OR_COOKIE: Final = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
 _STATE_AT, _USER_AT = 1, 64
 _USER: Final = struct.Struct("=II")  # user and inode
@@ -30,11 +31,11 @@ _NO_INODE: Final = 0
 
 
 def question(local: Address, remote: Address) -> bytes:
-    """Ask about the socket at the other end of our connection.
+    """Encode the query for our connection's other end.
 
     Args:
         local: our address.
-        remote: the other end's.
+        remote: the other end's address.
     """
     family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
     hosts = [socket.inet_pton(family, host.partition("%")[0]) for host, _ in (remote, local)]
@@ -44,10 +45,10 @@ def question(local: Address, remote: Address) -> bytes:
 
 
 def user_in(answer: bytes) -> int | None:
-    """The user at the other end, or None if no process holds it any more.
+    """Return the user at the other end; None if it is closed.
 
     Raises:
-        ValueError: this is no answer.
+        ValueError: the bytes are not an answer.
     """
     if len(answer) < _HEADER.size:
         raise ValueError(f"an answer of {len(answer)} bytes")
