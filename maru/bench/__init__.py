@@ -1,3 +1,6 @@
-"""``maru bench``: what the page store costs, beside a bare echo or memcpy; and how every bench here measures and shows."""
+"""``maru bench``: costs of the page store, next to their limits.
+
+Also the measurement and the tables of all benches in this project.
+"""
 
 from ._command import command as command

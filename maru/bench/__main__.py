@@ -1,4 +1,4 @@
-"""``python -m maru.bench`` is ``maru bench``."""
+"""Entry point of ``python -m maru.bench``, which is ``maru bench``."""
 
 from ._command import command
 

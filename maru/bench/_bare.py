@@ -1,6 +1,6 @@
-"""A bare client: our codec over our blocking socket, and nothing else. It speaks to a server as a published client does.
+"""A bare client: our codec over our blocking socket, and nothing else.
 
-Unless it greets: then it has a session, and may use our own codes.
+It is a published client for the server, unless it greets: then it has a session, and may use our own codes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Bare:
         self._sequence = 0
 
     def ask(self, code: int, message: Any) -> Any:
-        """One request, and its answer."""
+        """Send one request, and return its answer."""
         self._send(code, message)
         return self._receive(code)
 
@@ -35,14 +35,16 @@ class Bare:
         is_right: Callable[[Any], bool],
         read: Callable[[Any], object] = id,
     ) -> float:
-        """Requests per second, made one by one, with so many on their way. They are answered in their order.
+        """Measure requests per second, made one by one, ``window`` in flight.
+
+        They are answered in their order.
 
         Args:
-            code: of all of them.
-            messages: make them.
-            window: how many are on their way at once.
-            is_right: whether an answer is what was to be measured; asked of the last one, off the clock.
-            read: what every answer is put through on the clock, where decoding leaves something to be done.
+            code: code of all the requests.
+            messages: functions that build the requests.
+            window: requests in flight at once.
+            is_right: whether an answer is the one to be measured; called with the last one, off the clock.
+            read: called with every answer on the clock, for replies whose decoding is not finished.
         """
         start = perf_counter()
         for at, make in enumerate(messages):
@@ -58,7 +60,10 @@ class Bare:
         return rate
 
     def greet(self, lease: float) -> bytes:
-        """A session that may be silent for so long: its token."""
+        """Open a session that may be silent for ``lease`` seconds.
+
+        Returns its token.
+        """
         token: bytes = self.ask(Code.HANDSHAKE, HandshakeRequest(extensions=1, lease=lease)).session
         return token
 

@@ -1,4 +1,4 @@
-"""The command ``maru bench``: chooses the benches."""
+"""The command ``maru bench``, with a subcommand for each bench."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""``maru bench data``: bytes into pages and out of them through the blocking handler, as a share of memcpy.
+"""``maru bench data``: copies into and out of pages, compared with memcpy.
 
-A *store* copies a batch of buffers into pages and registers them (``batch_put``); in *lockstep*, or *two in flight*: the next
-batch is begun before the answer to the one before is waited for. A *load* finds a batch, copies it into buffers and gives
-the pins back (``batch_get_into``); a *retrieve* does so in steps: ``batch_retrieve``, then a copy out of each view, and the
-views are forgotten. *Pipelined*, the next batch is asked for before the one at hand is copied.
+The copies go through the blocking handler.
 
-The buffers of a batch are scattered over the source. Beside it stands one call of memmove per batch, out of one run of as
+A *store* copies a batch of buffers into pages and registers them (``batch_put``); in *lockstep*, or *two in flight*:
+the next batch is begun before waiting for the previous answer. A *load* finds a batch, copies it into buffers and gives
+the pins back (``batch_get_into``); a *retrieve* does so in steps: ``batch_retrieve``, then a copy out of each view, and
+the views are dropped. *Pipelined*, the next batch is requested before the current one is copied.
+
+The buffers of a batch are scattered over the source. The limit is one call of memmove per batch, out of one run of as
 many bytes into populated shared memory, or back. The pages of all batches together do not fit into a core's own caches.
 """
 
@@ -33,7 +35,10 @@ T = TypeVar("T")
 
 _KIB: Final = 1 << 10
 _FILLED: Final = 0.75
-"""So much of a region is used: a server evicts ahead of need from one that is nearly full."""
+"""Share of a region that is used.
+
+A server evicts ahead of need from a region that is nearly full.
+"""
 
 
 class _Case(NamedTuple):
@@ -45,7 +50,7 @@ class _Case(NamedTuple):
     """Pages in a batch."""
     batches: int
     goals: Mapping[str, float]
-    """The least share of memcpy, by subject."""
+    """Least share of memcpy, by subject."""
 
 
 _CASES: Final = (
@@ -109,7 +114,7 @@ def _of_size(case: _Case, running: Server, effort: Effort) -> Iterator[Row]:
 
 
 def _region_bytes(case: _Case) -> int:
-    """Of the region of one handler; a pool counts in steps of 2 MiB."""
+    """Return the size of one handler's region, in steps of 2 MiB."""
     return math.ceil(case.page_bytes * case.at_once * case.batches / _FILLED / (2 << 20)) * (2 << 20)
 
 
@@ -117,7 +122,7 @@ def _region_bytes(case: _Case) -> int:
 
 
 class _Memory:
-    """An engine's memory, which has the buffers; and shared memory, for copies without a store."""
+    """An engine's memory with the buffers, and shared memory for the limits."""
 
     def __init__(self, case: _Case) -> None:
         self.batch_bytes = case.page_bytes * case.at_once
@@ -132,20 +137,20 @@ class _Memory:
         places = random.Random(0).sample(range(0, size, case.page_bytes), size // case.page_bytes)
         buffers = [whole[place : place + case.page_bytes] for place in places]
         self.groups = [buffers[start : start + case.at_once] for start in range(0, len(buffers), case.at_once)]
-        """The buffers of each batch."""
+        """Buffers of each batch."""
         self.addresses = [
             [self.address + place for place in places[start : start + case.at_once]]
             for start in range(0, len(places), case.at_once)
         ]
-        """Where those lie."""
+        """Addresses of those buffers."""
         self._offsets = range(0, size, self.batch_bytes)
 
     def copy_in(self) -> float:
-        """The limit of a store; bytes per second."""
+        """Measure the limit of a store, in bytes per second."""
         return self._copied(self._shared_address, self.address)
 
     def copy_out(self) -> float:
-        """The limit of a load; bytes per second."""
+        """Measure the limit of a load, in bytes per second."""
         return self._copied(self.address, self._shared_address)
 
     def _copied(self, to: int, at: int) -> float:
@@ -160,7 +165,7 @@ class _Memory:
 
 
 class _Work:
-    """What is stored and loaded through one handler."""
+    """The stores and loads through one handler."""
 
     def __init__(self, handler: MaruHandler, case: _Case, memory: _Memory, prefix: str) -> None:
         self._handler, self._memory = handler, memory
@@ -182,7 +187,7 @@ class _Work:
         return rate
 
     def fill(self) -> None:
-        """Have everything there, to be loaded."""
+        """Store all batches, to be loaded."""
         for at, (keys, buffers) in enumerate(zip(self._keys, self._memory.groups, strict=True)):
             _check(at, self._handler.batch_put(keys, buffers))
 
@@ -208,14 +213,14 @@ class _Work:
             info.check()
 
     def _lockstep(self, call: Callable[[int], Sequence[T]], use: Callable[[int, Sequence[T]], None]) -> float:
-        """One batch after the other."""
+        """Measure one batch after the other."""
         start = perf_counter()
         for at in range(len(self._keys)):
             use(at, call(at))
         return self._rate(start)
 
     def _ahead(self, begin: Callable[[int], PendingCall[list[T]]], use: Callable[[int, Sequence[T]], None]) -> float:
-        """The next batch is begun before the one at hand is waited for."""
+        """Measure with each batch begun before the previous one has ended."""
         start = perf_counter()
         ticket = begin(0)
         for at in range(1, len(self._keys)):
@@ -230,7 +235,7 @@ class _Work:
 
 
 def _check(at: int, answers: Sequence[object]) -> None:
-    """A duplicate would be no store."""
+    """Check that every answer is a success, and no duplicate."""
     if not _DONE.issuperset(answers):
         raise BenchFailed(f"not everything was done in batch {at}: {set(answers) - _DONE}")
 

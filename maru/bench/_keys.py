@@ -1,4 +1,4 @@
-"""Keys as they come from outside: what a content hash of 32 bytes looks like as text."""
+"""Keys as clients use them: content hashes of 32 bytes, as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import random
 
 
 def keys_of(n: int, seed: str = "") -> list[str]:
-    """As many different keys, the same for the same seed."""
+    """Return ``n`` different keys, the same for the same seed."""
     numbers = random.Random(seed)
     return [numbers.randbytes(32).hex() for _ in range(n)]

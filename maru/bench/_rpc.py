@@ -1,13 +1,14 @@
-"""``maru bench rpc``: what a request costs, as a share of a bare echo of its bytes.
+"""``maru bench rpc``: costs of requests, compared with a bare echo.
 
-Server and echo are processes of their own, the clients are in this one. Their turns go back and forth, over TCP and over a
-Unix socket; and over the channel of this host, beside an echo of packets. (A handler at the Unix socket of a server of ours
-uses the channel: what is beside it there is ZeroMQ's echo.) A *single* operation is EXISTS of one key, through the handlers.
-Batches have 64 keys, go through a bare client (`_bare`), and count from the arguments to the decoded reply; the server writes
-its journal. Where a goal compares with the published server, the row's goal is the figure that follows from that server's own.
+The echo carries the same bytes. Server and echo are separate processes, the clients are in this one. They take turns,
+over TCP and over a Unix socket; and over the channel of this host, compared with an echo of packets. (A handler at the
+Unix socket of a server of ours uses the channel: there it is compared with ZeroMQ's echo.) A *single* operation is
+EXISTS of one key, through the handlers. Batches have 64 keys, go through a bare client (`_bare`), and count from the
+arguments to the decoded reply; the server writes its journal. If a goal compares with the published server, the row's
+goal is the figure that follows from that server's own.
 
-Rates are elapsed. What a message costs beside its echo is processor time of all processes that it passes: the difference of
-two elapsed times is smaller than what else the machine does meanwhile, and may be negative.
+Rates use elapsed time. The cost of a message beyond its echo is processor time of all processes that it passes: the
+difference of two elapsed times is smaller than the noise of the machine, and may be negative.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ Transport = Literal["tcp", "ipc"]
 BATCH: Final = 64
 """Keys in a batch."""
 _WINDOW: Final = 64
-"""Single requests on their way at once."""
+"""Single requests in flight at once."""
 _AHEAD: Final = 16
-"""Batches on their way at once."""
+"""Batches in flight at once."""
 _PAGE_BYTES: Final = 64
 _AT_ONCE: Final = 4_096
 _INSTANCE: Final = "bench"
@@ -65,9 +66,15 @@ _LOCKSTEP: Final[Mapping[tuple[str, Transport], float]] = {
 }
 _PIPELINED: Final = {"trio": 0.70, "blocking": 0.95}
 _OF_CHECKPOINTS: Final = "ratio <= 24"
-"""The cost of a message in Python of all processes that it passes, without its echo, in checkpoints of trio."""
+"""Goal for a message's processor time in Python, in checkpoints of trio.
+
+It covers all processes that the message passes, without its echo.
+"""
 _THEIRS: Final = 120_000
-"""Keys that the published server looked up in a second, in batches of 64, on the machine the goals were drawn on."""
+"""Keys per second that the published server looked up in batches.
+
+Measured on the machine that the goals come from.
+"""
 
 
 def rows(effort: Effort) -> Iterator[Row]:
@@ -111,7 +118,10 @@ def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Itera
 def _lockstep(
     caller: Caller | PacketCaller, handler: MaruHandler, address: str, key: str, messages: Sequence[bytes]
 ) -> dict[str, Callable[[], float]]:
-    """Return the subjects that make one call after the other: both faces, and an echo."""
+    """Return the subjects that make one call after the other.
+
+    They are both faces, and an echo.
+    """
     return {
         "trio": partial(trio.run, _trio_lockstep, address, key, len(messages)),
         "echo": lambda: caller.lockstep(messages),
@@ -120,7 +130,10 @@ def _lockstep(
 
 
 def _channel(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
-    """Over the channel of this host, beside an echo of packets. What is left of it is Python, of both ends."""
+    """Measure the channel of this host, next to an echo of packets.
+
+    The difference is Python, of both ends.
+    """
     calls, address = effort.size(4_096, 2 * _WINDOW), ours.addresses["ipc"]
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
@@ -138,7 +151,10 @@ def _channel(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
 
 
 def _relayed(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
-    """Over TCP, which is relayed, beside ZeroMQ's echo. What is left of it is Python, of both ends and of the relay."""
+    """Measure TCP, which is relayed, next to ZeroMQ's echo.
+
+    The difference is Python, of both ends and of the relay.
+    """
     with Bare(ours.addresses["ipc"]) as client:
         relay: int = client.ask(Code.DESCRIBE, None).sections["relay"]["pid"]
     address = ours.addresses["tcp"]
@@ -158,7 +174,10 @@ def _relayed(bare: Echo, ours: Server, effort: Effort) -> Iterator[Row]:
 def _python(
     transport: str, caller: Caller | PacketCaller, echoing: int, address: str, serving: Sequence[int], effort: Effort
 ) -> Samples:
-    """Microseconds of processor time that a message costs more than its echo, by face; and a checkpoint of trio."""
+    """Measure a message's processor time beyond its echo, in microseconds.
+
+    Returns a sample for each face, and for a checkpoint of trio.
+    """
     calls = effort.size(4_096, 2 * _WINDOW)
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
@@ -166,7 +185,7 @@ def _python(
     of_ours = partial(processor_time, os.getpid(), *serving)
 
     def beside_echo() -> dict[str, float]:
-        # All within one repetition: how fast a processor is changes between two of them.
+        # All within one repetition: the speed of a processor changes between two of them.
         echo = caller.lockstep(messages, of_echo)
         rates = {
             "trio": trio.run(_trio_lockstep, address, key, calls, of_ours),
@@ -184,7 +203,7 @@ def _python_row(python: Samples, face: str, case: str) -> Row:
 
 
 async def _checkpoints(calls: int) -> float:
-    """Checkpoints per second of processor time, of a task that is alone."""
+    """Measure checkpoints of a lone task, per second of processor time."""
     start = process_time()
     for _ in range(calls):
         await trio.lowlevel.checkpoint()
@@ -239,7 +258,7 @@ def _blocking_pipelined(handler: MaruHandler, key: str, calls: int) -> float:
 def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iterator[Row]:
     batches = effort.size(1_024, 2 * _AHEAD)
     with Caller(bare) as caller, Bare(ours) as published, Bare(ours) as own:
-        # A key is stored once: what is looked up stays.
+        # A key is stored once, so the keys that are looked up are never deleted.
         stored, written = _grouped(keys_of(_AHEAD * BATCH, transport)), _grouped(keys_of(batches * BATCH, "written"))
         token = own.greet(lease=60.0)
         _register(published, _region(published, len(stored), None), stored)
@@ -331,7 +350,7 @@ def _grouped(keys: Sequence[str]) -> list[list[str]]:
 
 
 def _register(client: Bare, region_id: int, batches: Sequence[Sequence[str]]) -> float:
-    """As a published client does it; batches per second."""
+    """Register as a published client does. Returns batches per second."""
     messages = [partial(_registration, region_id, keys, at) for at, keys in enumerate(batches)]
     return client.rate(Code.BATCH_REGISTER_KV, messages, 1, lambda reply: reply.success and all(reply.results))
 
@@ -343,7 +362,7 @@ def _registration(region_id: int, keys: Sequence[str], at: int) -> BatchRegister
 
 
 def _store(client: Bare, token: bytes, region_id: int, batches: Sequence[Sequence[str]]) -> float:
-    """With our own code; batches per second."""
+    """Store with our own code. Returns batches per second."""
     messages = [partial(_storing, token, at + 1, region_id, keys, at) for at, keys in enumerate(batches)]
     return client.rate(Code.STORE, messages, 1, lambda reply: not any(reply.statuses))
 
@@ -357,7 +376,7 @@ def _offsets(at: int) -> range:
 
 
 def _region(client: Bare, batches: int, token: bytes | None) -> int:
-    # Twice what is needed: a server evicts ahead of need from a region that is nearly full.
+    # Twice the needed size: a server evicts ahead of need from a region that is nearly full.
     reply = client.ask(Code.REQUEST_ALLOC, AllocRequest(_INSTANCE, 2 * batches * BATCH * _PAGE_BYTES, token))
     if reply.handle is None:
         raise BenchFailed(f"no region: {reply.error}")
@@ -366,7 +385,7 @@ def _region(client: Bare, batches: int, token: bytes | None) -> int:
 
 
 def _drop(client: Bare, token: bytes, batches: Sequence[Sequence[str]]) -> None:
-    """Have all these keys go, and with them the region that was handed back."""
+    """Delete all these keys, and with them the returned region."""
     keys = [key for batch in batches for key in batch]
     for start in range(0, len(keys), _AT_ONCE):
         reply = client.ask(Code.DROP, DropRequest(token, 0, 0, keys[start : start + _AT_ONCE]))

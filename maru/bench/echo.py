@@ -1,9 +1,11 @@
-"""Bare echoes: what ZeroMQ and pyzmq, or a Unix socket of packets, cost without any of us. The limit of every request.
+"""Bare echoes, whose cost is the limit of every request.
 
-A ROUTER in a process of its own sends back whatever comes. It is spoken to by a DEALER: *lockstep*, one message after
-the other, or *pipelined*, with so many on their way. Frames are those of the protocol, an empty one and the message, so that
-the same bytes travel. A second one sends back packets of a Unix socket, as the channel carries them. With the transport,
-this is the only module that imports zmq.
+They measure ZeroMQ and pyzmq, or a Unix socket of packets, without our code.
+
+A ROUTER in a separate process sends back every message of a DEALER: in *lockstep*, one message after the other, or
+*pipelined*, with several in flight. Frames are those of the protocol, an empty one and the message, so that the same
+bytes travel. A second echo sends back packets of a Unix socket, as the channel carries them. With the transport, this
+is the only module that imports zmq.
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ _PACKET_BYTES = 64 << 10
 
 
 class Echo(Child):
-    """The process that echoes, over TCP, over a Unix socket of ZeroMQ's, and over one of packets."""
+    """The echo's process.
+
+    It listens over TCP, over a Unix socket of ZeroMQ's, and over one of packets.
+    """
 
     def __init__(self, directory: str) -> None:
         super().__init__(["-m", "maru.bench.echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/seq"])
         tcp, ipc, packets = self.ready["endpoints"]
         self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc, "channel": packets}
-        """Where it listens, by transport."""
+        """Addresses of the echo, by transport."""
 
 
 @contextmanager
 def echo() -> Iterator[Echo]:
-    """An echo for as long as the block lasts."""
+    """Run an echo for a block."""
     with scratch("maru-echo") as directory, Echo(directory) as running:
         assert isinstance(running, Echo)
         yield running
@@ -56,7 +61,10 @@ class Caller:
         self.lockstep([b"hello"])
 
     def lockstep(self, messages: Sequence[bytes], clock: Clock = perf_counter) -> float:
-        """Send each and wait until it is back; messages per second of this clock."""
+        """Send each message and wait for its echo.
+
+        Returns messages per second of this clock.
+        """
         send, receive = self._socket.send_multipart, self._socket.recv_multipart
         start = clock()
         for message in messages:
@@ -65,7 +73,7 @@ class Caller:
         return len(messages) / (clock() - start)
 
     def pipelined(self, messages: Sequence[bytes], window: int) -> float:
-        """The same with so many on their way at all times."""
+        """Keep ``window`` messages in flight. Returns messages per second."""
         send, receive = self._socket.send_multipart, self._socket.recv_multipart
         start = perf_counter()
         for message in messages[:window]:
@@ -101,7 +109,10 @@ class PacketCaller:
         self._socket.setblocking(True)  # a timeout would cost a poll for each packet
 
     def lockstep(self, messages: Sequence[bytes], clock: Clock = perf_counter) -> float:
-        """Send each and wait until it is back; messages per second of this clock."""
+        """Send each message and wait for its echo.
+
+        Returns messages per second of this clock.
+        """
         send, receive = self._socket.send, self._socket.recv
         start = clock()
         for message in messages:
@@ -127,7 +138,7 @@ def _echo_packets(listener: sockets.socket) -> None:
 
 
 def _main(addresses: Sequence[str]) -> None:
-    """Echo until SIGTERM ends the process: there is nothing to be put in order."""
+    """Echo until SIGTERM ends the process; there is nothing to clean up."""
     *addresses, path = addresses
     listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
     listener.bind(path)

@@ -1,11 +1,12 @@
-"""Measure subjects in turn, after a warm-up, as medians; and put each figure next to its limit in a row.
+"""Measurement of subjects in turn, as medians, each next to its limit.
 
-A machine is never quiet, and a disturbance lasts longer than a repetition. So the subjects of one comparison take turns, back
-and forth, in one process: a disturbance of one repetition is one of its neighbour as well, and a median forgets both. The
-garbage of the previous repetition is collected before each one; during it the collector runs as usual.
+A machine is never quiet, and a disturbance lasts longer than a repetition. So the subjects of one comparison take
+turns, back and forth, in one process: a disturbance of one repetition is one of its neighbour as well, and a median
+ignores both. Before them comes a warm-up. The garbage of the previous repetition is collected before each one; during
+it the collector runs as usual.
 
-A row has the same form on the screen and in ``--json``. A figure that could not be measured is a row without a value, never a
-row that is left out: a goal that was not measured is not a goal that was met.
+A row has the same form on the screen and in ``--json``. A figure that could not be measured is a row without a value,
+never a missing row: a goal that was not measured is not a goal that was met.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import TypeAlias
 import attrs
 
 Clock: TypeAlias = Callable[[], float]
-"""Seconds since some time: elapsed, or of processors."""
+"""Clock in seconds: of elapsed or of processor time."""
 Figures: TypeAlias = Mapping[str, float]
-"""The figures of one repetition, by name."""
+"""Figures of one repetition, by name."""
 Json: TypeAlias = "str | float | bool | None"
 
 
@@ -30,30 +31,36 @@ class Row:
     """One figure next to its limit."""
 
     name: str
-    """Its name, from the bench down to the case: ``cancel.parked.awaiting.p99``."""
+    """Name, from the bench down to the case: ``cancel.parked.awaiting.p99``."""
     value: float | None
-    """The median over the repetitions; None if it could not be measured."""
+    """Median over the repetitions; None if it could not be measured."""
     unit: str
-    """The unit of the value and of the limit."""
+    """Unit of the value and of the limit."""
     limit_name: str | None = None
-    """The subject that it is compared with."""
+    """Subject that the value is compared with."""
     limit_value: float | None = None
-    """The same measure of that subject, from the same run."""
+    """Measure of that subject, from the same run."""
     goal: str | None = None
-    """``ratio`` or ``value``, ``<=`` or ``>=``, and a number; None for a figure without a goal."""
+    """Goal: ``ratio`` or ``value``, ``<=`` or ``>=``, and a number.
+
+    None for a figure without a goal.
+    """
     noise: float | None = None
-    """The spread of the middle half of the repetitions, as a share of the median, on the noisier side."""
+    """Spread of the repetitions' middle half, as a share of the median.
+
+    Of the noisier side.
+    """
     why_not: str = ""
-    """The reason why it could not be measured."""
+    """Reason why it could not be measured."""
 
     @property
     def ratio(self) -> float | None:
-        """The value divided by the limit."""
+        """Value divided by the limit."""
         return self.value / self.limit_value if self.value is not None and self.limit_value else None
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None if there is none, or nothing was measured."""
+        """Whether the goal is met; None without a goal or a value."""
         if self.goal is None:
             return None
         of, sign, bound = self.goal.split()
@@ -63,7 +70,7 @@ class Row:
         return {"<=": figure <= float(bound), ">=": figure >= float(bound)}[sign]
 
     def as_json(self) -> dict[str, Json]:
-        """Return the form for machines."""
+        """Return the row for machines."""
         return {
             "name": self.name,
             "value": self.value,
@@ -78,18 +85,21 @@ class Row:
 
 @attrs.frozen
 class Sample:
-    """One figure, once per repetition."""
+    """The values of one figure, one per repetition."""
 
     values: Sequence[float]
 
     @property
     def median(self) -> float:
-        """The figure."""
+        """Median of the values."""
         return statistics.median(self.values)
 
     @property
     def noise(self) -> float | None:
-        """Half of the repetitions lie within this share of the median; None for fewer than three."""
+        """Spread of the values' middle half, as a share of the median.
+
+        None for fewer than three values.
+        """
         if len(self.values) < 3 or not self.median:
             return None
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -97,12 +107,12 @@ class Sample:
 
 
 def noisiest(*samples: Sample) -> float | None:
-    """Return the noise of a comparison: that of its noisier side."""
+    """Return the noise of a comparison's noisier side."""
     return max((sample.noise for sample in samples if sample.noise is not None), default=None)
 
 
 class Samples(dict[str, Sample]):
-    """The samples of one measurement, by name; or none, and the reason why nothing could be measured."""
+    """The samples of one measurement, by name; or the reason for none."""
 
     def __init__(self, samples: Mapping[str, Sample] | None = None, *, why_not: str = "") -> None:
         super().__init__(samples or {})
@@ -122,13 +132,13 @@ class Samples(dict[str, Sample]):
         """Put a sample next to the one that limits it.
 
         Args:
-            name: of the row.
-            unit: of value and limit.
-            figure: the sample.
-            limit_name: of the limit, for readers.
-            limit: the sample that is the limit.
-            goal: of the row, as :attr:`Row.goal`.
-            scale: turns the medians into the unit.
+            name: name of the row.
+            unit: unit of value and limit.
+            figure: name of the sample.
+            limit_name: name of the limit, for readers.
+            limit: name of the limiting sample.
+            goal: goal of the row, as :attr:`Row.goal`.
+            scale: factor that converts the medians into the unit.
         """
         if self.why_not:
             return Row(name, None, unit, limit_name, goal=goal, why_not=self.why_not)
@@ -142,37 +152,38 @@ class Samples(dict[str, Sample]):
 
 @attrs.frozen
 class Effort:
-    """How long a bench may take."""
+    """The effort of a bench: its repetitions and sizes."""
 
     repeat: int = 9
     """Repetitions of each subject."""
     quick: bool = False
-    """Whether only to show that everything runs: the figures mean little then."""
+    """Whether to show only that everything runs, with meaningless figures."""
     progress: Callable[[str], None] = lambda text: None
-    """Shows the name of the running measurement."""
+    """Callback that shows the name of the running measurement."""
 
     def size(self, full: int, quick: int) -> int:
         """Return the size of a subject."""
         return quick if self.quick else full
 
     def at_most(self, repeat: int) -> Effort:
-        """Return the same with fewer repetitions, for a subject of which one takes long."""
+        """Return an effort with at most this many repetitions, for slow subjects."""
         return attrs.evolve(self, repeat=min(self.repeat, repeat))
 
 
 def measure(
     what: str, effort: Effort, subjects: Mapping[str, Callable[[], Figures | float]], *, warm_up: bool = True
 ) -> Samples:
-    """Measure subjects in turn, back and forth: the value that each returns, not how long it takes.
+    """Measure subjects in turn, back and forth, by the values they return.
 
     Args:
         what: the name of the measurement, for the progress display.
-        effort: how often.
-        subjects: by name.
-        warm_up: run each once before it counts, unless in a quick bench. A long one may see to that itself.
+        effort: number of repetitions.
+        subjects: functions that return the figure, or several figures, by name.
+        warm_up: whether to run each once before it counts, unless in a quick bench. A long subject may warm up itself.
 
     Returns:
-        A sample for each subject that returns a number, under its name, and for each figure of one that returns several.
+        A sample for each subject that returns a number, under its name, and for each figure of one that returns
+        several.
     """
     values: dict[str, list[float]] = {}
     first = 0 if warm_up and not effort.quick else 1
@@ -193,7 +204,7 @@ def _turns(names: Sequence[str], numbers: Iterable[int]) -> Iterator[tuple[int, 
 
 
 def seconds_of(call: Callable[[], object], times: int = 1, clock: Clock = time.perf_counter) -> float:
-    """Return the seconds that each of so many calls takes."""
+    """Return the average seconds of a call."""
     start = clock()
     for _ in range(times):
         call()
@@ -201,11 +212,11 @@ def seconds_of(call: Callable[[], object], times: int = 1, clock: Clock = time.p
 
 
 def rate_of(amount: float, call: Callable[[], object], times: int = 1) -> float:
-    """Return the amount that a call moves in a second, over so many calls."""
+    """Return the amount per second of a call, averaged over the calls."""
     return amount / seconds_of(call, times)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least as large as this share of them."""
+    """Return the smallest value that is at least this share of them."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]

@@ -1,6 +1,7 @@
-"""Child processes of a bench: they print one line when they are ready, and are ended by the code that started them.
+"""Child processes of a bench, ended by the code that started them.
 
-Every wait has a bound. What a server leaves in /dev/shm is removed when the bench is done with it, whatever happened.
+A child prints one line when it is ready. Every wait has a bound. Files that a server leaves in /dev/shm are removed
+after the bench, however it ends.
 """
 
 from __future__ import annotations
@@ -26,30 +27,38 @@ from ..base.errors import PoolUnusable
 from ..base.scratch import scratch
 
 PATIENCE: Final = 30.0
-"""Seconds until something has gone wrong: a start, an end, or an answer."""
+"""Seconds until a start, an end, or an answer counts as failed."""
 SERVER: Final = ("-c", "from maru.server_cli import main; main()")
 
 
 def environment() -> dict[str, str]:
-    """Ours, but that bytecode is kept: what is installed has it, and without it a start takes half as long again."""
+    """Return this process's environment, with bytecode caching enabled.
+
+    Installed packages have bytecode, and without it a start takes half as long again.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def processor_time(*processes: int) -> float:
-    """Seconds that all threads of these processes have worked until now, as Linux names the clock of another process."""
+    """Return the processor seconds that these processes have used until now.
+
+    The clock's number is the one that Linux gives to another process.
+    """
     return sum(time.clock_gettime((~process << 3) | 2) for process in processes)
 
 
 class BenchFailed(EnvironmentFault):
-    """What was to be measured did not answer. Nothing is measured."""
+    """A measured process did not answer, so nothing is measured."""
 
 
 class Child:
-    """A process that writes one line of JSON once it is ready. A context manager, which ends it.
+    """A process that writes one line of JSON once it is ready.
+
+    A context manager, which ends the process.
 
     Args:
-        arguments: of the interpreter.
-        said: what its line says; by default JSON.
+        arguments: arguments of the interpreter.
+        said: decoder of its line; by default of JSON.
     """
 
     def __init__(self, arguments: Sequence[str], said: Callable[[bytes], Any] = json.loads) -> None:
@@ -64,14 +73,14 @@ class Child:
         )
         try:
             self.ready: Any = said(self._line(PATIENCE))
-            """What it said."""
+            """Decoded line that the process printed."""
         except BaseException:
             self.stop()
             raise
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Number of the process."""
         return self._process.pid
 
     def say(self, line: str) -> None:
@@ -81,10 +90,10 @@ class Child:
         self._process.stdin.flush()
 
     def hear(self, patience: float = PATIENCE) -> Any:
-        """The JSON of its next line.
+        """Return the JSON of its next line.
 
         Raises:
-            BenchFailed: it ended, or has said nothing for so many seconds.
+            BenchFailed: it ended, or has printed nothing for ``patience`` seconds.
         """
         return json.loads(self._line(patience))
 
@@ -104,11 +113,11 @@ class Child:
         return line
 
     def kill(self) -> None:
-        """End it at once, without its knowledge."""
+        """End the process at once, with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ask it to end, and see that it does. Idempotent."""
+        """Request the process to end, and wait until it has. Idempotent."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
@@ -138,7 +147,10 @@ class Child:
 
 
 class Server(Child):
-    """A ``maru-server`` over a pool of its own, with the journal on and all else as it is by default."""
+    """A ``maru-server`` with a pool of its own and its journal on.
+
+    Other settings have their defaults.
+    """
 
     def __init__(self, home: str, capacity_bytes: int) -> None:
         super().__init__(
@@ -158,12 +170,15 @@ class Server(Child):
         )
         tcp, ipc = self.ready["endpoints"]
         self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc}
-        """Where it listens, by transport."""
+        """Addresses of the server, by transport."""
 
 
 @contextmanager
 def home(capacity_bytes: int) -> Iterator[str]:
-    """A directory for a pool of so many bytes, in shared memory where there is room for it; removed afterwards."""
+    """Make a directory for a pool of this size, removed afterwards.
+
+    In shared memory, if there is room.
+    """
     try:
         place = find_place(capacity_bytes)
     except PoolUnusable as error:
@@ -176,7 +191,7 @@ def home(capacity_bytes: int) -> Iterator[str]:
 
 @contextmanager
 def server(capacity_bytes: int) -> Iterator[Server]:
-    """A server for as long as the block lasts."""
+    """Run a server for a block."""
     with home(capacity_bytes) as path, Server(path, capacity_bytes) as running:
         assert isinstance(running, Server)
         yield running

@@ -1,6 +1,7 @@
-"""Run benches from a command line and show them: commands, options, progress, table, lines of narrow terminals, JSON.
+"""Command lines of benches: options, progress, tables and JSON.
 
-Whatever is met, a bench exits with 0: a figure is not an error.
+A bench exits with 0 whether goals are met or not: a figure is not an error. Narrow terminals get lines instead of a
+table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Bench: TypeAlias = Callable[[Effort], Iterable[Row]]
-"""Measures, and yields rows. Imports what it needs beyond the standard library when it is called."""
+"""Function that measures, and yields rows.
+
+It imports everything beyond the standard library when it is called.
+"""
 
 
 def group_of(
@@ -33,10 +37,12 @@ def group_of(
     text: str,
     options: Mapping[str, click.Option] | None = None,
 ) -> click.Group:
-    """Return a command with a subcommand for each bench, and ``all``. Benches are imported when they run.
+    """Return a command with a subcommand for each bench, and ``all``.
+
+    Benches are imported when they run.
 
     Args:
-        program: the words that start it: ``offload bench``.
+        program: name of the command: ``offload bench``.
         modules: the names of their modules without the last part. Each has a function ``rows``, which takes the effort.
         benches: their help texts, by the names of their commands.
         text: the help text of the group.
@@ -79,10 +85,10 @@ def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: in
 
     Args:
         program: its name, as typed: ``offload bench``.
-        benches: by name.
-        as_json: print one list of rows at the end instead of a table for each.
-        repeat: repetitions at most.
-        quick: small sizes.
+        benches: functions of the benches, by name.
+        as_json: whether to print one list of rows at the end instead of a table for each.
+        repeat: most repetitions.
+        quick: whether to use small sizes.
     """
     effort = Effort(repeat, quick, _progress_line())
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -122,7 +128,7 @@ def _show(rows: Sequence[Row], title: str) -> None:
 
 
 def _progress_line() -> Callable[[str], None]:
-    """Return a function that shows a text in one line of a terminal.
+    """Return a function that shows a text in a terminal's line.
 
     It is called between repetitions: a progress bar with a thread of its own would be measured too.
     """
@@ -137,7 +143,10 @@ def _progress_line() -> Callable[[str], None]:
 
 
 def noise_of(row: Row) -> Iterator[Row]:
-    """Yield the row with the noise of another one, if it is known. For machines; people have a column for it."""
+    """Yield a row with the noise of another row, if known.
+
+    For machines; people have a column for it.
+    """
     if row.noise is not None:
         yield Row(f"{row.name}.noise", row.noise, "share of the median")
 
@@ -175,7 +184,10 @@ def _met(row: Row) -> Text:
 
 
 def lines_of(rows: Iterable[Row], title: str) -> Iterator[Text]:
-    """Yield lines for terminals that are too narrow for the table, the name of each row in one of its own."""
+    """Yield lines for terminals that are too narrow for the table.
+
+    The name of each row has a line of its own.
+    """
     from rich.text import Text
 
     yield Text(title, "bold")

@@ -1,4 +1,7 @@
-"""Check a driver: what the code above it relies on, as the fake and a GPU must both have it."""
+"""Checks of a driver, for the fake and a GPU.
+
+They cover the behaviour that the code above a driver relies on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _NBYTES: Final = 4 * PAGE_BYTES
 
 @contextmanager
 def _host(driver: Driver, nbytes: int = _NBYTES) -> Iterator[tuple[int, mmap.mmap]]:
-    """Registered host memory."""
+    """Register host memory for a block."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     driver.register(address, nbytes)
@@ -29,7 +32,7 @@ def _host(driver: Driver, nbytes: int = _NBYTES) -> Iterator[tuple[int, mmap.mma
 
 @contextmanager
 def _device(driver: Driver, nbytes: int = _NBYTES) -> Iterator[int]:
-    """Memory of the device."""
+    """Allocate memory of the device for a block."""
     address = driver.allocate(nbytes)
     try:
         yield address
@@ -68,7 +71,7 @@ def _refused(call: Callable[[], object]) -> CudaError:
 
 
 def copies_arrive_both_ways(driver: Driver) -> None:
-    """Pieces of any size, from anywhere to anywhere."""
+    """Check that pieces of any size arrive, between any addresses."""
     with (
         _host(driver) as (host, memory),
         _host(driver) as (back, again),
@@ -88,13 +91,13 @@ def copies_arrive_both_ways(driver: Driver) -> None:
 
 
 def no_copies_are_no_error(driver: Driver) -> None:
-    """An empty batch."""
+    """Check that an empty batch is accepted."""
     with _stream(driver) as (stream, _):
         driver.copy(stream, _column([]), _column([]), _column([]), load=True)
 
 
 def one_stream_waits_for_another(driver: Driver) -> None:
-    """By an event, in the device."""
+    """Check that an event makes one stream wait for another."""
     with (
         _host(driver) as (host, memory),
         _host(driver) as (back, again),
@@ -113,7 +116,10 @@ def one_stream_waits_for_another(driver: Driver) -> None:
 
 
 def an_event_that_was_never_recorded_holds(driver: Driver) -> None:
-    """So that whoever takes one must look whether it was."""
+    """Check that an event that was never recorded is complete.
+
+    So a caller must check whether it was recorded.
+    """
     event = driver.event()
     assert driver.query(event)
     driver.synchronize(event)
@@ -121,7 +127,7 @@ def an_event_that_was_never_recorded_holds(driver: Driver) -> None:
 
 
 def memory_is_registered_once(driver: Driver) -> None:
-    """What is refused is told apart, and ends nothing."""
+    """Check that a second registration raises an error, and is harmless."""
     with _host(driver) as (host, _):
         twice = _refused(lambda: driver.register(host, _NBYTES))
         assert (twice.code, twice.sticky) == (712, False) and "cuMemHostRegister" in str(twice)
@@ -130,7 +136,10 @@ def memory_is_registered_once(driver: Driver) -> None:
 
 
 def what_is_read_only_is_registered_as_such(driver: Driver) -> None:
-    """A foreign region is: the device reads it."""
+    """Check that read-only memory can be registered, and is read.
+
+    A foreign region is such memory.
+    """
     with mmap.mmap(-1, _NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as memory:
         memory[:4] = b"here"
         view = ctypes.c_char.from_buffer(memory)
@@ -150,7 +159,7 @@ def what_is_read_only_is_registered_as_such(driver: Driver) -> None:
 
 
 def an_allocation_is_found_by_any_address_in_it(driver: Driver) -> None:
-    """And by none outside of it."""
+    """Check that an allocation is found by the addresses inside it only."""
     with _device(driver) as device:
         start, nbytes = driver.extent(device + 100)
         assert start <= device and device + _NBYTES <= start + nbytes
@@ -162,7 +171,7 @@ def an_allocation_is_found_by_any_address_in_it(driver: Driver) -> None:
 
 
 def a_thread_needs_to_be_attached(driver: Driver) -> None:
-    """A call of one that is not fails, and does nothing."""
+    """Check that calls of an unattached thread fail."""
     errors: list[CudaError] = []
     thread = threading.Thread(target=lambda: errors.append(_refused(driver.stream)))
     thread.start()
@@ -171,7 +180,10 @@ def a_thread_needs_to_be_attached(driver: Driver) -> None:
 
 
 def an_attached_block_leaves_its_thread_as_it_was(driver: Driver) -> None:
-    """A thread of somebody else's that runs a finalizer."""
+    """Check that an attached block restores its thread's state.
+
+    For a foreign thread that runs a finalizer.
+    """
     errors: list[CudaError] = []
 
     def run() -> None:
@@ -187,19 +199,19 @@ def an_attached_block_leaves_its_thread_as_it_was(driver: Driver) -> None:
 
 
 def an_empty_allocation_is_refused(driver: Driver) -> None:
-    """And so is one that is larger than the device."""
+    """Check that allocations are refused if empty or larger than the device."""
     assert _refused(lambda: driver.allocate(0)).code == 1
     assert _refused(lambda: driver.allocate(1 << 50)).code == 2
 
 
 def no_stream_of_ours_is_capturing(driver: Driver) -> None:
-    """Unless it was told to."""
+    """Check that a new stream is not capturing."""
     with _stream(driver) as (stream, _):
         assert not driver.is_capturing(stream)
 
 
 def devices_have_names(driver: Driver) -> None:
-    """A name for people, and one that holds on any host."""
+    """Check that every device has a name, and its own UUID."""
     assert driver.name(0) and len({driver.uuid(device) for device in range(driver.devices)}) == driver.devices
     assert all(len(driver.uuid(device)) == 16 for device in range(driver.devices))
 
@@ -218,4 +230,7 @@ CHECKS: Final = (
     no_stream_of_ours_is_capturing,
     devices_have_names,
 )
-"""Each is called with a driver, in a thread that is attached to device 0."""
+"""All checks.
+
+Each takes a driver, in a thread attached to device 0.
+"""

@@ -1,4 +1,4 @@
-"""The fake driver: what each function of libcuda does here."""
+"""The fake driver: an implementation of each function of libcuda."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REFUSALS: Final[Mapping[str, str]] = {
     "memory of other kinds than cuMemAlloc's, shared with another process": "documented: cuIpcGetMemHandle takes no other",
     "handles that were destroyed": "stricter than CUDA, which may crash",
 }
-"""What is refused, and how that is known."""
+"""Refused calls, with the source of each refusal."""
 
 _UNSAFE: Final = frozenset(
     {
@@ -84,18 +84,18 @@ _CONTEXTS: Final = 0xC000
 _RELAXED: Final = 2
 _BATCH: Final = "cuMemcpyBatchAsync"
 _PATIENCE: Final = 30.0
-"""Seconds that a synchronization waits for a gate before it calls that a deadlock."""
+"""Seconds until a synchronization that waits for a gate counts as deadlocked."""
 _handles = count(0x5000_0001)
 _V = TypeVar("_V")
 
 
 class FakeCuda:
-    """A driver with devices of its own. Any thread.
+    """A driver with devices of its own, for any thread.
 
     Args:
-        devices: how many devices it has.
-        version: of CUDA; below 12080 there is no ``cuMemcpyBatchAsync``.
-        choose: picks what is done at each call and synchronization.
+        devices: number of devices.
+        version: CUDA version; below 12080 there is no ``cuMemcpyBatchAsync``.
+        choose: picks the work that is done at each call and synchronization.
         device_bytes: memory of each device.
         most_registered: bytes that can be registered.
         shares: whether other processes can open its memory; that of expandable segments and of sleep mode they cannot.
@@ -118,9 +118,12 @@ class FakeCuda:
         self.most_registered: int = most_registered
         self.shares: bool = shares
         self.calls: list[str] = []
-        """The functions that were called, in order, but for names of errors."""
+        """Names of the called functions, in order, except cuGetErrorName."""
         self.wrong: list[BaseException] = []
-        """Faults of the fake's user that CUDA has no error for, and of the fake itself. A test looks that there is none."""
+        """Errors of a test's usage, and of the fake itself.
+
+        Usage errors are those for which CUDA has no error. A test checks that there are none.
+        """
         self.contexts: set[int] = set()
         """Devices of which this process has a context."""
         self.invalidated: bool = False
@@ -132,7 +135,7 @@ class FakeCuda:
         self.library: SimpleNamespace = SimpleNamespace(
             **{name: self._pointer(name) for name in cuda.PROTOTYPES if name != _BATCH}
         )
-        """Stands in for libcuda."""
+        """Stand-in for libcuda."""
         self._batch_pointer = self._pointer(_BATCH)
         self._changed = threading.Condition(threading.RLock())
         self._of_thread = threading.local()
@@ -148,30 +151,30 @@ class FakeCuda:
         self._refused[number] = code
 
     def lose(self, device: int, code: int = ILLEGAL_ADDRESS) -> None:
-        """End the context of a device, as a fault of one of its kernels does."""
+        """End the context of a device, as a faulty kernel does."""
         with self._changed:
             self._lost[device] = code
             self._changed.notify_all()
 
     def kernel(self, stream: int, run: Callable[[], object], gate: threading.Event | None = None) -> None:
-        """Have a stream do work of the engine's. It is not over before the gate is set."""
+        """Add an engine's work to a stream. Its gate delays its end."""
         with self._changed:
             self.streams[stream].add(Work(run, ready=lambda: gate is None or gate.is_set()))
 
     def open_gate(self, gate: threading.Event) -> None:
-        """Set a gate, and wake who synchronizes with the work behind it."""
+        """Set a gate, and wake the threads that wait for its work."""
         gate.set()
         with self._changed:
             self._changed.notify_all()
 
     def progress(self) -> None:
-        """Do all work that can be done."""
+        """Do all work that is ready."""
         with self._changed:
             while steps := self._steps():
                 steps[0]()
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return what a device's memory holds now."""
+        """Return the current contents of a device's memory."""
         allocation = find(self.allocations, address, nbytes)
         assert allocation is not None, f"no memory of a device at {address:#x}"
         return allocation.read(address, nbytes)
@@ -183,19 +186,22 @@ class FakeCuda:
         allocation.write(address, data)
 
     def capture(self, stream: int) -> None:
-        """Begin to capture a stream into a graph, in global mode, by this thread."""
+        """Begin to capture a stream into a graph, in global mode.
+
+        The capture belongs to this thread.
+        """
         with self._changed:
             self.streams[stream].capturing = True
             self._captures[stream] = threading.get_ident()
 
     def end_capture(self, stream: int) -> None:
-        """End that."""
+        """End the capture of a stream."""
         with self._changed:
             self.streams[stream].capturing = False
             del self._captures[stream]
 
     def close(self) -> None:
-        """Unmap what is left of devices' memory."""
+        """Unmap the remaining memory of devices."""
         for allocation in self.allocations.values():
             allocation.close()
         self.allocations.clear()
@@ -218,7 +224,7 @@ class FakeCuda:
                     return refused
                 self._moment()
                 return function(*args) or 0
-            except BaseException as exc:  # it cannot pass through C
+            except BaseException as exc:  # an exception cannot pass through C
                 self.wrong.append(exc)
                 return 999
 
@@ -248,7 +254,7 @@ class FakeCuda:
         return [step for stream in live for step in stream.steps()]
 
     def _moment(self) -> None:
-        """Let some work be done before a call, as :attr:`choose` says."""
+        """Do some work before a call, as picked by :attr:`choose`."""
         while steps := self._steps():
             picked = self.choose(len(steps) + 1)
             if not picked:
@@ -405,7 +411,7 @@ class FakeCuda:
             return INVALID_HANDLE if event is None else CAPTURED_EVENT
         if event.holds:
             return 0
-        if steps := self._steps():  # a device goes on by itself: who asks often enough sees it
+        if steps := self._steps():  # a device progresses by itself: a caller that polls often enough sees it
             steps[self.choose(len(steps))]()
         return NOT_READY
 
@@ -457,7 +463,7 @@ class FakeCuda:
         return self._copy(pieces, stream, any_order=order == cuda.ANY_ORDER)
 
     def _ends(self, to: int, at: int, nbytes: int) -> tuple[Allocation | HostSpan, Allocation | HostSpan] | None:
-        """What a copy goes to and comes from; ``None`` if it may not."""
+        """Return a copy's target and source; ``None`` if it is invalid."""
         ends = [find(self.allocations, one, nbytes) or find(self.registered, one, nbytes) for one in (to, at)]
         target, source = ends
         if target is None or source is None or (isinstance(target, HostSpan) and target.read_only):
@@ -540,7 +546,10 @@ class FakeCuda:
 
 @contextmanager
 def use(fake: FakeCuda) -> Iterator[cuda.Driver]:
-    """Have this process find the fake in the place of libcuda, and yield the driver. Not for two threads at once."""
+    """Replace libcuda by the fake for a block. Yields the driver.
+
+    Not for two threads at once.
+    """
     real = cuda.open_library
     cuda.open_library = lambda: fake.library
     cuda.find_driver.cache_clear()

@@ -1,4 +1,4 @@
-"""Memory that the fake driver knows: allocations of devices, and registered memory of the host."""
+"""Memory that the fake driver knows, of devices and of the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import attrs
 from ..base.memory.memory import PAGE_BYTES, _mmap, _munmap
 
 _HANDLE: Final = struct.Struct("<QQQQ")
-"""Process, descriptor in it, bytes, device: what a handle for other processes says."""
+"""Handle for other processes: process, its descriptor, bytes, device."""
 
 
 @attrs.define(eq=False)
 class Allocation:
-    """Memory of a device: a mapping that the CPU may not touch, and a private alias for the fake."""
+    """Memory of a device.
+
+    A mapping that the CPU may not touch, and a private alias for the fake.
+    """
 
     device: int
     address: int
@@ -26,46 +29,46 @@ class Allocation:
     descriptor: int
     _alias: mmap.mmap
     opened: int = 0
-    """How often it is open, if it is another process's."""
+    """Number of times that it is open, if it is another process's."""
     opened_by: bytes = b""
-    """The handle that it was opened by."""
+    """Handle that it was opened with."""
 
     @classmethod
     def of(cls, device: int, descriptor: int, nbytes: int) -> Allocation:
-        """Map memory, of which this takes the descriptor over."""
+        """Map memory, and take over its descriptor."""
         whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         alias = mmap.mmap(descriptor, whole)
         address = _mmap(None, whole, 0, mmap.MAP_SHARED, descriptor, 0)
         return cls(device, address, nbytes, descriptor, alias)
 
     def handle(self) -> bytes:
-        """Return what another process opens it by."""
+        """Return the handle with which another process opens the memory."""
         return _HANDLE.pack(os.getpid(), self.descriptor, self.nbytes, self.device).ljust(64, b"\0")
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return bytes of it."""
+        """Return bytes of the memory."""
         return self._alias[address - self.address : address - self.address + nbytes]
 
     def write(self, address: int, data: bytes) -> None:
-        """Write bytes into it."""
+        """Write bytes into the memory."""
         self._alias[address - self.address : address - self.address + len(data)] = data
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         _munmap(self.address, len(self._alias))
         self._alias.close()
         os.close(self.descriptor)
 
 
 def allocate(device: int, nbytes: int) -> Allocation:
-    """Make memory of a device."""
+    """Allocate memory of a device."""
     descriptor = os.memfd_create("fake-cuda", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
     return Allocation.of(device, descriptor, nbytes)
 
 
 def opened(handle: bytes, device: int) -> Allocation | None:
-    """Open memory of another process; ``None`` if there is no such."""
+    """Open memory of another process; ``None`` if it does not exist."""
     pid, number, nbytes, _ = _HANDLE.unpack_from(handle)
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -86,16 +89,16 @@ class HostSpan:
     """Whether the device may only read it."""
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return bytes of it."""
+        """Return bytes of the memory."""
         return ctypes.string_at(address, nbytes)
 
     def write(self, address: int, data: bytes) -> None:
-        """Write bytes into it."""
+        """Write bytes into the memory."""
         ctypes.memmove(address, data, len(data))
 
 
 def find(spans: dict[int, Allocation] | dict[int, HostSpan], address: int, nbytes: int) -> Allocation | HostSpan | None:
-    """Return what these bytes lie in as a whole."""
+    """Return the memory that contains all of these bytes."""
     for span in spans.values():
         if span.address <= address and address + nbytes <= span.address + span.nbytes:
             return span
@@ -103,7 +106,10 @@ def find(spans: dict[int, Allocation] | dict[int, HostSpan], address: int, nbyte
 
 
 def permissions(address: int, nbytes: int) -> str:
-    """Return how this process has mapped these bytes, such as "rw-p"; empty if a part of them is not mapped."""
+    """Return the permissions of these bytes in this process.
+
+    Such as "rw-p"; empty if a part of them is not mapped.
+    """
     least, at = "", address
     with open("/proc/self/maps") as maps:
         for line in maps:

@@ -1,4 +1,4 @@
-"""Go through all orders in which the work of streams can progress."""
+"""Enumeration of all orders in which the work of streams can progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Choose: TypeAlias = Callable[[int], int]
-"""Picks one of so many possibilities, by its number. 0 is the latest that CUDA allows."""
+"""Function that picks one of ``n`` possibilities, by its number.
+
+0 is the latest that CUDA allows.
+"""
 
 
 def latest(n: int) -> int:
-    """Let work progress no sooner than a synchronization needs it."""
+    """Delay work until a synchronization needs it."""
     return 0
 
 
@@ -18,11 +21,11 @@ def every_order(run: Callable[[Choose], object], depth: int) -> int:
     """Call ``run`` once with each sequence of choices.
 
     Args:
-        run: does the same with the same choices. It passes what it is given to :class:`FakeCuda`.
-        depth: choices that are varied, from the first on; those behind them are :func:`latest`.
+        run: must do the same with the same choices. It passes its argument to :class:`FakeCuda`.
+        depth: choices that are varied, from the first on; later ones are :func:`latest`.
 
     Returns:
-        How often it was called.
+        Number of calls.
     """
     runs, choices = 0, list[int]()
     while True:
@@ -30,7 +33,7 @@ def every_order(run: Callable[[Choose], object], depth: int) -> int:
 
         def choose(n: int, choices: list[int] = choices, sizes: list[int] = sizes) -> int:
             at = len(sizes)
-            if at >= depth or n < 2:  # nothing to choose
+            if at >= depth or n < 2:  # there is no choice
                 return 0
             sizes.append(n)
             if at == len(choices):

@@ -1,4 +1,7 @@
-"""The work of streams: queues whose heads are done when something chooses them, and events."""
+"""Streams and events of the fake driver.
+
+A stream is a queue whose first operation is done when it is chosen.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ import attrs
 
 @attrs.define(eq=False)
 class Event:
-    """An event. It holds once as many records are done as were asked for."""
+    """An event, which holds once all its recordings are done."""
 
     device: int
     recorded: int = 0
     done: int = 0
     captured: bool = False
-    """Whether it was recorded last in a stream that was capturing."""
+    """Whether its last recording was in a capturing stream."""
 
     @property
     def holds(self) -> bool:
-        """Whether it holds: one that was never recorded does."""
+        """Whether all recordings are done; true if there are none."""
         return self.done >= self.recorded
 
 
@@ -32,7 +35,10 @@ class Work:
     ready: Callable[[], bool] = lambda: True
     """Whether it may be done once it is the first."""
     read: Callable[[], object] | None = None
-    """Reads the sources of a copy; ``None`` once that is done. A load may do so at any time: its sources have no order."""
+    """Function that reads the sources of a copy; ``None`` once done.
+
+    A load may do so at any time: its sources have no order.
+    """
     reads_early: bool = False
 
 
@@ -44,14 +50,17 @@ class Stream:
     queue: deque[Work] = attrs.Factory(deque)
     capturing: bool = False
     graph: list[Work] = attrs.Factory(list)
-    """What it was given while it was capturing."""
+    """Operations added while it was capturing."""
 
     def add(self, work: Work) -> None:
-        """Enqueue it, or put it into the graph that is being captured."""
+        """Add an operation to the queue, or to the graph being captured."""
         (self.graph if self.capturing else self.queue).append(work)
 
     def steps(self) -> list[Callable[[], object]]:
-        """Return what could be done next: the first operation, and early reads of others."""
+        """Return the possible next steps.
+
+        They are the first operation, and early reads of others.
+        """
         steps: list[Callable[[], object]] = []
         if self.queue and self.queue[0].ready():
             steps.append(self._do_first)
