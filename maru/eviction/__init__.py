@@ -1,8 +1,8 @@
-"""Which keys a full place gives up: the eviction policies, for page store, tiers and block pool alike. Pure.
+"""Eviction policies, for the page store, tiers and block pool. Pure.
 
-:class:`EvictionPolicy` is the contract and has the rules; every other class here keeps it. Which one when:
-:class:`AdaptiveLRFU` unless you know better, :class:`LRU` where a use must cost next to nothing. ``offload replay TRACE
---compare-eviction`` plays your own requests against all of them.
+A policy chooses the keys to evict from a full place. :class:`EvictionPolicy` is the contract and has the rules; every
+other class here implements it. How to choose one: :class:`AdaptiveLRFU` by default, :class:`LRU` if a use must cost
+next to nothing. ``offload replay TRACE --compare-eviction`` replays your own requests against all of them.
 """
 
 from ._contract import EvictionPolicy as EvictionPolicy

@@ -1,25 +1,25 @@
-"""The default: LRFU, whose half-life follows the traffic.
+"""The default policy: LRFU with a half-life that follows the traffic.
 
-No half-life is right everywhere. On the conversation trace the best one is ten times the capacity where little is held, twice
-where more is, and a fraction of it where half of all blocks fit; on other traffic it differs again. So several are tried
-all the time, each on a *shadow*: an LRFU of keys only, that sees a sample of them and is as much smaller as the sample. Of the
-half-lives, the one whose shadow had the most hits lately is used. A sampled key costs some ten microseconds, and one key in
-sixteen is sampled where the place is not small.
+No half-life is right everywhere. On the conversation trace the best one is ten times the capacity if little is held,
+twice if more is, and a fraction of it if half of all blocks fit; on other traffic it differs again. So several are
+tried all the time, each on a *shadow*: an LRFU of keys only, that sees a sample of the keys and is smaller in the same
+proportion. The half-life whose shadow had the most hits lately is used. A sampled key costs some ten microseconds, and
+one key in sixteen is sampled if the place is not small.
 
 - A key is sampled when it comes in and is not remembered, after a gap drawn from a generator with a fixed seed. A fixed
-  gap would pick the same depth of every prompt, and Python's hash differs from process to process. It stays sampled until
-  every shadow has forgotten it.
-- A shadow holds its share of the capacity: ``_FEWEST`` keys at least where the place has so many, so a smaller place is
-  sampled more.
-- Hits are counted by *epoch*, a quarter as many sampled uses as a shadow holds; at its end they are compared, and fade by half
-  in four epochs. Another half-life must be better by ``_MARGIN``, so that nothing swings between equals.
-- No key has to go until the place is full, and until then nothing is tried. Then the shadows begin with a sample of what is
-  there: empty ones took half of a short trace to learn.
+  gap would pick the same depth of every prompt, and Python's hash differs from process to process. It stays sampled
+  until every shadow has forgotten it.
+- A shadow holds its share of the capacity: at least ``_FEWEST`` keys if the place has so many, so a larger share of a
+  smaller place is sampled.
+- Hits are counted by *epoch*, a quarter as many sampled uses as a shadow holds; at its end they are compared, and fade
+  by half in four epochs. Another half-life must be better by ``_MARGIN``, so that equals do not alternate.
+- No key is evicted until the place is full, and until then nothing is tried. Then the shadows begin with a sample of
+  the present keys: empty ones took half of a short trace to learn.
 
-Half-lives are in units of the capacity. A quarter is LRU for all that can be told, thirty-two is LFU that forgets.
+Half-lives are in units of the capacity. A quarter is LRU for all practical purposes, thirty-two is LFU that forgets.
 
-Nothing is rejected. Rejecting newcomers that weigh less than every victim was tried, and gave no more hits on the conversation
-trace at any capacity; so a block that is put is there.
+Nothing is rejected. Rejecting newcomers that weigh less than every victim was tried, and gave no more hits on the
+conversation trace at any capacity; so a block that is put is always admitted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _FADE: Final = 0.5 ** (1 / _TIMES)
 
 
 class AdaptiveLRFU(LRFU[K]):
-    """Weighs recency against frequency, with a half-life that follows the traffic. Rejects no key. The default of most tiers.
+    """Policy that weighs recency against frequency, by a half-life that adapts.
 
-    Takes in everything. Deterministic: the same calls give the same answers, in every process.
+    The half-life follows the traffic. It rejects no key, and is the default of most tiers. Deterministic: the same
+    calls give the same answers, in every process.
     """
 
     half_life: float
@@ -53,7 +54,7 @@ class AdaptiveLRFU(LRFU[K]):
         self._hits = [0.0] * len(_HALF_LIVES)
         self._chosen = _FIRST
         self._sampled: set[K] = set()
-        self._tidy_at = 0  # when so many are sampled, those that no shadow remembers are let go
+        self._tidy_at = 0  # number of sampled keys at which those that no shadow remembers are dropped
         self._one_in = 1
         self._share = 0
         self._epoch = 0  # sampled uses until it ends
@@ -62,7 +63,7 @@ class AdaptiveLRFU(LRFU[K]):
 
     @property
     def chosen(self) -> float:
-        """The half-life in use, in units of the capacity."""
+        """Half-life in use, in units of the capacity."""
         return _HALF_LIVES[self._chosen]
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
@@ -80,7 +81,7 @@ class AdaptiveLRFU(LRFU[K]):
                         sampled.add(key)
                         self._try(key)
             self._gap = gap
-        else:  # not full yet: what there is stands for the capacity
+        else:  # not full yet: the present keys stand for the capacity
             self.half_life = _HALF_LIVES[_FIRST] * (len(self._entry) + len(keys))
         super().use(keys, depths)
 
@@ -102,7 +103,10 @@ class AdaptiveLRFU(LRFU[K]):
             self._begin_shadows()
 
     def _begin_shadows(self) -> None:
-        """Full for the first time, or much larger than before: shadows begin with a sample of what is there."""
+        """Fill the shadows with a sample of the present keys.
+
+        Called when the place is full for the first time, or much larger than before.
+        """
         entries = self._entry
         for key in sorted(entries, key=entries.__getitem__):  # by their last use
             self._gap -= 1
@@ -113,7 +117,7 @@ class AdaptiveLRFU(LRFU[K]):
                     shadow.adopt(key, entries[key][1])
 
     def _try(self, key: K) -> None:
-        """A sampled key was used: in every shadow, too."""
+        """Use a sampled key in every shadow."""
         hits, share = self._hits, self._share
         for at, shadow in enumerate(self._shadows):
             if shadow.refer(key, share):
@@ -135,6 +139,9 @@ class AdaptiveLRFU(LRFU[K]):
             self._tidy_at = 2 * len(self._sampled)
 
     def _draw_gap(self) -> int:
-        """How many unknown keys until the next one is sampled: from one to almost twice the mean."""
+        """Draw the number of unknown keys up to the next sampled one.
+
+        From one to almost twice the mean.
+        """
         self._dice = (self._dice * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
         return 1 + (self._dice >> 33) % (2 * self._one_in - 1)

@@ -1,13 +1,13 @@
-"""What the policies that keep several queues share: finding victims, and keeping held keys out of the way.
+"""Common code of policies with several queues: victims and held keys.
 
-A held key that is met where victims are taken is *skipped*: put out of the queues, with the place it had. Left in, it would be
-met again at every search: moving it to the back of its queue helps LRU, which has one, but not a policy that prefers one of
-its queues over others, since it may prefer the one in which everything is held.
+A held key that is met while taking victims is *skipped*: removed from the queues, with its place recorded. If it
+stayed, it would be met again at every search: moving it to the back of its queue helps LRU, which has one, but not a
+policy that prefers one of its queues over others, since it may prefer the one in which everything is held.
 
-A policy is not told that a key is no longer held. So each search first looks at twice as many of the skipped keys as victims
-are wanted, in order, and those that are free return to the front of their queue, where they were. A use brings a key back as
-well. Only where the queues run empty are all skipped keys looked at, since as many victims as possible must be found. Each key
-is skipped once for each time it was used, brought in or returned: this is what makes rule 3 hold.
+A policy is not notified when a key is no longer held. So each search first checks twice as many of the skipped keys as
+victims are needed, in order, and the free ones return to the front of their queue, their former place. A use brings a
+key back as well. Only if the queues run empty are all skipped keys checked, since as many victims as possible must be
+found. Each key is skipped once for each time it was used, brought in or returned: this is what makes rule 3 hold.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from ._candidates import Candidates, P
 from ._contract import K
 
 LOOKS: Final = 2
-"""Skipped keys looked at for each victim: more than one, so that each is looked at in the end."""
+"""Skipped keys checked for each victim.
+
+More than one, so that each is checked in the end.
+"""
 
 
 class QueuePolicy(ABC, Generic[K, P]):
-    """A policy that keeps its keys in queues, skips those that are held, and of the next ones lets the deepest go first.
+    """A policy with several queues, which skips held keys.
 
-    A subclass decides which key is next, and changes its queues for a use.
+    Of the next victims the deepest goes first. A subclass decides which key is next, and changes its queues for a use.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class QueuePolicy(ABC, Generic[K, P]):
             keys = list(keys)
             for key in keys:
                 self._depths.pop(key, None)
-            # Back to their queues first: what it means to forget a key only its policy knows.
+            # Back to their queues first: only the subclass knows how to forget a key.
             for key, place in self._candidates.take_back(keys):
                 self._put_back(key, place)
         skipped = self._skipped
@@ -70,15 +73,15 @@ class QueuePolicy(ABC, Generic[K, P]):
             if skipped.pop(key, None) is None:
                 self._forget(key)
 
-    # --- what a subclass says -----------------------------------------------------------------------------------------
+    # --- methods of a subclass ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """See :class:`EvictionPolicy`."""
+        """Choose victims and rejected newcomers: see :class:`EvictionPolicy`."""
 
     @abstractmethod
     def _queued(self) -> int:
-        """How many keys are in the queues."""
+        """Return the number of keys in the queues."""
 
     @abstractmethod
     def _use_all(self, keys: Sequence[K]) -> None:
@@ -86,15 +89,18 @@ class QueuePolicy(ABC, Generic[K, P]):
 
     @abstractmethod
     def _grown(self) -> None:
-        """Adapt to a capacity that was unknown before, or turned out to be larger."""
+        """Adapt to a capacity that has become known, or has grown."""
 
     @abstractmethod
     def _take(self) -> tuple[K, P] | None:
-        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it."""
+        """Take the next victim out of its queue.
+
+        It may turn out to be held, so nothing else may follow from it.
+        """
 
     @abstractmethod
     def _put_back(self, key: K, place: P) -> None:
-        """To the front of the queue it was taken from."""
+        """Put a key back at the front of its former queue."""
 
     @abstractmethod
     def _forget(self, key: K) -> None:
@@ -103,14 +109,20 @@ class QueuePolicy(ABC, Generic[K, P]):
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Room is wanted: as many keys as there are now must be about what the owner holds."""
+        """Update the capacity before making room.
+
+        The owner is full then, so the number of known keys is about its capacity.
+        """
         known = len(self)
         if known > self._capacity:
             self._capacity = known
             self._grown()
 
     def _next(self, held: Container[K]) -> tuple[K, P] | None:
-        """Take the next victim, which may be held: the deepest of the next ones if depths are known."""
+        """Take the next victim, which may be held.
+
+        If depths are known, it is the deepest of the next ones.
+        """
         depths, candidates = self._depths, self._candidates
         if not depths:
             return self._take()
@@ -121,14 +133,14 @@ class QueuePolicy(ABC, Generic[K, P]):
                 break
             key, place = taken
             depth = depths.get(key)
-            # A held one must not take a candidate's place: it may be held for long.
+            # A held key must not take a candidate's place: it may be held for long.
             if depth is None or key in held:
                 return taken
             candidates.add(key, depth, place)
         return candidates.pop(known) if candidates else None
 
     def _return(self, looks: int, held: Container[K]) -> None:
-        """Look at so many of the skipped keys; those that are free go back where they were."""
+        """Check ``looks`` skipped keys, and return the free ones to their places."""
         skipped = self._skipped
         for _ in range(min(looks, len(skipped))):
             key, place = skipped.popitem(last=False)

@@ -1,17 +1,21 @@
-"""LRFU with one half-life: recency and frequency as one number, in queues that need no sorting.
+"""LRFU with one half-life: recency and frequency as one number.
 
-After Lee et al., "LRFU: a spectrum of policies that subsumes the least recently used and least frequently used policies" (IEEE
-Transactions on Computers, 2001). The *weight* of a key is the sum over its uses of 0.5 to the power of (age / half-life), the
-age counted in uses of any key. The lightest goes first. A half-life near 0 is LRU, one without end is LFU.
+Its queues need no sorting.
 
-The paper keeps a heap. Here rule 3 forbids it, and none is needed: a weight is kept as it was at the key's last use, together
-with when that was, and keys whose weight was about the same (within a factor of the square root of two) stand in one queue, a
-*level*. All of a level lose weight at the same pace, so the oldest use of each is in front, and the lightest of all is one
-of the fronts. There are some tens of levels whatever is held. And nothing in the queues depends on the half-life: it can be
-changed at any time, which is what the policy next door does.
+After Lee et al., "LRFU: a spectrum of policies that subsumes the least recently used and least frequently used
+policies" (IEEE Transactions on Computers, 2001). The *weight* of a key is the sum over its uses of 0.5 to the power of
+(age / half-life), the age counted in uses of any key. The lightest goes first. A half-life near 0 is LRU, an infinite
+one is LFU.
 
-Memory of the evicted: a key that comes back goes on with the weight it had left. Without this, what is used every now and then
-begins anew each time, and at a hundredth of the conversation trace's blocks the hit rate is three fifths of what it is with it.
+The paper keeps a heap. Here rule 3 forbids it, and none is needed: a weight is stored as of the key's last use,
+together with the time of that use, and keys of similar weight (within a factor of the square root of two) share one
+queue, a *level*. All keys of a level lose weight at the same rate, so the oldest use of each is in front, and the
+lightest of all is one of the fronts. There are some tens of levels however many keys are held. And nothing in the
+queues depends on the half-life: it can be changed at any time, as the adaptive policy does.
+
+Memory of the evicted: a key that comes back continues with its remaining weight. Without this, a key with occasional
+uses starts from scratch each time, and at a hundredth of the conversation trace's blocks the hit rate is three fifths
+of the one with it.
 """
 
 from __future__ import annotations
@@ -25,24 +29,32 @@ from ._base import LOOKS, QueuePolicy
 from ._contract import K
 
 _FINE: Final = 2
-"""Levels for each doubling of the weight. Four gave .003 more where one block in 100 fits, .001 less where a quarter does."""
+"""Levels for each doubling of the weight.
+
+Four gave .003 more hits if one block in 100 fits, .001 less if a quarter does.
+"""
 _NEVER: Final = float("inf")
 _MANY_GHOSTS: Final = 1 << 16
 
 Entry: TypeAlias = tuple[int, float, int]
-"""When a key was used last, its weight then, and its level."""
+"""Time of a key's last use, its weight then, and its level."""
 
 
 def ghosts_of(capacity: int) -> int:
-    """How many evicted keys are remembered: four times what is held, but where much is held they would cost memory."""
+    """Return the number of evicted keys to remember.
+
+    Four times the capacity, but fewer for a large one, to save memory.
+    """
     return max(capacity, min(4 * capacity, _MANY_GHOSTS))
 
 
 class LRFU(QueuePolicy[K, Entry]):
-    """The key goes first whose uses are the fewest and the longest ago. Takes in everything.
+    """Policy that evicts the key with the fewest and oldest uses.
+
+    It rejects no key.
 
     Args:
-        half_life: in uses, of a use's weight.
+        half_life: half-life of a use's weight, counted in uses.
     """
 
     def __init__(self, half_life: float) -> None:
@@ -54,7 +66,7 @@ class LRFU(QueuePolicy[K, Entry]):
         self._ghosts: OrderedDict[K, Entry] = OrderedDict()
         self._most_ghosts = 0
         self._lightest = 0  # the level with the lightest front
-        self._until = -_NEVER  # and until which last use its fronts stay the lightest
+        self._until = -_NEVER  # last-use time up to which its fronts stay the lightest
 
     def _use_all(self, keys: Sequence[K]) -> None:
         entries, levels, ghosts, half_life, now = self._entry, self._levels, self._ghosts, self.half_life, self._now
@@ -80,7 +92,10 @@ class LRFU(QueuePolicy[K, Entry]):
         self._now = now
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """Choose the ``n`` lightest keys that are not held, the deepest of the next ones first; reject none."""
+        """Choose the ``n`` lightest keys that are not held; reject none.
+
+        Of the next ones the deepest goes first.
+        """
         self._until = -_NEVER
         self._begin()
         skipped, depths = self._skipped, self._depths
@@ -93,7 +108,7 @@ class LRFU(QueuePolicy[K, Entry]):
             if taken is None:
                 if searched or not skipped:
                     break
-                searched = True  # what is skipped from here on is held, and stays so for this call
+                searched = True  # keys skipped from here on are held, and stay so for this call
                 self._return(len(skipped), held)
                 continue
             key, entry = taken
@@ -107,10 +122,13 @@ class LRFU(QueuePolicy[K, Entry]):
         return victims, []
 
     def refer(self, key: K, capacity: int) -> bool:
-        """Use one key in a place of this capacity, which makes room by itself. Whether it was there."""
+        """Use one key in a place of this capacity, and make room.
+
+        Returns whether the key was there.
+        """
         entries = self._entry
         there = key in entries
-        self._use_all((key,))  # in a shadow nothing is held, and no depth is said
+        self._use_all((key,))  # in a shadow nothing is held, and there are no depths
         while len(entries) > capacity:
             taken = self._search()
             assert taken is not None
@@ -118,7 +136,7 @@ class LRFU(QueuePolicy[K, Entry]):
         return there
 
     def adopt(self, key: K, weight: float) -> None:
-        """Take an unknown key in, used just now, with this weight."""
+        """Add an unknown key, used just now, with this weight."""
         self._now += 1
         level = int(_FINE * log2(weight))
         while level >= len(self._levels):
@@ -127,7 +145,7 @@ class LRFU(QueuePolicy[K, Entry]):
         self._levels[level][key] = None
 
     def remembers(self, key: K) -> bool:
-        """Whether it is known, or was."""
+        """Return whether a key is known, or was."""
         return key in self._entry or key in self._ghosts or key in self._skipped or key in self._candidates
 
     def _queued(self) -> int:
@@ -147,12 +165,12 @@ class LRFU(QueuePolicy[K, Entry]):
         return self._search()
 
     def _search(self) -> tuple[K, Entry] | None:
-        """Look at the fronts of all levels."""
+        """Take the lightest of the fronts of all levels."""
         entries, rise = self._entry, self.half_life / _FINE
         lightest, least, second = -1, _NEVER, _NEVER
         for level, queue in enumerate(self._levels):
             if queue:
-                weight = entries[next(iter(queue))][0] + level * rise  # of its logarithm, what differs between keys
+                weight = entries[next(iter(queue))][0] + level * rise  # varying part of its logarithm
                 if weight < least:
                     lightest, least, second = level, weight, least
                 elif weight < second:

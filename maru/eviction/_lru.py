@@ -1,4 +1,4 @@
-"""The least recently used key goes first: the order in which places have always been tidied, and the cheapest to keep."""
+"""The least recently used policy, which is the cheapest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from ._candidates import Candidates
 from ._contract import K
 
 _LONG: Final = 8
-"""From so many keys on, using them in C pays, where all are known: 64 take 2 us instead of 7."""
+"""Least number of keys for which using them in C pays.
+
+If all are known: 64 take 2 us instead of 7.
+"""
 
 
 class LRU(Generic[K]):
-    """Evicts the least recently used key. Rejects no key.
+    """Policy that evicts the least recently used key, and rejects none.
 
-    A held key met at the front is moved to the back: it is met again only after all that stood behind it has gone, so
+    A held key met at the front is moved to the back: it is met again only after all keys in front of it have gone, so
     passing over held keys costs amortized O(1), however many there are. (Scanning past a thousand held keys at the
     front made each eviction two hundred times slower.) The price: a held key counts as used when it is passed over.
     """
@@ -36,7 +39,10 @@ class LRU(Generic[K]):
         return f"<LRU of {len(self)} keys>"
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
-        """Move these keys to the back, in their order: the last one is the most recent."""
+        """Move these keys to the back, in order.
+
+        The last one is the most recent.
+        """
         order = self._order
         move_to_end = order.move_to_end
         if self._candidates:
@@ -48,22 +54,25 @@ class LRU(Generic[K]):
         if len(keys) >= _LONG:
             try:
                 deque(map(move_to_end, keys), 0)
-            except KeyError:  # not all are known: once more from the start
+            except KeyError:  # not all are known: start again
                 pass
             else:
                 return
         for key in keys:
-            order.setdefault(key)  # what is known of its depth stands
+            order.setdefault(key)  # a known depth stays
             move_to_end(key)
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """Choose the ``n`` least recently used keys that are not held, the deepest of the next ones first; rejects none."""
+        """Choose the ``n`` least recently used keys that are not held.
+
+        Of the next ones the deepest goes first. Rejects none.
+        """
         order, candidates = self._order, self._candidates
         known = len(self)
         victims: list[K] = []
-        # Each key is looked at once in one call, whatever goes back.
+        # Each key is checked once in one call, even if it goes back.
         left = min(len(order), n + self._most_passed)
-        no_depths = not candidates  # so far: then the first of the queue goes, with nothing to choose from
+        no_depths = not candidates  # so far: then the first of the queue goes, without a choice
         while len(victims) < n:
             if left and (no_depths or candidates.want(known)):
                 left -= 1
@@ -76,7 +85,7 @@ class LRU(Generic[K]):
                     candidates.add(key, depth, depth)
                     no_depths = False
             elif candidates:
-                # It may be held by now: pins do not tell a policy.
+                # It may be held by now: a policy is not notified of pins.
                 key, depth = candidates.pop(known)
                 if key in held:
                     order[key] = depth

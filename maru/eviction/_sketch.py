@@ -1,11 +1,13 @@
-"""How often a key was seen lately, roughly and in bounded memory: the sketch of TinyLFU. Pure.
+"""The sketch of TinyLFU: approximate recent use counts of keys. Pure.
 
-A count-min sketch with *conservative update* (of a key's counters only the lowest rise) and *aging* (when it has seen ten times
-the capacity, all counters are halved). Four rows of counters from 0 to 15, as many in a row as the capacity, rounded up to a
-power of two. The paper packs counters into half a byte; a byte each is quicker here, since halving is one call.
+Its memory is bounded. A count-min sketch with *conservative update* (of a key's counters only the lowest rise) and
+*aging* (after ten times the capacity in uses, all counters are halved). Four rows of counters from 0 to 15, as many in
+a row as the capacity, rounded up to a power of two. The paper packs counters into half a byte; a byte each is quicker
+here, since halving is one call.
 
-The hash is ours and not Python's ``hash``, which differs from process to process for text and bytes: the same uses give the
-same victims everywhere. Keys of other types are hashed by Python, as numbers are alike everywhere.
+The hash is ours and not Python's ``hash``, which differs from process to process for text and bytes: the same uses give
+the same victims everywhere. Keys of other types are hashed by Python, since its hashes of numbers are the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _ODD: Final = 0x9E3779B97F4A7C15  # the golden ratio, which spreads consecutive 
 
 
 def digest(key: Hashable) -> int:
-    """64 bits of a key."""
+    """Return 64 bits of a key's hash."""
     if isinstance(key, str):
         key = key.encode(errors="surrogatepass")
     if isinstance(key, bytes):
@@ -33,7 +35,7 @@ def digest(key: Hashable) -> int:
 
 
 class Sketch:
-    """Counts what it is shown, for a place of this capacity."""
+    """Approximate counts of keys, for a place of this capacity."""
 
     def __init__(self, capacity: int) -> None:
         width = 1 << max(4, (capacity - 1).bit_length())
@@ -43,7 +45,7 @@ class Sketch:
         self._seen = 0
 
     def add(self, key: Hashable) -> None:
-        """It was seen once more."""
+        """Count one use of a key."""
         row0, row1, row2, row3 = self._rows
         at0, at1, at2, at3 = self._places(key)
         least = min(row0[at0], row1[at1], row2[at2], row3[at3])
@@ -59,7 +61,7 @@ class Sketch:
                 row[:] = row.translate(_HALF)
 
     def count(self, key: Hashable) -> int:
-        """How often it was seen lately; sometimes more, never less."""
+        """Return the recent uses of a key; sometimes more, never less."""
         row0, row1, row2, row3 = self._rows
         at0, at1, at2, at3 = self._places(key)
         return min(row0[at0], row1[at1], row2[at2], row3[at3])

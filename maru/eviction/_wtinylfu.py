@@ -1,18 +1,20 @@
-"""W-TinyLFU: after a trial in a small window, a new key must have been used more often than the key it would evict.
+"""W-TinyLFU: a trial in a small window, then admission by frequency.
 
-After Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy" (ACM Transactions on Storage, 2017).
-The variant: the *window* is an LRU of one hundredth of the capacity; *main* is a segmented LRU, of which four fifths at most
-are *protected* (used again while in main) and the rest is on *probation*; frequencies come from a sketch (four rows, aged
-after ten times the capacity, see `_sketch`). No doorkeeper, no hill climbing, and none of the chance that
-Caffeine gives a loser now and then: it is the static policy of the paper.
+After the window, a new key must have been used more often than the key it would evict.
 
-A newcomer enters the window. Where room is needed and the window is longer than its share, its oldest, the *candidate*, meets
-the oldest on probation, the *victim* (or the oldest protected one, if none is on probation): the candidate moves to
-probation and the victim goes if the candidate was seen more often; else the candidate goes.
+After Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy" (ACM Transactions on Storage,
+2017). The variant: the *window* is an LRU of one hundredth of the capacity; *main* is a segmented LRU, of which four
+fifths at most are *protected* (used again while in main) and the rest is on *probation*; frequencies come from a sketch
+(four rows, aged after ten times the capacity, see `_sketch`). No doorkeeper, no hill climbing, and none of the random
+chances that Caffeine gives a loser: it is the static policy of the paper.
 
-What our contract adds: newcomers that are to enter stand behind the window, deepest first, as they will be used. Where the
-whole window is gone, they themselves are candidates. One that loses is rejected before it is copied, counted as seen; one that
-wins goes to probation when it is used. Main fills up before the first such comparison.
+A newcomer enters the window. If room is needed and the window is longer than its share, its oldest, the *candidate*,
+meets the oldest on probation, the *victim* (or the oldest protected one, if none is on probation): the candidate moves
+to probation and the victim goes if the candidate was used more often; else the candidate goes.
+
+Additions for our contract: newcomers that are to enter stand behind the window, deepest first, in the order of their
+coming use. If the whole window is gone, they themselves are candidates. One that loses is rejected before it is copied,
+counted as seen; one that wins goes to probation when it is used. Main fills up before the first such comparison.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from ._sketch import Sketch
 
 
 class WTinyLFU(QueuePolicy[K, int]):
-    """Evicts by frequency, and rejects a new key that was used less often than the key it would evict.
+    """Policy that evicts by frequency, and rejects rarely used newcomers.
 
-    Of newcomers the deepest is judged first in any case. Where depths are known, the victim that it meets is the deepest of
-    those that are next to go from main.
+    A newcomer is rejected if it was used less often than the key it would evict. Of newcomers the deepest is always
+    judged first. If depths are known, the victim that it meets is the deepest of the next ones to go from main.
 
     Args:
         window: the window's share of the capacity.
-        protected: the protected share of what is not window.
+        protected: the protected share of main.
     """
 
     def __init__(self, window: float = 0.01, protected: float = 0.8) -> None:
@@ -46,7 +48,7 @@ class WTinyLFU(QueuePolicy[K, int]):
         self._probation: OrderedDict[K, None] = OrderedDict()
         self._protected: OrderedDict[K, None] = OrderedDict()
         self._queues = (self._window, self._probation, self._protected)
-        self._admitted: set[K] = set()  # newcomers that won before they were there
+        self._admitted: set[K] = set()  # newcomers that won before they were put
         self._most_window = self._most_main = self._most_protected = 0
         self._sketch: Sketch | None = None
         self._sketched = 0
@@ -99,13 +101,19 @@ class WTinyLFU(QueuePolicy[K, int]):
         return victims, rejected
 
     def _victim(self, held: Container[K]) -> tuple[K, int] | None:
-        """Take the next victim out of main: one that is not held. Those before it are skipped."""
+        """Take the next victim that is not held out of main.
+
+        Those before it are skipped.
+        """
         while (taken := self._next(held)) is not None and taken[0] in held:
             self._skipped[taken[0]] = taken[1]
         return taken
 
     def _loses(self, victim: K, newcomer: K | None, candidate: K | None) -> bool:
-        """Whether the victim goes: it has no rival, or one that was seen more often."""
+        """Return whether the victim goes.
+
+        It goes if it has no rival, or one that was used more often.
+        """
         if newcomer is not None:
             return self._count(newcomer) + 1 > self._count(victim)
         return candidate is None or self._count(candidate) > self._count(victim)
@@ -118,7 +126,7 @@ class WTinyLFU(QueuePolicy[K, int]):
         self._most_window = max(1, int(capacity * self._window_share))
         self._most_main = capacity - self._most_window
         self._most_protected = int(self._most_main * self._protected_share)
-        if capacity >= 2 * self._sketched:  # and begins to count anew
+        if capacity >= 2 * self._sketched:  # the new sketch starts at zero
             self._sketch, self._sketched = Sketch(capacity), capacity
 
     def _use_all(self, keys: Sequence[K]) -> None:
@@ -156,7 +164,7 @@ class WTinyLFU(QueuePolicy[K, int]):
                 return
 
     def _fill_main(self) -> None:
-        """While main has room, what is too much for the window moves there unjudged."""
+        """Move the window's excess to main, unjudged, while main has room."""
         window, probation = self._window, self._probation
         room = self._most_main - len(probation) - len(self._protected) - len(self._candidates)
         for _ in range(min(room, len(window) - self._most_window)):
@@ -170,7 +178,10 @@ class WTinyLFU(QueuePolicy[K, int]):
         return None
 
     def _oldest(self, held: Container[K]) -> K | None:
-        """The oldest key of the window that is not held. Those before it are skipped."""
+        """Return the oldest key of the window that is not held.
+
+        Those before it are skipped.
+        """
         window = self._window
         while window:
             key = next(iter(window))

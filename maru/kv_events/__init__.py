@@ -1,11 +1,14 @@
-"""KV events: what a tier or a page store holds, told to routers as vLLM tells it, and mirrors that know when they may be wrong.
+"""KV events: changes of stored keys, published for routers.
 
-A publisher tells what its books of keys hold::
+They have vLLM's format. Mirrors follow them, and know when they may be out of date.
+
+A publisher reports the keys of its books::
 
     async with publish_events({"host": tier}, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"):
         ...
 
-Any reader of vLLM's KV events can follow it. One of ours also sees a restart, a silence and a gap that is not kept any more::
+Any reader of vLLM's KV events can follow it. A mirror also detects a restart, a silence and a gap that is not kept any
+more::
 
     async with open_mirror("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") as mirror:
         await mirror.wait_current()

@@ -1,8 +1,10 @@
-"""Key books: what knows which keys can be found, and tells of every change. A tier keeps one, and so does a directory.
+"""Key books: objects that know the stored keys, and report every change.
 
-Rule 1. A watcher is told of a change when it has taken effect, in the order of the changes, and never in the midst of one: the
-        keys that are listed are those that the changes told so far have led to.
-Rule 2. A watcher takes note and returns. One that raises is logged, and not told any more.
+A tier keeps one, and so does a directory.
+
+Rule 1. A watcher is called when a change has taken effect, in the order of the changes, and never in the midst of one:
+        the listed keys are those that result from the changes reported so far.
+Rule 2. A watcher takes note and returns. If it raises, that is logged, and it is not called any more.
 """
 
 from __future__ import annotations
@@ -22,32 +24,38 @@ class KeyWatcher(Protocol[K_contra]):
     """Receives the changes of a key book."""
 
     def stored(self, keys: Sequence[K_contra]) -> None:
-        """Called when these keys are stored. Synchronous; must not block."""
+        """Record that these keys were stored. Synchronous; must not block."""
         ...
 
     def removed(self, keys: Sequence[K_contra]) -> None:
-        """Called when these keys are gone. Synchronous; must not block."""
+        """Record that these keys are gone. Synchronous; must not block."""
         ...
 
 
 @runtime_checkable
 class KeyBook(Protocol[K]):
-    """Reports which keys a tier or a server has. Optional for a tier; recognised by the methods."""
+    """Report of the keys that a tier or a server has.
+
+    Optional for a tier; recognised by the methods.
+    """
 
     def list_keys(self) -> list[K]:
-        """All keys that are stored, in any order."""
+        """Return all stored keys, in any order."""
         ...
 
     def watch_keys(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
-        """Call ``watcher`` at every change until the returned function is called, which is idempotent."""
+        """Call ``watcher`` at every change, until the returned function is called.
+
+        The returned function is idempotent.
+        """
         ...
 
 
 class KeyList(Protocol[K_co]):
-    """Keys of a book as of one moment, as a list is."""
+    """Keys of a book at one moment, indexed like a list."""
 
     def __len__(self) -> int:
-        """Return how many positions there are, some maybe without a key."""
+        """Return the number of positions, some maybe without a key."""
         ...
 
     def __getitem__(self, part: slice, /) -> Sequence[K_co]:
@@ -59,17 +67,17 @@ class KeyList(Protocol[K_co]):
 class TranslatedBook(Protocol[K_co]):
     """A key book over the names of another one.
 
-    It is recognised by the method. To make a million keys of names takes a quarter of a second, so whoever needs a part at a
-    time asks for a list that makes them so.
+    It is recognised by the method. Converting a million names to keys takes a quarter of a second, so a caller that
+    needs a part at a time requests a list that converts on access.
     """
 
     def list_lazily(self) -> KeyList[K_co]:
-        """Return all stored keys, each made when it is asked for."""
+        """Return all stored keys, each made on access."""
         ...
 
 
 def list_lazily(book: KeyBook[K]) -> KeyList[K]:
-    """Return a book's keys as of now, in a short step."""
+    """Return a book's current keys, in a short step."""
     return book.list_lazily() if isinstance(book, TranslatedBook) else book.list_keys()
 
 
@@ -77,7 +85,7 @@ class KeyWatchers(Generic[K]):
     """The watchers of one book.
 
     Attributes:
-        all: the watchers. Empty while there is none: where changes are frequent, a book looks here before it tells.
+        all: the watchers. Empty if there is none: if changes are frequent, a book checks this before it reports them.
     """
 
     __slots__ = ("all",)
@@ -91,12 +99,12 @@ class KeyWatchers(Generic[K]):
         return lambda: self._remove(watcher)
 
     def stored(self, keys: Sequence[K]) -> None:
-        """Tell all watchers that these keys are stored."""
+        """Notify all watchers that these keys are stored."""
         for watcher in self.all:
             self._tell(watcher, watcher.stored, keys)
 
     def removed(self, keys: Sequence[K]) -> None:
-        """Tell all watchers that these keys are gone."""
+        """Notify all watchers that these keys are gone."""
         for watcher in self.all:
             self._tell(watcher, watcher.removed, keys)
 

@@ -1,9 +1,12 @@
-"""EventLog: the publisher's half of KV events. It numbers what happened, keeps the last of it, and tells what is held. Pure.
+"""EventLog: the publisher's half of KV events. Pure.
 
-Rule 1. The first batch of an epoch says that nothing is held. So readers that know no epochs forget what an earlier run told.
-Rule 2. A snapshot stands at the last sequence number given: whatever was collected before it is numbered first, and nothing may
-        happen between that and looking at what is held.
-Rule 3. Everything is bounded: a batch in hashes, what is kept for replays in bytes.
+It numbers the events, keeps the last ones, and makes snapshots of the stored keys.
+
+Rule 1. The first batch of an epoch clears all blocks. So readers that do not know epochs forget the events of an
+        earlier run.
+Rule 2. A snapshot is taken at the last sequence number: changes collected before it are numbered first, and nothing may
+        happen between that and listing the stored keys.
+Rule 3. Everything is bounded: a batch in hashes, the messages kept for replays in bytes.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from ._messages import (
 K = TypeVar("K")
 
 MOST_HASHES: Final = 1_024
-"""In one batch."""
+"""Most hashes in one batch."""
 
 
 class EventLog:
-    """What happened in one epoch.
+    """The events of one epoch.
 
     Args:
-        epoch: of this run of the publisher: random, and not 0.
-        rank: the engine's data-parallel rank, where it has one.
-        block_size: tokens in a block, where that is known.
-        kept_bytes: of payloads that can be asked for again.
+        epoch: number of this run of the publisher: random, and not 0.
+        rank: the engine's data-parallel rank, if it has one.
+        block_size: tokens in a block, if known.
+        kept_bytes: most bytes of payloads that can be requested again.
     """
 
     def __init__(self, epoch: int, *, rank: int | None = None, block_size: int = 0, kept_bytes: int = 16 << 20) -> None:
@@ -53,24 +56,24 @@ class EventLog:
 
     @property
     def last(self) -> int:
-        """The last sequence number given; -1 before the first."""
+        """Last sequence number given; -1 before the first."""
         return self._last
 
     # --- recording ------------------------------------------------------------------------------------------------
 
     def stored(self, medium: str, hashes: Sequence[BlockHash]) -> None:
-        """These can be found in this medium from now on."""
+        """Record that these blocks can now be found in this medium."""
         self._collect(BlockStored, medium, hashes)
 
     def removed(self, medium: str, hashes: Sequence[BlockHash]) -> None:
-        """These cannot be found in this medium any more."""
+        """Record that these blocks cannot be found in this medium any more."""
         self._collect(BlockRemoved, medium, hashes)
 
     def _collect(self, kind: type[BlockStored | BlockRemoved], medium: str, hashes: Sequence[BlockHash]) -> None:
         if not hashes:
             return
-        # One event for what happened in one go: an order between a store and a removal of the same block must stay, one between
-        # two stores says nothing.
+        # One event for consecutive changes of a kind: the order of a store and a removal of the same block matters,
+        # that of two stores does not.
         if self._collected and self._collected[-1][:2] == (kind, medium):
             self._collected[-1][2].extend(hashes)
         else:
@@ -79,7 +82,10 @@ class EventLog:
     # --- publishing -----------------------------------------------------------------------------------------------
 
     def take(self, now: float) -> list[EventMessage]:
-        """Number what was collected. Each message must be sent, in order."""
+        """Assign numbers to the collected changes, and return the messages.
+
+        Each message must be sent, in order.
+        """
         messages = [] if self._begun else [self._number(now, [AllBlocksCleared()])]
         self._begun = True
         collected, self._collected = self._collected, []
@@ -88,25 +94,29 @@ class EventLog:
         return messages
 
     def heartbeat(self, now: float) -> EventMessage:
-        """A sign of life, once :meth:`take` was called: it tells the last number, and that nothing happened since."""
+        """Return a message without events, once :meth:`take` was called.
+
+        It carries the last number, and shows that nothing happened since.
+        """
         return EventMessage(self._last, self._pack(now, []))
 
     def replay(self, start: int, now: float) -> Iterator[Answer]:
-        """What was told from ``start`` on, as far as it is kept, and the end."""
+        """Return the kept events from ``start`` on, and the end."""
         kept, end = list(self._kept), Answer(None, self._pack(now, []))
         return chain((Answer(*message) for message in kept if message.sequence >= start), (end,))
 
     def snapshot(
         self, held: Mapping[str, KeyList[K]], now: float, names: Callable[[Sequence[K]], Sequence[BlockHash]]
     ) -> Iterator[Answer]:
-        """Everything that is held now, in parts, and the end. Nothing may be left in the collection: :meth:`take` goes first.
+        """Return all stored keys, in parts, and the end.
 
-        What it says is decided by this call, whenever the parts are taken. Making one costs the same whatever is held.
+        No change may be uncollected: call :meth:`take` first. The contents are determined by this call, however late
+        the parts are taken. Its cost does not depend on the number of keys.
 
         Args:
-            held: what can be found, by medium; not to be changed until the last part was taken.
+            held: the stored keys, by medium; not to be changed until the last part was taken.
             now: the time, in seconds since 1970.
-            names: names some of these.
+            names: returns the block hashes of some keys.
         """
         assert self._begun and not self._collected, "what was collected would be told after what it led to"
         return self._answers(held, now, names, self._last)

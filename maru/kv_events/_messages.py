@@ -1,13 +1,13 @@
-"""KV events on the wire: the messages that routers of inference engines read, and how a mirror asks for what it missed. Pure.
+"""KV events on the wire: event messages and a mirror's requests. Pure.
 
-An event message has three frames: a topic, a sequence number, and a batch in MessagePack. That is ``[ts, events,
-data_parallel_rank]`` as vLLM publishes it, and two elements more, which its readers pass over: the epoch, and the last sequence
-number given.
+Routers of inference engines read the messages. An event message has three frames: a topic, a sequence number, and a
+batch in MessagePack. That is ``[ts, events, data_parallel_rank]`` as vLLM publishes it, and two elements more, which
+its readers ignore: the epoch, and the last sequence number given.
 
-Rule 1. Sequence numbers of an epoch begin with 0 and have no gap. A batch without events (a *heartbeat*) takes none: it carries
-        that of the last one, so a reader that knows nothing of heartbeats takes it for a repetition.
-Rule 2. An epoch is one run of a publisher, and never 0. Numbers of two epochs have nothing to do with each other.
-Rule 3. What is malformed is a :class:`BadEvent`. It changes nothing.
+Rule 1. Sequence numbers of an epoch begin with 0 and have no gap. A batch without events (a *heartbeat*) takes none: it
+        carries that of the last one, so a reader that does not know heartbeats treats it as a repetition.
+Rule 2. An epoch is one run of a publisher, and never 0. Numbers of two epochs are unrelated.
+Rule 3. A malformed message raises :class:`BadEvent`. It changes nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ import attrs
 import msgspec
 
 BlockHash: TypeAlias = bytes | int
-"""What names a block: the bytes of its key, or a number, as some engines have it."""
+"""Name of a block: its key's bytes, or a number.
+
+Some engines use numbers.
+"""
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number: the answer to a request ends here."""
+"""Marker of an answer's end, in place of a sequence number."""
 _SNAPSHOT: Final = b"snapshot"
-"""In place of the number from which on to replay: that one will never be given."""
+"""Marker of a snapshot request, in place of a replay's first number.
+
+That number is never given.
+"""
 
 
 class BadEvent(ValueError):
@@ -32,9 +38,9 @@ class BadEvent(ValueError):
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """These blocks can be found in ``medium`` from now on.
+    """Event: blocks can be found in ``medium`` from now on.
 
-    What a tier does not know of its blocks (their tokens, what they continue) has the value that says so.
+    Facts that a tier does not know about its blocks (their tokens, their parent) have a value that means unknown.
     """
 
     block_hashes: list[BlockHash]
@@ -47,42 +53,42 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """These blocks cannot be found in ``medium`` any more."""
+    """Event: blocks cannot be found in ``medium`` any more."""
 
     block_hashes: list[BlockHash]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """No block can be found anywhere."""
+    """Event: no block can be found anywhere."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Events that are told together, in order."""
+    """Events that are published together, in order."""
 
     ts: float
-    """When, in seconds since 1970."""
+    """Time, in seconds since 1970."""
     events: list[Event]
-    """What happened; nothing, in a heartbeat."""
+    """Events in order; none in a heartbeat."""
     data_parallel_rank: int | None = None
-    """Of the engine's replica that tells."""
+    """Rank of the publishing engine's replica."""
     epoch: int = 0
-    """Which run of the publisher tells; 0 where it does not say, as other publishers do not."""
+    """Run of the publisher; 0 if unknown, as from other publishers."""
     last: int = -1
-    """The last sequence number given in this epoch."""
+    """Last sequence number given in this epoch."""
 
 
 class EventMessage(NamedTuple):
-    """A batch, packed, and its sequence number."""
+    """A packed batch, and its sequence number."""
 
     sequence: int
     payload: bytes
 
     def frames(self, topic: bytes) -> list[bytes]:
-        """Its frames."""
+        """Return the frames of the message."""
         return [topic, self.sequence.to_bytes(8, "big"), self.payload]
 
 
@@ -91,19 +97,19 @@ _unpack = msgspec.msgpack.Decoder(Batch).decode
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """A batch, as a payload."""
+    """Pack a batch into a payload."""
     return _pack(batch)
 
 
 def unpack_batch(payload: bytes) -> Batch:
-    """The batch of a payload.
+    """Unpack the batch of a payload.
 
     Raises:
-        BadEvent: it is none, or of a publisher that does not tell its epoch.
+        BadEvent: the payload is not a batch, or its publisher sends no epoch.
     """
     try:
         batch = _unpack(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # ValueError: a text that is no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # ValueError: a text that is not UTF-8
         raise BadEvent(f"no batch of KV events: {exc}") from None
     if batch.epoch <= 0:
         raise BadEvent(f"epoch = {batch.epoch}: without one, a restart of the publisher could not be told from silence")
@@ -111,46 +117,49 @@ def unpack_batch(payload: bytes) -> Batch:
 
 
 def unpack_message(frames: Sequence[bytes]) -> EventMessage:
-    """The sequence number and the payload of an event message's frames.
+    """Return the sequence number and the payload of an event message.
 
     Raises:
-        BadEvent: these are not the frames of one.
+        BadEvent: the frames are not those of an event message.
     """
     if len(frames) != 3 or len(frames[1]) != 8:
         raise BadEvent(f"an event message has a topic, 8 bytes of sequence and a payload, not {len(frames)} frames")
     return EventMessage(int.from_bytes(frames[1], "big"), frames[2])
 
 
-# --- what a mirror asks for -------------------------------------------------------------------------------------------
+# --- a mirror's requests ----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Replay:
-    """Tell again what was told from this sequence number on, as far as it is kept. As vLLM's subscribers ask."""
+    """Request to repeat the kept events from a sequence number on.
+
+    vLLM's subscribers send the same.
+    """
 
     start: int
 
 
 @attrs.frozen
 class Snapshot:
-    """Tell everything that is held."""
+    """Request for all stored keys."""
 
 
 Request: TypeAlias = Replay | Snapshot
 
 
 def pack_request(request: Request) -> list[bytes]:
-    """The frames of a request, as a DEALER sends them."""
+    """Return the frames of a request, as a DEALER sends them."""
     if isinstance(request, Replay):
         return [b"", request.start.to_bytes(8, "big")]
     return [b"", _SNAPSHOT]
 
 
 def unpack_request(frames: Sequence[bytes]) -> Request:
-    """The request with these frames, without the one that names the peer.
+    """Return the request in these frames, without the peer's frame.
 
     Raises:
-        BadEvent: it is none.
+        BadEvent: the frames are not a request.
     """
     match frames:
         case [b"", b"snapshot"]:
@@ -163,27 +172,36 @@ def unpack_request(frames: Sequence[bytes]) -> Request:
 
 @attrs.frozen
 class Answer:
-    """One message of an answer: to a :class:`Replay` an event message, to a :class:`Snapshot` a part of it; then the end."""
+    """One message of an answer.
+
+    For a :class:`Replay` an event message, for a :class:`Snapshot` a part of it; then the end.
+    """
 
     sequence: int | None
-    """Of the event message; of the last one before the snapshot; None at the end."""
+    """Number of the event message, or the last before the snapshot.
+
+    None at the end.
+    """
     payload: bytes
-    """The batch; at the end a heartbeat."""
+    """Packed batch; at the end a heartbeat."""
     part: int | None = None
-    """The number of this part of the snapshot; at its end, how many there were. None in a replay."""
+    """Number of this part of a snapshot; None in a replay.
+
+    At the end, the number of all parts.
+    """
 
     def frames(self, topic: bytes) -> list[bytes]:
-        """Its frames, without the one that names the peer."""
+        """Return the frames of the answer, without the peer's frame."""
         number = END if self.sequence is None else self.sequence.to_bytes(8, "big")
         frames = [b"", topic, number, self.payload]
         return frames if self.part is None else [*frames, self.part.to_bytes(8, "big")]
 
 
 def unpack_answer(frames: Sequence[bytes]) -> Answer:
-    """The answer with these frames.
+    """Return the answer in these frames.
 
     Raises:
-        BadEvent: it is none.
+        BadEvent: the frames are not an answer.
     """
     if not 4 <= len(frames) <= 5 or frames[0] or any(len(number) != 8 for number in (frames[2], *frames[4:])):
         raise BadEvent(f"no answer to a request for KV events: frames of {[*map(len, frames)]} bytes")
@@ -192,7 +210,10 @@ def unpack_answer(frames: Sequence[bytes]) -> Answer:
 
 
 def hash_of_hex(key: str) -> BlockHash | None:
-    """The bytes that a key is the hexadecimal text of, as it is written from bytes; None for any other key."""
+    """Return the bytes of a key in hexadecimal; None for other keys.
+
+    The key must be exactly the text that is written from those bytes.
+    """
     try:
         name = bytes.fromhex(key)
     except ValueError:

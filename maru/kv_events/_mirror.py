@@ -1,15 +1,19 @@
-"""Mirror: the reader's side of KV events. It holds what a publisher holds, and knows when this may be out of date. Pure.
+"""Mirror: the reader's copy of a publisher's stored keys. Pure.
 
-Messages, requests and answers may be lost, repeated, reordered or late, and the publisher may be killed at any point and
-restart with other blocks. In all these cases a mirror holds what its publisher held at one point of its epoch, and
-:meth:`Mirror.is_current` is true only if that was recently the last point.
+It knows when it may be out of date.
+
+Messages, requests and answers may be lost, repeated, reordered or late, and the publisher may be killed at any point
+and restart with other blocks. In all these cases a mirror has the keys that its publisher had at one point of its
+epoch, and :meth:`Mirror.is_current` is true only if that was recently the last point.
 
 Rule 1. Events are applied in the order of their numbers, each once. Early ones are kept; missing ones are requested.
-Rule 2. If missing events are not kept by the publisher any more, or the epoch changes, a snapshot is requested. Only its answer
-        changes the epoch: the numbers of epochs have no order, but a publisher that has ended does not answer.
-Rule 3. Events that came before a snapshot was requested are in the snapshot, or of an earlier epoch: they are dropped then.
-Rule 4. One request is under way at a time. Without an answer for ``retry_after``, it becomes one for a snapshot. Without events
-        for ``stale_after`` the publisher is asked for new ones, over the connection on which it answers.
+Rule 2. If missing events are not kept by the publisher any more, or the epoch changes, a snapshot is requested. Only
+        its answer changes the epoch: the numbers of epochs have no order, but a publisher that has ended does not
+        answer.
+Rule 3. Events that came before a snapshot was requested are in the snapshot, or of an earlier epoch: they are dropped
+        then.
+Rule 4. One request is under way at a time. Without an answer for ``retry_after``, it becomes one for a snapshot.
+        Without events for ``stale_after`` the publisher is asked for new ones, over the connection on which it answers.
 """
 
 from __future__ import annotations
@@ -34,36 +38,39 @@ from ._messages import (
 )
 
 MOST_EARLY: Final = 1_024
-"""Messages that may be kept as too early; one more, and a snapshot costs less."""
+"""Most early messages that are kept.
+
+With one more, a snapshot costs less.
+"""
 
 
 @attrs.frozen
 class MirrorStatistics:
-    """A snapshot of a mirror; counters since it was made."""
+    """A snapshot of a mirror's state; counters since it was made."""
 
     epoch: int
-    """Of the publisher; 0 before the first snapshot."""
+    """Epoch of the publisher; 0 before the first snapshot."""
     sequence: int
-    """Of the last event message that was applied; -1 before the first."""
+    """Number of the last applied event message; -1 before the first."""
     blocks: int
-    """Held, over all media."""
+    """Keys in the mirror, over all media."""
     applied: int
     """Event messages that were applied."""
     repeated: int
     """Event messages that had been applied before."""
     gaps: int
-    """How often messages were missing, or of another epoch."""
+    """Number of times that messages were missing, or of another epoch."""
     replays: int
-    """How often they were asked for."""
+    """Requests for missing messages."""
     snapshots: int
-    """How often a snapshot was asked for."""
+    """Requests for a snapshot."""
 
 
 class Mirror:
-    """A copy of the keys that a publisher of KV events has, by medium.
+    """A copy of an event publisher's keys, by medium.
 
     Args:
-        stale_after: seconds without news of the publisher after which it is asked, and this is not current any more.
+        stale_after: seconds without news after which the publisher is asked, and the mirror is not current any more.
         retry_after: seconds after which an unanswered request is given up.
     """
 
@@ -74,10 +81,10 @@ class Mirror:
         self._last = -1  # the highest number that is known to have been given in this epoch
         self._held: dict[str | None, set[BlockHash]] = {}
         self._early: dict[int, Batch] = {}
-        self._early_epoch = 0  # of what is kept while a snapshot is under way
+        self._early_epoch = 0  # epoch of the messages kept while a snapshot is under way
         self._parts: dict[int, Batch] = {}
-        self._parts_of = (0, -1)  # epoch and last number of the snapshot that these are of
-        self._parts_wanted = -1  # until the end has come
+        self._parts_of = (0, -1)  # epoch and last number of the snapshot that the parts belong to
+        self._parts_wanted = -1  # -1 until the end has come
         self._asked: Request | None = None
         self._asked_at = self._heard_at = float("-inf")
         self._to_send: Request | None = None
@@ -86,19 +93,25 @@ class Mirror:
     # --- queries --------------------------------------------------------------------------------------------------
 
     def is_current(self, now: float) -> bool:
-        """Whether it had all of the publisher's keys at most ``stale_after`` and a round trip ago."""
+        """Return whether the copy was complete a short time ago.
+
+        At most ``stale_after`` and a round trip ago.
+        """
         return self._epoch != 0 and self._asked is None and now - self._heard_at <= self._stale_after
 
     def held(self) -> Mapping[str | None, AbstractSet[BlockHash]]:
-        """The keys by medium. A view: it changes with the mirror."""
+        """Return the keys by medium, as a live view.
+
+        It changes with the mirror.
+        """
         return self._held
 
     def media_of(self, block_hash: BlockHash) -> frozenset[str | None]:
-        """The media that have this block."""
+        """Return the media that have this block."""
         return frozenset([medium for medium, hashes in self._held.items() if block_hash in hashes])
 
     def prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of the first keys are there without a gap, in any medium."""
+        """Return the number of leading keys that are in any medium."""
         media = [*self._held.values()]
         for length, block_hash in enumerate(block_hashes):
             if not any(block_hash in hashes for hashes in media):
@@ -106,7 +119,7 @@ class Mirror:
         return len(block_hashes)
 
     def statistics(self) -> MirrorStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return MirrorStatistics(
             epoch=self._epoch,
             sequence=self._next - 1,
@@ -118,10 +131,10 @@ class Mirror:
             snapshots=self._snapshots,
         )
 
-    # --- what is to be sent ---------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Update the time: repeat a request without an answer, and ask a publisher that is silent."""
+        """Update the time: repeat an unanswered request, and query a silent publisher."""
         if self._asked is not None:
             if now - self._asked_at >= self._retry_after:
                 self._ask_snapshot(now)
@@ -132,7 +145,10 @@ class Mirror:
             self._replays += 1
 
     def take_request(self) -> Request | None:
-        """The request to send to the publisher now, if any. It may be lost."""
+        """Return the request to send to the publisher now, if any.
+
+        It may be lost.
+        """
         request, self._to_send = self._to_send, None
         return request
 
@@ -142,7 +158,7 @@ class Mirror:
         """Apply an event message, published or replayed.
 
         Raises:
-            BadEvent: it is none. Nothing has changed.
+            BadEvent: the message is malformed. Nothing has changed.
         """
         number, batch = message.sequence, unpack_batch(message.payload)
         if isinstance(self._asked, Snapshot):
@@ -157,7 +173,7 @@ class Mirror:
         """Apply a part of an answer.
 
         Raises:
-            BadEvent: it is none. Nothing has changed.
+            BadEvent: the part is malformed. Nothing has changed.
         """
         if answer.part is not None:
             self._receive_part(answer, answer.part, now)
@@ -169,18 +185,18 @@ class Mirror:
             batch = unpack_batch(answer.payload)
             self._asked = None
             if batch.epoch != self._epoch or max(batch.last, self._last) >= self._next:
-                self._ask_snapshot(now)  # what is missing is not kept any more
+                self._ask_snapshot(now)  # the missing events are not kept any more
             else:
                 self._heard_at = now
 
     def _receive_part(self, answer: Answer, part: int, now: float) -> None:
         batch = unpack_batch(answer.payload)
         if not isinstance(self._asked, Snapshot):
-            return  # it has been answered
+            return  # the snapshot is complete already
         self._asked_at = now
         if (batch.epoch, batch.last) != self._parts_of:
-            # Several requests are under way where one was given up. Changes may between their answers, which must not mix: of
-            # one epoch and number, they say the same.
+            # If a request was given up, several are under way. Changes may lie between their answers, which must not
+            # mix: parts of the same epoch and number have the same contents.
             self._parts.clear()
             self._parts_of, self._parts_wanted = (batch.epoch, batch.last), -1
         if answer.sequence is None:
@@ -193,7 +209,7 @@ class Mirror:
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _take(self, number: int, batch: Batch, now: float) -> None:
-        """A message of this epoch, with no snapshot under way."""
+        """Apply a message of this epoch, with no snapshot under way."""
         self._last = max(self._last, number, batch.last)
         if not batch.events:
             pass
@@ -203,7 +219,7 @@ class Mirror:
             self._early[number] = batch
             self._apply_early()
         if self._last < self._next:
-            # No number is missing: this may have answered what was asked.
+            # No number is missing: this may have answered the request.
             self._heard_at = now
             self._asked = None
         elif len(self._early) > MOST_EARLY:
@@ -231,9 +247,10 @@ class Mirror:
                     del self._held[event.medium]
 
     def _keep(self, number: int, batch: Batch) -> None:
-        """Keep a message that came while a snapshot is under way: it may continue where the snapshot ends.
+        """Keep a message that came while a snapshot is under way.
 
-        Of several epochs the latest one seen is kept: other messages will be requested, or are of an earlier epoch.
+        It may continue after the snapshot. Of several epochs the latest one seen is kept: other messages will be
+        requested, or are of an earlier epoch.
         """
         if batch.epoch != self._early_epoch or len(self._early) >= MOST_EARLY:
             self._early.clear()
@@ -242,7 +259,7 @@ class Mirror:
             self._early[number] = batch
 
     def _begin(self, batch: Batch, now: float) -> None:
-        """The snapshot is complete: begin anew where it stands."""
+        """Replace the keys by those of the complete snapshot."""
         self._held.clear()
         for part in self._parts.values():
             self._apply(part)
@@ -250,7 +267,8 @@ class Mirror:
         self._asked, self._heard_at = None, now
         early, self._early, self._parts = self._early, {}, {}
         if self._early_epoch not in (0, self._epoch):
-            # It came after the snapshot was asked for. Whether it is of the run that answered last is not known.
+            # The messages came after the snapshot was requested. Whether they are of the run that answered last is
+            # unknown.
             self._gaps += 1
             self._ask_snapshot(now)
             return

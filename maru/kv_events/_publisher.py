@@ -1,14 +1,18 @@
-"""Publishes KV events: a PUB socket for the events, and a ROUTER that answers readers which missed some.
+"""Publisher of KV events, and of answers to requests.
 
-Rule 1. A change of a book is collected where it happens, and published by one task a little later, so that changes of the
-        same moment leave in one batch. Without changes it publishes a heartbeat.
-Rule 2. A reader that does not read misses events, and never delays the publisher; it will see the gap and ask.
-Rule 3. Each reader is answered by itself, a part at a time, and a bounded number at once. One that takes no part for five
-        seconds gets no more, and where others wait for its place, the one that has taken none for the longest leaves it. Who
-        waits for the list of what is held has been offered none, and stays.
-Rule 4. What is held is listed for one reader at a time, and for a bounded share of the time: that alone grows with the books.
-Rule 5. An epoch begins with what is held, named and told a part at a time. What changes meanwhile is told behind it, in its
-        order, and only then is a reader answered: nobody is told that a key went, or is back, before it came.
+It has a PUB socket for the events, and a ROUTER for readers that missed some.
+
+Rule 1. A change of a book is collected at once, and published by one task a little later, so that changes of the same
+        moment leave in one batch. Without changes it publishes a heartbeat.
+Rule 2. A reader that does not read misses events, and never delays the publisher; it will see the gap and request them.
+Rule 3. Each reader is answered separately, a part at a time, and a bounded number at once. One that takes no part for
+        five seconds gets no more, and if others wait for its place, the one that has taken none for the longest loses
+        its place. A reader that waits for the list of keys has not been offered a part yet, and stays.
+Rule 4. The keys are listed for one reader at a time, and for a bounded share of the time: only that cost grows with the
+        books.
+Rule 5. An epoch begins with the stored keys, named and published a part at a time. Changes during that are published
+        after them, in order, and only then is a reader answered: no reader learns that a key went, or is back, before
+        it came.
 """
 
 from __future__ import annotations
@@ -33,20 +37,32 @@ from ._messages import Answer, BadEvent, BlockHash, Replay, Request, unpack_requ
 _GATHER_TIME: Final = 0.005
 _ANSWER_TIMEOUT: Final = 5.0
 _MOST_REQUESTS: Final = 64
-"""Read at once: of each reader the last one is answered."""
+"""Requests read at once.
+
+Only the last one of each reader is answered.
+"""
 _MOST_READERS: Final = 16
-"""Answered at once: for each, a list of all keys is kept."""
+"""Readers answered at once.
+
+For each, a list of all keys is kept.
+"""
 _PATIENCE: Final = 0.1
-"""Seconds without a part taken after which a reader leaves its place to others."""
+"""Seconds without a part taken, after which a reader loses its place.
+
+Only if others wait for it.
+"""
 _REST: Final = 4.0
-"""Times what listing the books has taken, until they are listed again."""
+"""Pause between two listings of the books.
+
+In units of the last one's duration.
+"""
 
 NameOf = Callable[[Any], "BlockHash | None"]
-"""The block hash of a key; None for a key that is not told."""
+"""Function that returns a key's block hash; None for unpublished keys."""
 
 
 def same_name(key: Any) -> BlockHash:
-    """The key itself."""
+    """Return the key itself."""
     name: BlockHash = key
     return name
 
@@ -56,27 +72,32 @@ class PublisherStatistics:
     """A snapshot of a publisher; counters since it was opened."""
 
     epoch: int
-    """Of this run."""
+    """Epoch of this run."""
     sequence: int
-    """The last number given."""
+    """Last sequence number given."""
     heartbeats: int
     """Batches without events."""
     replays: int
-    """Requests for what was told before that were answered."""
+    """Answered requests for missed events."""
     snapshots: int
-    """Requests for everything that were answered."""
+    """Answered requests for all keys."""
     bad_requests: int
-    """What came and was no request."""
+    """Messages that were not requests."""
     given_up: int
-    """Answers that a reader did not take in time, or whose reader had gone."""
+    """Answers that a reader did not take in time.
+
+    Or whose reader had gone.
+    """
 
 
 class EventPublisher:
-    """Publishes the keys of some books. Made by :func:`open_publisher` and :func:`publish_events` only.
+    """Publisher of the keys of some books.
+
+    Made by :func:`open_publisher` and :func:`publish_events` only.
 
     Attributes:
-        endpoint: the address of the events, with the port that was chosen.
-        answers_endpoint: the address at which readers ask for what they missed.
+        endpoint: the address of the events, with the chosen port.
+        answers_endpoint: the address at which readers request missed events.
     """
 
     def __init__(
@@ -94,7 +115,7 @@ class EventPublisher:
         self._name_of: NameOf = same_name
         self._news = trio.Event()
         self._early: deque[tuple[Callable[[str, Sequence[BlockHash]], None], str, list[BlockHash]]] | None = None
-        """Changes that came before what the books held was told; ``None`` once that is."""
+        """Changes during the publication of the initial keys; ``None`` afterwards."""
         self._answering: dict[bytes, _Answering] = {}
         self._place = trio.lowlevel.ParkingLot()
         self._listing = trio.Lock()
@@ -106,7 +127,7 @@ class EventPublisher:
         return f"<EventPublisher at {self.endpoint} of {', '.join(self._books)}>"
 
     def statistics(self) -> PublisherStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return PublisherStatistics(
             self._log.epoch,
             self._log.last,
@@ -124,14 +145,15 @@ class EventPublisher:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Publish what these books hold, as a new epoch, until cancelled. Then it may be called again, with other ones.
+        """Publish the keys of these books, as a new epoch, until cancelled.
 
-        No reader is answered in between: a mirror is not current before the first call, nor long after one has ended.
+        Then it may be called again, with other books. No reader is answered in between: a mirror is not current before
+        the first call, nor long after one has ended.
 
         Args:
-            books: what is published, by medium.
+            books: the books to publish, by medium.
             name_of: the block hash of a key, or None for a key that is not published.
-            task_status: started when what the books hold was published.
+            task_status: started when the initial keys of the books were published.
         """
         self._log, self._news = self._new_log(), trio.Event()
         self._books, self._name_of = books, name_of
@@ -148,7 +170,10 @@ class EventPublisher:
                 nursery.start_soon(self._answer_requests)
 
     async def _tell_held(self, held: Mapping[str, KeyList[Any]]) -> None:
-        """Tell what the books held, a part at a time; then what has changed meanwhile, which is kept back until then."""
+        """Publish the initial keys, a part at a time; then the changes.
+
+        Changes during the publication are kept back until its end.
+        """
         self._tell()
         for medium, keys in held.items():
             for start in range(0, len(keys), MOST_HASHES):
@@ -165,7 +190,10 @@ class EventPublisher:
         self._early = None
 
     def _collect(self, record: Callable[[str, Sequence[BlockHash]], None], medium: str, keys: Sequence[Any]) -> None:
-        """Record a change in the log, or keep it back as long as the log lacks what it has changed."""
+        """Record a change in the log, or keep it back.
+
+        It is kept back while the log lacks the initial keys.
+        """
         names = self._names(keys)
         if self._early is None:
             record(medium, names)
@@ -211,7 +239,10 @@ class EventPublisher:
                     nursery.start_soon(self._answer, reader, request, one)
 
     async def _wait_for_a_place(self) -> None:
-        """Wait until one more may be answered. Whoever reads nothing gives up its place."""
+        """Wait until one more reader may be answered.
+
+        A reader that reads nothing loses its place.
+        """
         while len(self._answering) >= _MOST_READERS:
             slowest = min(self._answering.values(), key=lambda one: one.since)
             patience = slowest.since + _PATIENCE - trio.current_time()
@@ -222,7 +253,10 @@ class EventPublisher:
                 await self._place.park()
 
     def _last_requests(self, messages: Iterable[Message]) -> dict[bytes, Request]:
-        """The last request of each reader: it has given up those before."""
+        """Return the last request of each reader.
+
+        It has given up those before.
+        """
         requests: dict[bytes, Request] = {}
         for reader, *frames in messages:
             try:
@@ -232,7 +266,7 @@ class EventPublisher:
         return requests
 
     def _answers_to(self, request: Request) -> Iterable[Answer]:
-        # No checkpoint between telling what was collected and listing what is held: a snapshot stands at the last number.
+        # No checkpoint between numbering the collected changes and listing the keys: a snapshot has the last number.
         self._tell()
         if isinstance(request, Replay):
             self._replays += 1
@@ -269,15 +303,18 @@ class _Answering:
     """A reader that is being answered."""
 
     since: float = math.inf
-    """When it took a part last, or could begin to; infinite until what is held was listed for it."""
+    """Time when it last took a part, or could begin to.
+
+    Infinite until the keys were listed for it.
+    """
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     is_replaced: bool = False
-    """It has asked for something else."""
+    """Whether the reader has sent another request."""
 
 
 @attrs.frozen(eq=False)
 class _Collector:
-    """Collects the changes of one book."""
+    """Watcher that collects the changes of one book."""
 
     publisher: EventPublisher
     medium: str
@@ -303,21 +340,23 @@ async def publish_events(
     kept_bytes: int = 16 << 20,
     options: SocketOptions | None = None,
 ) -> AsyncIterator[EventPublisher]:
-    """Publish the contents of these books as KV events, for the length of an ``async with`` block.
+    """Publish the keys of these books as KV events, in a block.
 
     Each opening is a new epoch. Use it in the trio run that uses the books.
 
     Args:
-        books: what is told, by medium: ``{"host": tier, ...}``. A tier is one where it has ``list_keys`` and ``watch_keys``.
-        endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
-        answers_endpoint: where readers ask for what they missed, and for everything.
+        books: the books to publish, by medium: ``{"host": tier, ...}``. A tier is one if it has ``list_keys`` and
+            ``watch_keys``.
+        endpoint: address of the events: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe
+            here.
+        answers_endpoint: address at which readers request missed events, and all keys.
         name_of: the block hash of a key, or None for a key that is not published.
-        topic: see :func:`open_publisher`, as for what follows.
-        heartbeat: of :func:`open_publisher`.
-        rank: of :func:`open_publisher`.
-        block_size: of :func:`open_publisher`.
-        kept_bytes: of :func:`open_publisher`.
-        options: of :func:`open_publisher`.
+        topic: see :func:`open_publisher`, as for the following arguments.
+        heartbeat: see :func:`open_publisher`.
+        rank: see :func:`open_publisher`.
+        block_size: see :func:`open_publisher`.
+        kept_bytes: see :func:`open_publisher`.
+        options: see :func:`open_publisher`.
 
     Raises:
         OSError: an address cannot be used.
@@ -352,19 +391,20 @@ async def open_publisher(
     kept_bytes: int = 16 << 20,
     options: SocketOptions | None = None,
 ) -> AsyncIterator[EventPublisher]:
-    """Open the sockets of a publisher, for the length of an ``async with`` block: for books that are not there yet, or change.
+    """Open the sockets of a publisher, for an ``async with`` block.
 
-    Its :meth:`EventPublisher.publish` publishes.
+    For books that do not exist yet, or change: :meth:`EventPublisher.publish` publishes.
 
     Args:
-        endpoint: where to tell.
-        answers_endpoint: where readers ask.
+        endpoint: address of the events.
+        answers_endpoint: address at which readers send requests.
         topic: the first frame of each message; llm-d's routers expect ``kv@<pod>@<model>``.
         heartbeat: seconds without a change after which an empty batch is published.
         rank: the engine's data-parallel rank, if it has one.
         block_size: tokens in a block, if known.
-        kept_bytes: of published batches that can be requested again. A reader that missed more requests a snapshot.
-        options: bounds and CURVE keys of both sockets. Every process that can connect may read which keys there are: without
+        kept_bytes: most bytes of published batches that can be requested again. A reader that missed more requests a
+            snapshot.
+        options: bounds and CURVE keys of both sockets. Every process that can connect may read the keys: without CURVE
             keys, use addresses of this host.
 
     Raises:

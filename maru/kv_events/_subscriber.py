@@ -1,4 +1,7 @@
-"""Following KV events: a mirror that is kept up to date over a SUB socket, and asks over a DEALER for what it missed."""
+"""Subscriber of KV events: a mirror that a SUB socket keeps current.
+
+It requests missed events over a DEALER.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,20 @@ from ._messages import BadEvent, BlockHash, pack_request, unpack_answer, unpack_
 from ._mirror import Mirror, MirrorStatistics
 
 _TICK: Final = 0.1
-"""Seconds between two looks at the clock."""
+"""Seconds between two updates of the mirror's time."""
 
 
 class EventMirror:
-    """A copy of the keys of a publisher of KV events, kept up to date. Made by :func:`open_mirror` only."""
+    """A copy of a publisher's keys, kept up to date.
+
+    Made by :func:`open_mirror` only.
+    """
 
     def __init__(self, mirror: Mirror, events: TrioSocket, answers: TrioSocket) -> None:
         self._mirror, self._events, self._answers = mirror, events, answers
         self._changed = trio.lowlevel.ParkingLot()
         self.bad_messages: int = 0
-        """What came and was no KV event message."""
+        """Received messages that were not KV event messages."""
 
     def __repr__(self) -> str:
         told = self._mirror.statistics()
@@ -33,27 +39,36 @@ class EventMirror:
 
     @property
     def is_current(self) -> bool:
-        """Whether it had all of the publisher's keys at most ``stale_after`` and a round trip ago."""
+        """Whether the copy was complete a short time ago.
+
+        At most ``stale_after`` and a round trip ago.
+        """
         return self._mirror.is_current(trio.current_time())
 
     def held(self) -> Mapping[str | None, AbstractSet[BlockHash]]:
-        """The keys by medium. A view: it changes with the mirror."""
+        """Return the keys by medium, as a live view.
+
+        It changes with the mirror.
+        """
         return self._mirror.held()
 
     def media_of(self, block_hash: BlockHash) -> frozenset[str | None]:
-        """The media that have this block."""
+        """Return the media that have this block."""
         return self._mirror.media_of(block_hash)
 
     def prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of the first keys are there without a gap, in any medium."""
+        """Return the number of leading keys that are in any medium."""
         return self._mirror.prefix(block_hashes)
 
     def statistics(self) -> MirrorStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return self._mirror.statistics()
 
     async def wait(self, holds: Callable[[EventMirror], bool]) -> None:
-        """Wait until ``holds(self)`` is true. It is called after each message and ten times a second."""
+        """Wait until ``holds(self)`` is true.
+
+        It is called after each message and ten times a second.
+        """
         while not holds(self):
             await self._changed.park()
         await trio.lowlevel.checkpoint()
@@ -86,7 +101,7 @@ class EventMirror:
     def _ask(self) -> None:
         request = self._mirror.take_request()
         if request is not None:
-            with suppress(trio.WouldBlock):  # the publisher is not there; it is asked again
+            with suppress(trio.WouldBlock):  # the publisher is not there; the request is repeated later
                 self._answers.send_nowait(pack_request(request))
         self._changed.unpark_all()
 
@@ -101,14 +116,14 @@ async def open_mirror(
     retry_after: float = 1.0,
     options: SocketOptions | None = None,
 ) -> AsyncIterator[EventMirror]:
-    """Open a mirror of a publisher of KV events, for the length of an ``async with`` block.
+    """Open a mirror of a publisher of KV events, in a block.
 
-    The publisher need not be there yet, and may come back as another one. Until :attr:`EventMirror.is_current`, nothing can be
-    said: a block that is not in the mirror is no miss then.
+    The publisher need not be there yet, and may come back as another one. Until :attr:`EventMirror.is_current`, the
+    mirror is no evidence: a missing block is not a miss then.
 
     Args:
-        endpoint: where the publisher publishes.
-        answers_endpoint: where it answers.
+        endpoint: address at which the publisher publishes.
+        answers_endpoint: address at which it answers requests.
         topic: the prefix of the topics to follow.
         stale_after: seconds without news after which the mirror is not current; more than the publisher's heartbeat.
         retry_after: seconds to wait for an answer.
