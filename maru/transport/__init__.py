@@ -1,8 +1,10 @@
-"""Messages between processes: ZeroMQ sockets, and a channel for processes of one host. The only place that imports zmq.
+"""Messages between processes: ZeroMQ sockets, and same-host channels.
+
+No other package imports zmq.
 
 A client of this host reaches its server over a channel (:func:`open_channel`, :class:`BlockingChannel`, served by a
-:class:`ChannelServer`): a Unix socket that keeps packets apart, between processes of one user. All others speak ZeroMQ, which
-is imported when one of its names is first used. What follows is of ZeroMQ's.
+:class:`ChannelServer`): a Unix socket that keeps packets apart, between processes of one user. All others speak ZeroMQ,
+which is imported when one of its names is first used. The rest of this text is about ZeroMQ's sockets.
 
 A socket of trio serves any number of tasks. A server takes batches::
 
@@ -11,7 +13,7 @@ A socket of trio serves any number of tasks. A server takes batches::
             for peer, *envelope, request in await socket.receive_batch():
                 socket.send_nowait([peer, *envelope, answer(request)])
 
-A client is handed what comes, and says which task expects it::
+A client gets the messages in a callback, which delivers each to the task that expects it::
 
     def on_messages(batch):
         for *_, reply in batch:
@@ -22,14 +24,14 @@ A client is handed what comes, and says which task expects it::
         await socket.send([b"", number + request])
         reply = await expected.wait()
 
-What holds for every message: it goes out and comes in whole, in the order of its connection; cancelled while sending, it
-was not sent; cancelled while waiting, it is there for the next. What waits, waits in ZeroMQ, bounded by
-:class:`SocketOptions`; nothing is queued here. Two things ZeroMQ does not bound: the frames of one message that its sender
-never ends, which are not seen before it is whole, and reports of connections while the event loop stands still.
+For every message: it is sent and received whole, in the order of its connection; if a send is cancelled, it was not
+sent; if a wait is cancelled, it is there for the next one. Waiting messages are in ZeroMQ, bounded by
+:class:`SocketOptions`; nothing is queued here. Two things are not bounded by ZeroMQ: the frames of one message that its
+sender never ends, which are not seen before it is whole, and reports of connections while the event loop is blocked.
 
-A wait that finds its message at once is not always a checkpoint, as trio's are: it sees a cancellation, but the other tasks
-of the loop have their turn every quarter of a millisecond only (`_waiting` says what that is worth). ``busy_poll=0.0`` and
-a reply that is not there yet make it one.
+A wait that finds its message at once is not always a checkpoint, unlike trio's: it sees a cancellation, but the other
+tasks of the loop have their turn every quarter of a millisecond only (`_waiting` has the gain from that).
+``busy_poll=0.0`` and a reply that is not there yet make it one.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,11 @@
-"""A ZeroMQ DEALER for a thread without an event loop, and without a hop through one.
+"""A ZeroMQ DEALER for a thread without an event loop.
 
-It belongs to one thread at a time. A caller that shares it between threads must lock around its calls.
+Its calls take no detour through an event loop. It belongs to one thread at a time. A caller that shares it between
+threads must lock around its calls.
 
-Rule 1. A message goes out whole or not at all, and comes in whole.
-Rule 2. It waits at the descriptor, with the interpreter's lock released, and looks at the socket anew before: each call of the
-        socket may have swallowed what the descriptor was about to tell.
+Rule 1. A message is sent whole or not at all, and received whole.
+Rule 2. It waits at the descriptor, with the interpreter's lock released, and checks the socket again before: each call
+        of the socket may have consumed the descriptor's signal.
 Rule 3. Before it sleeps it busy-polls (`_descriptor_wait`).
 """
 
@@ -38,11 +39,11 @@ class BlockingStatistics:
     dropped: int
     """Messages that came with too many frames."""
     sleeps: int
-    """How often it slept."""
+    """Number of sleeps."""
     busy_polls: int
-    """How often it looked before it slept."""
+    """Number of busy polls before a sleep."""
     hits: int
-    """How often that was of use."""
+    """Number of busy polls that avoided a sleep."""
 
 
 class BlockingDealer:
@@ -61,8 +62,8 @@ class BlockingDealer:
         options = options or SocketOptions()
         self.options: SocketOptions = options
         self.losses: int = 0
-        """Of connections: none is known of, since ZeroMQ keeps them to itself."""
-        self._closed = True  # until there is something to close
+        """Lost connections: always 0, since ZeroMQ does not report them."""
+        self._closed = True  # until there is a socket to close
         self._port = port = Port("dealer", options)
         self._closed = False
         try:
@@ -92,13 +93,13 @@ class BlockingDealer:
 
         Args:
             frames: its frames.
-            timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
+            timeout: seconds to wait at most; 0 not at all, ``None`` without end.
 
         Returns:
-            Whether it was sent. If not, nothing of it was.
+            Whether it was sent. If not, no part of it was.
 
         Raises:
-            HandlerClosed: it was closed.
+            HandlerClosed: the socket was closed.
             TypeError: a frame is not bytes; ValueError: there is none.
         """
         deadline = _NEVER if timeout is None else perf_counter() + timeout
@@ -111,20 +112,20 @@ class BlockingDealer:
             else:
                 self._sent += 1
                 return True
-            # Room is told by the descriptor; but it was told already, if EVENTS has it.
+            # The descriptor signals room; but that signal is consumed already, if EVENTS has it.
             if not self._get(EVENTS) & OUT and not self._wait.sleep(deadline):
                 return False
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Wait for the next message; ``None`` if there is none in that time.
+        """Wait for the next message; ``None`` if the time is over.
 
         Args:
-            timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
+            timeout: seconds to wait at most; 0 not at all, ``None`` without end.
 
         Raises:
-            HandlerClosed: it was closed.
+            HandlerClosed: the socket was closed.
         """
         self._check_open()
         deadline = _NEVER if timeout is None else perf_counter() + timeout
@@ -147,14 +148,17 @@ class BlockingDealer:
     # --- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the socket; takes ``linger`` at most. No thread may be waiting in it."""
+        """Close the socket; takes ``linger`` at most.
+
+        No thread may be waiting in it.
+        """
         if not self._closed:
             self._closed = True
             self._port.close()
             self._port.release()
 
     def statistics(self) -> BlockingStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return BlockingStatistics(
             sent=self._sent,
             received=self._received,

@@ -1,4 +1,7 @@
-"""Sending to the peers of a ROUTER within a bound of bytes: a peer that meets it and does not read is disconnected."""
+"""Sending to the peers of a ROUTER within a bound of bytes.
+
+A peer that meets the bound and does not read is disconnected.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ._unread import Unread
 
 
 class BoundedWriter:
-    """What a ROUTER writes to, where it tracks its peers.
+    """Writer of a ROUTER that tracks its peers.
 
     Attributes:
         hung_up: peers that did not read, and met a bound.
@@ -27,19 +30,21 @@ class BoundedWriter:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes that may wait for peers, at most."""
+        """Most bytes that may be waiting for peers."""
         return self._unread.total
 
     def write(self, frames: Sequence[bytes]) -> bool:
-        """Send one message, if so many bytes more may wait for its peer; whether there is such a peer.
+        """Send one message, if its size is within the bounds.
+
+        Returns whether its peer exists.
 
         Raises:
-            zmq.Again: its queue is full, or as much as may wait for it does.
+            zmq.Again: the peer's queue is full, or a bound is met.
         """
         size = sum(map(len, frames))
         peer = frames[0]
         if peer not in self._tracker.peers.known:
-            # It is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded.
+            # It is gone; or ZeroMQ does not report its connection, so nothing could be bounded.
             return False
         crowd = self._unread.crowd_out(peer, size)
         if crowd:
@@ -52,11 +57,15 @@ class BoundedWriter:
         return reachable
 
     def forget(self, peer: bytes) -> None:
-        """This peer is gone."""
+        """Forget a peer that is gone."""
         self._unread.forget(peer)
 
     def _make_room(self, crowd: list[bytes], peer: bytes, size: int) -> None:
-        """Disconnect those of these peers that have not read everything. Raises :exc:`zmq.Again` if that is not enough."""
+        """Disconnect peers in turn that have not read everything, to make room.
+
+        Raises:
+            zmq.Again: there is still no room.
+        """
         unread, tracker = self._unread, self._tracker
         for other in crowd:
             if tracker.has_read_all(other):
@@ -66,4 +75,4 @@ class BoundedWriter:
                 unread.forget(other)
             if not unread.crowd_out(peer, size):
                 return
-        raise zmq.Again  # there are no descriptors left to hang up with
+        raise zmq.Again  # no descriptor is left to hang up with

@@ -1,9 +1,11 @@
-"""A client's side of the same-host channel, for a thread without an event loop. It belongs to one thread at a time.
+"""A client's side of the same-host channel, for threads without event loop.
 
-Rule 1. A frame goes out whole or not at all, and comes in whole.
-Rule 2. A :class:`BlockingChannel` that is lost says so, and is made anew by the next call that needs it. What the server had
-        been sent is not sent again. A :class:`ChannelConnection` that is lost is over: for clients of which the server keeps
-        something as long as they are connected.
+It belongs to one thread at a time.
+
+Rule 1. A frame is sent whole or not at all, and received whole.
+Rule 2. A :class:`BlockingChannel` reports a lost connection, and the next call that needs one connects again. Frames
+        that were sent to the server are not sent again. A :class:`ChannelConnection` that is lost is over: for clients
+        whose state the server keeps as long as they are connected.
 Rule 3. Before a thread sleeps it busy-polls (`_descriptor_wait`).
 """
 
@@ -24,14 +26,14 @@ _BUSY_POLL: Final = 100e-6
 
 
 class ChannelConnection(PacketConnection):
-    """One connection to a server, and waiting for it.
+    """One connection to a server, with waits for it.
 
     Args:
-        path: of the server's Unix socket.
+        path: path of the server's Unix socket.
 
     Raises:
         PermissionError: another user's process listens there. Nothing was sent.
-        BlockingIOError: more clients wait for the server than the kernel lets wait.
+        BlockingIOError: more clients wait for the server than the kernel allows.
         OSError: no process listens there.
     """
 
@@ -42,7 +44,9 @@ class ChannelConnection(PacketConnection):
         self._wait = DescriptorWait(self.descriptor, _BUSY_POLL)
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame, waiting for room; whether it was sent by then, a time of ``perf_counter``.
+        """Send one frame, waiting for room until the deadline.
+
+        The deadline is a time of ``perf_counter``. Returns whether it was sent.
 
         Raises:
             Shortage: there is no descriptor or memory for so large a frame. The connection goes on.
@@ -58,7 +62,9 @@ class ChannelConnection(PacketConnection):
                     return False
 
     def receive_by(self, deadline: float) -> bytes | None:
-        """The next frame; None if there is none by then, a time of ``perf_counter``.
+        """Receive the next frame; None if none comes before the deadline.
+
+        The deadline is a time of ``perf_counter``.
 
         Raises:
             OSError: the connection is over.
@@ -69,7 +75,7 @@ class ChannelConnection(PacketConnection):
                 return self.receive()
             except BlockingIOError:
                 continue
-            except Shortage:  # it stays in the socket
+            except Shortage:  # the frame stays in the socket
                 sleep(max(0.0, min(SHORTAGE, deadline - perf_counter())))
                 if perf_counter() >= deadline:
                     break
@@ -77,10 +83,12 @@ class ChannelConnection(PacketConnection):
 
 
 class BlockingChannel:
-    """A channel that blocks its thread. A context manager is not needed: its owner closes it.
+    """A channel that blocks its thread.
+
+    A context manager is not needed: its owner closes it.
 
     Args:
-        path: of the server's Unix socket, whether it is there already or not.
+        path: path of the server's Unix socket, which need not exist yet.
     """
 
     def __init__(self, path: str) -> None:
@@ -95,17 +103,17 @@ class BlockingChannel:
         return f"<BlockingChannel of {self._path}{': closed' if self._closed else ''}>"
 
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
-        """Send one frame (the last of these; a channel needs no envelope), waiting for a server and for room.
+        """Send one frame, waiting for a server and for room.
 
         Args:
-            frames: ZeroMQ's envelope, which is not sent, and the frame.
-            timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
+            frames: ZeroMQ's envelope, which is not sent as a channel needs none, and the frame at the end.
+            timeout: seconds to wait at most; 0 not at all, ``None`` without end.
 
         Returns:
-            Whether it was sent. If not, nothing of it was.
+            Whether it was sent. If not, no part of it was.
 
         Raises:
-            HandlerClosed: it was closed.
+            HandlerClosed: the channel was closed.
             Shortage: there is no descriptor or memory for so large a frame. Nothing was sent.
         """
         deadline = _NEVER if timeout is None else perf_counter() + timeout
@@ -120,12 +128,13 @@ class BlockingChannel:
                 self._lose()
 
     def receive(self, timeout: float | None = None) -> list[bytes] | None:
-        """Wait for the next frame, given in a list; ``None`` if there is none in that time.
+        """Wait for the next frame, in a list; ``None`` if none comes.
 
-        Where the connection is lost there is none, at once: what was asked over it is never answered (:attr:`losses`).
+        If the connection is lost, ``None`` is returned at once: requests sent over it are never answered
+        (:attr:`losses`).
 
         Raises:
-            HandlerClosed: it was closed.
+            HandlerClosed: the channel was closed.
         """
         self._check_open()
         deadline = _NEVER if timeout is None else perf_counter() + timeout
@@ -154,7 +163,7 @@ class BlockingChannel:
     # --- the connection -------------------------------------------------------------------------------------------
 
     def _connect(self) -> bool:
-        self._pause = longer(self._pause)  # until the server is heard: it may accept and hang up at once
+        self._pause = longer(self._pause)  # until a frame is received: the server may accept and hang up at once
         try:
             self._connection = ChannelConnection(self._path)
         except OSError:

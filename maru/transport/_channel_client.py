@@ -1,10 +1,14 @@
-"""A client's side of the same-host channel, for trio: any number of tasks send, and wait for what they expect.
+"""A client's side of the same-host channel, for trio.
 
-Rule 1. A frame goes out whole or not at all. Cancelled before :meth:`ChannelClient.send` has returned, nothing was sent.
-Rule 2. The waiting tasks read the connection themselves (`_waiting`). One small task beside them connects, connects again,
-        and sends frames that found no room; an established connection costs it nothing.
-Rule 3. Frames sent while there is no server wait for one, within bounds, as with ZeroMQ. A frame that a server had got
-        when it died is not sent again: it is unknown whether it was handled, and its caller is told so at once.
+Any number of tasks send, and wait for expected frames.
+
+Rule 1. A frame is sent whole or not at all. If :meth:`ChannelClient.send` is cancelled before it returns, nothing was
+        sent.
+Rule 2. The waiting tasks read the connection themselves (`_waiting`). One small task next to them connects, connects
+        again, and sends frames that found no room; an established connection costs it nothing.
+Rule 3. Frames sent while there is no server wait for one, within bounds, as with ZeroMQ. A frame that a server had
+        received when it died is not sent again: it is unknown whether it was handled, and its caller is notified at
+        once.
 """
 
 from __future__ import annotations
@@ -25,35 +29,42 @@ from ._contract import OnLost, OnMessages, OnShortage
 from ._waiting import Expected, Watch
 
 MAX_FRAME_BYTES: Final = 16 << 20
-"""Of an answer that is taken."""
+"""Largest frame that is received."""
 RECONNECT: Final = 0.01
 RECONNECT_MAX: Final = 0.5
 """Seconds between two attempts to connect: the first ones, and at most."""
 SHORTAGE: Final = 0.1
 """Seconds until a frame that lacked a descriptor is tried again."""
 _OUTBOX: Final = 1_024
-"""Frames that wait for the server, or for room in the socket."""
+"""Most frames that wait for the server, or for room."""
 _OUTBOX_BYTES: Final = 32 << 20
 _BATCH: Final = 256
 _TURN: Final = 1_024
-"""Frames handed on before the other tasks of the loop have their turn."""
+"""Most frames delivered before other tasks have their turn."""
 _BUSY_POLL: Final = 100e-6
 
 
 def longer(pause: float) -> float:
-    """The pause before the next attempt to connect, after one of so long."""
+    """Return the pause before the next attempt to connect.
+
+    Args:
+        pause: the previous pause.
+    """
     return min(max(RECONNECT, 2 * pause), RECONNECT_MAX)
 
 
 class ChannelClient:
-    """A connection to a server on this host that reconnects when it is lost. Made by :func:`open_channel`."""
+    """A connection to a server on this host that reconnects when lost.
+
+    Made by :func:`open_channel`.
+    """
 
     def __init__(self, path: str, on_messages: OnMessages, on_lost: OnLost, on_shortage: OnShortage) -> None:
         self._path = path
         self._on_messages = on_messages
         self._on_lost = on_lost
         self._on_shortage = on_shortage
-        self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
+        self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: a place to sleep offline
         self._watch = Watch(self._idle, self._drain, partial(self._hand_on, 1), _BUSY_POLL)
         self._connection: PacketConnection | None = None
         self._outbox: deque[bytes] = deque()
@@ -61,7 +72,7 @@ class ChannelClient:
         self._room = trio.lowlevel.ParkingLot()
         self._work = trio.Event()
         self._is_short = False  # the next frame waits in the socket for a descriptor
-        self._pause = 0.0  # before the next attempt to connect; 0 once the server has been heard
+        self._pause = 0.0  # before the next attempt to connect; 0 once the server has sent a frame
 
     def __repr__(self) -> str:
         state = "closed" if self._watch.closed else "connected" if self._connection else "not connected"
@@ -76,19 +87,22 @@ class ChannelClient:
         """Open a descriptor of the serving process; -1 if there is none.
 
         Raises:
-            OSError: this process, or this host, has no descriptor left for it now.
+            OSError: this process, or this host, has no free descriptor now.
         """
         return -1 if self._connection is None else self._connection.open_peer()
 
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Send one frame: the last of these; those before it are ZeroMQ's envelope, which nothing needs here.
+        """Send one frame, the last of these.
+
+        The frames before it are ZeroMQ's envelope, which a channel does not need.
 
         Raises:
-            trio.WouldBlock: too much waits already. Nothing was sent.
-            Shortage: there is no descriptor or memory for so large a frame. Nothing was sent, and the connection goes on.
-            trio.ClosedResourceError: it was closed.
+            trio.WouldBlock: too many frames wait already. Nothing was sent.
+            Shortage: there is no descriptor or memory for so large a frame. Nothing was sent, and the connection goes
+                on.
+            trio.ClosedResourceError: the channel was closed.
         """
         watch = self._watch
         if watch.closed:
@@ -110,11 +124,14 @@ class ChannelClient:
         self._outbox_bytes += len(frame)
         self._work.set()
         if is_over:
-            self._lose()  # not before: this frame is none of those that are lost with the connection
+            self._lose()  # last: this frame is not among those that are lost with the connection
         return True
 
     async def send(self, frames: Sequence[bytes]) -> bool:
-        """Send one frame, waiting for room. Always a checkpoint; cancelled, nothing was sent."""
+        """Send one frame, waiting for room.
+
+        Always a checkpoint. If cancelled, nothing was sent.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             try:
@@ -126,32 +143,42 @@ class ChannelClient:
                 return sent
 
     async def wait_room(self) -> None:
-        """Wait until frames have left that waited, or the channel is closed. For a caller that was told to wait just now.
+        """Wait until there may be room, or the channel is closed.
 
-        Unlike with :meth:`send`, it can look again at what it decided before: this may be another connection.
+        For a caller whose send has just raised :exc:`trio.WouldBlock`. Unlike in :meth:`send`, it can check its earlier
+        decision again: there may be another connection.
         """
         await self._room.park()
 
     def drop_unsent(self) -> None:
-        """Send nothing of what waits, and have those look again that wait for room. For ``on_lost``."""
+        """Drop the waiting frames, and wake the tasks that wait for room.
+
+        For ``on_lost``.
+        """
         self._outbox.clear()
         self._outbox_bytes = 0
         self._room.unpark_all()
 
     def reconnect(self) -> None:
-        """Give up this connection, whose server cannot be understood, and make another one. ``on_lost`` is called."""
+        """Drop a connection whose server is incomprehensible, and make another.
+
+        ``on_lost`` is called.
+        """
         self._lose()
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:
-        """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for."""
+        """Make an :class:`Expected`, which ``on_messages`` delivers to one task."""
         return Expected(self._watch)
 
     def _drain(self) -> bool:
-        """Hand on what is there: the other half of :class:`Watch`. Whether there may be more."""
+        """Deliver the waiting frames, as the drain of :class:`Watch`.
+
+        Returns whether there may be more.
+        """
         left = _TURN
-        # Asked by a poll: to find nothing by receiving costs an exception, which is three times as much.
+        # Checked by a poll: an empty receive costs an exception, which is three times as much.
         while self._connection is not None and self._watch.is_signalled():
             self._watch.crowded = True
             left -= self._hand_on(_BATCH)
@@ -171,7 +198,7 @@ class ChannelClient:
             self._watch.crowded = len(batch) > 1
         except Shortage:
             self._is_short = True
-            self._watch.move_to(self._idle)  # else who waits would find it there again and again
+            self._watch.move_to(self._idle)  # else waiting tasks would find it there again and again
             trio.lowlevel.notify_closing(connection.descriptor)
             self._work.set()
         except OSError:
@@ -186,20 +213,23 @@ class ChannelClient:
         return len(batch)
 
     def look(self) -> None:
-        """Hand on what has come, and notice a lost connection, without waiting: where no task waits, nothing else does."""
+        """Deliver received frames, and notice a lost connection, without waiting.
+
+        While no task waits, nothing else does so.
+        """
         if not self._watch.closed:
             self._drain()
 
     # --- the connection -------------------------------------------------------------------------------------------
 
     def _connect(self) -> bool:
-        """Try to connect, at once; whether there is a connection now."""
+        """Try to connect, at once. Returns whether it succeeded."""
         try:
             connection = PacketConnection(connect(self._path), MAX_FRAME_BYTES)
         except OSError:
             self._pause = longer(self._pause)
             return False
-        # A server that accepts and hangs up at once was not heard, and is asked ever more seldom.
+        # A server that accepts and hangs up at once has sent nothing, so the pauses grow.
         self._pause = longer(self._pause)
         self._watch.move_to(connection.descriptor)
         self._connection = connection
@@ -216,7 +246,7 @@ class ChannelClient:
             self._on_lost(self._outbox)
 
     def _flush(self) -> None:
-        """Send what waits, in its order, as far as there is room."""
+        """Send the waiting frames, in order, as far as there is room."""
         outbox = self._outbox
         while outbox and self._connection is not None:
             shortage = None
@@ -231,12 +261,12 @@ class ChannelClient:
                 break
             frame = outbox.popleft()
             self._outbox_bytes -= len(frame)
-            if shortage is not None:  # this one frame fails: those behind it do not wait for it
+            if shortage is not None:  # only this frame fails: later ones do not wait for it
                 self._on_shortage(frame, shortage)
         self._room.unpark_all()
 
     async def _keep(self) -> None:
-        """Connect, connect again, and send what found no room, until closed."""
+        """Connect, reconnect and send waiting frames, until closed."""
         while not self._watch.closed:
             connection = self._connection
             if connection is None:
@@ -252,14 +282,17 @@ class ChannelClient:
                 try:
                     await trio.lowlevel.wait_writable(connection.descriptor)
                 except trio.ClosedResourceError:
-                    continue  # lost meanwhile
+                    continue  # lost while waiting
                 self._flush()
             else:
                 self._work = trio.Event()
                 await self._work.wait()
 
     def close(self) -> None:
-        """Close the channel: tasks that wait get :exc:`trio.ClosedResourceError`. Idempotent."""
+        """Close the channel. Idempotent.
+
+        Tasks that wait get :exc:`trio.ClosedResourceError`.
+        """
         if self._watch.closed:
             return
         self._watch.close()
@@ -284,18 +317,22 @@ async def open_channel(
     on_lost: OnLost = lambda unsent: None,
     on_shortage: OnShortage = lambda frame, shortage: None,
 ) -> AsyncIterator[ChannelClient]:
-    """A channel to the server at this path, for as long as the ``async with`` block lasts, whether it is there already or not.
+    """Open a channel to the server at this path, in a block.
+
+    The server need not be there yet.
 
     Args:
-        path: of the server's Unix socket.
+        path: path of the server's Unix socket.
         on_messages: gets the received frames, each as a list of one, in the task that waits for one. If it raises, the
             channel is closed and that task gets the error.
-        on_lost: called with the unsent frames when the connection is lost: they are sent over the next one, unless it drops
-            them. Frames that were sent are never answered. Synchronous; must not raise.
-        on_shortage: called with a frame that has waited and cannot be sent, and why: it is dropped. Must not raise.
+        on_lost: called with the unsent frames when the connection is lost: they are sent over the next one, unless it
+            drops them. Frames that were sent are never answered. Synchronous; must not raise.
+        on_shortage: called with a waiting frame that cannot be sent, and the error: the frame is dropped. Must not
+            raise.
     """
     client = ChannelClient(path, on_messages, on_lost, on_shortage)
-    # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.
+    # Shielded: when the scope around it is cancelled, users of the channel may go on for a while in a shield of their
+    # own.
     keeping = trio.CancelScope(shield=True)
 
     async def keep() -> None:

@@ -1,15 +1,18 @@
-"""The server's side of the same-host channel: any number of connections of this user's processes, read by one task.
+"""The server's side of the same-host channel, read by one task.
 
-Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own. Of those that are
-        ready, the least served goes first (`_fair_share`), so that a client with many requests does not delay the
+It has any number of connections of this user's processes.
+
+Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own. Of the ready
+        connections, the least served goes first (`_fair_share`), so that a client with many requests does not delay the
         others.
 Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each peer and for all of them. A peer that
-        meets a bound and does not read is disconnected. The loop itself never waits for a peer. A connection whose next
-        frame this process has no descriptor or memory for is left alone for a moment.
-Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
-        earlier, its last message would count as a new peer's.
-Rule 4. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`). One that is not admitted and
-        silent is ended, and the most silent of those goes before a newcomer is refused: silence costs nobody else a place.
+        meets a bound and does not read is disconnected. The loop itself never waits for a peer. If this process has no
+        descriptor or memory for a connection's next frame, it skips the connection for a moment.
+Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: if
+        reported earlier, its last message would count as a new peer's.
+Rule 4. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`). One that is not admitted
+        and silent is ended, and the longest silent one ends before a newcomer is refused: silence costs nobody else a
+        place.
 """
 
 from __future__ import annotations
@@ -35,47 +38,65 @@ from ._waiting import Waiter, Watch
 
 _BATCH: Final = 64
 _READY: Final = 64
-"""Connections that are looked at in one round."""
+"""Most connections that are read in one round."""
 _EACH: Final = 16
-"""Frames that are read in a round from all connections that are ready, and one from each at least."""
+"""Frames read in a round from all ready connections together.
+
+At least one from each.
+"""
 _BATCH_BYTES: Final = 1 << 20
-"""After so many, a batch is handed on: frames in memory of their own are large, and all of a batch is here at once."""
+"""Bytes after which a batch is delivered.
+
+Frames in separate memory are large, and all of a batch is here at once.
+"""
 _OVERHEAD: Final = 64
-"""Bytes that an unread frame costs beside its own: of many small ones it is most."""
+"""Bytes that an unread frame costs in addition to its own.
+
+For many small frames they are the larger part.
+"""
 _EACH_COSTS: Final = 256
-"""What a frame and its answer count for in the share of a connection, beside their bytes: the time of small ones is this."""
+"""Fixed cost of a frame and its answer, in bytes.
+
+Counted in the share of a connection. For small ones it is the larger part of the time.
+"""
 _BUSY_POLL: Final = 100e-6
 _PREFIX: Final = b"\0chan"
-"""Of identities here. ZeroMQ's have five bytes and begin with a zero, or their peer chose them and they begin with no zero."""
+"""First bytes of a channel's identities.
+
+ZeroMQ's identities have five bytes and begin with a zero, or their peer chose them and they do not begin with a zero.
+"""
 
 
 def is_channel_peer(identity: bytes) -> bool:
-    """Whether this names a connection of a channel; otherwise it is one of ZeroMQ's."""
+    """Return whether an identity is of a channel, not of ZeroMQ."""
     return identity.startswith(_PREFIX) and len(identity) == len(_PREFIX) + 8
 
 
 @attrs.frozen
 class ChannelStatistics:
-    """A snapshot of the server's side of a channel; counters since it was opened."""
+    """A snapshot of a channel's server; counters since it was opened."""
 
     connections: int
-    """That are open."""
+    """Open connections."""
     turned_away: int
-    """Closed at once: too many, or another user's."""
+    """Connections closed at once: over the limit, or another user's."""
     received: int
-    """Frames handed on."""
+    """Frames received."""
     sent: int
-    """Frames that the kernel has taken."""
+    """Frames accepted by the kernel."""
     unreachable: int
     """Frames for peers that were gone."""
     bad: int
-    """Connections that ended because of what came over them."""
+    """Connections ended because of a malformed packet."""
     hung_up: int
-    """Connections that ended because their peer did not read."""
+    """Connections ended because their peer did not read."""
     unread_bytes: int
-    """That wait for peers."""
+    """Bytes that wait for peers."""
     unadmitted: int = 0
-    """Connections that ended since they were silent and not admitted, in time or before a newcomer."""
+    """Connections ended because they were silent and not admitted.
+
+    After the time limit, or in favour of a newcomer.
+    """
 
 
 class _Connection:
@@ -89,24 +110,30 @@ class _Connection:
         self.outbox: deque[bytes] = deque()
         """Frames that wait for room in the socket."""
         self.unread = 0
-        """Bytes that count against the bounds: of the outbox, and of frames in memory that the peer may not have read."""
+        """Bytes that count against the bounds.
+
+        They are those of the outbox, and of frames in memory that the peer may not have read.
+        """
         self.in_memory: deque[int] = deque()
-        """The sizes of the latter, the oldest first."""
+        """Sizes of the frames in memory, the oldest first."""
 
 
 class ChannelServer:
-    """The server's side of the channels of one path: listens from its construction until it is closed. A context manager.
+    """The server's side of the channels of one path. A context manager.
+
+    It listens from its construction until it is closed.
 
     Args:
-        path: of the Unix socket, in a directory that only this user enters.
-        most: connections at once, where the share of descriptors allows as many; further ones are refused.
-        max_bytes: of a frame; a peer that sends a larger one loses the connection.
-        peer_bytes: that may wait for one peer, beyond what the kernel holds in its socket (about 200 kB).
+        path: path of the Unix socket, in a directory that only this user may enter.
+        most: most connections at once, if the share of descriptors allows as many; further ones are refused.
+        max_bytes: largest frame; a peer that sends a larger one loses the connection.
+        peer_bytes: most bytes that may wait for one peer, beyond those that the kernel holds in its socket (about 200
+            kB).
         all_bytes: the same for all peers together; the peer with the most goes first.
-        on_gone: is told of each connection that has ended, once, after its last message.
+        on_gone: called for each connection that has ended, once, after its last message.
         weight: share of the process's descriptors: see :class:`maru.base.budget.Budget`.
-        admission: seconds for which a connection may be silent until it is admitted (:meth:`admit`); ``inf``: it is admitted
-            as soon as it is there.
+        admission: seconds for which a connection may be silent until it is admitted (:meth:`admit`); ``inf``: it is
+            admitted as soon as it is there.
 
     Raises:
         PoolUnusable: the directory is open to others, or no socket can be made there.
@@ -128,7 +155,7 @@ class ChannelServer:
         self.path: str = path
         self._admission = admission
         self._unadmitted: dict[bytes, float] = {}
-        """When each connection that is not admitted was heard last; the oldest first."""
+        """Time when each unadmitted connection last sent a frame, the oldest first."""
         self._max_bytes = max_bytes
         self._peer_bytes, self._all_bytes = peer_bytes, all_bytes
         self._on_gone = on_gone
@@ -175,13 +202,13 @@ class ChannelServer:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     async def receive_batch(self, most: int = _BATCH) -> list[list[bytes]]:
-        """Wait for frames, and take up to ``most`` of those that are there: each as [identity, frame].
+        """Wait for frames. Returns up to ``most``, each as [identity, frame].
 
-        Cancelled, they are there for the next call. First tells of the peers that are gone.
+        If cancelled, they are there for the next call. First reports the peers that are gone.
 
         Raises:
             trio.BusyResourceError: another task waits here.
-            trio.ClosedResourceError: it was closed.
+            trio.ClosedResourceError: the server was closed.
         """
         if self._receiver is not None:
             raise trio.BusyResourceError("one task reads a channel")
@@ -195,12 +222,15 @@ class ChannelServer:
         return self._batch
 
     def _drain(self) -> bool:
-        """Read what is there: the other half of :class:`Watch`. Whether to look again before sleeping."""
+        """Read the ready frames, as the drain of :class:`Watch`.
+
+        Returns whether to read again before sleeping.
+        """
         self._tell_gone()
-        # What is found without waiting has waited for us: it came while the batch before was answered, so more may come.
+        # Frames found without waiting came while the previous batch was answered, so more may come.
         self._watch.crowded = True
         self._read()
-        return bool(self._gone)  # then there is something to tell in a moment, and sleeping would put it off
+        return bool(self._gone)  # the report of a gone peer would otherwise wait for the end of a sleep
 
     def _take(self) -> None:
         self._read()
@@ -208,16 +238,16 @@ class ChannelServer:
     def _read(self) -> None:
         batch, watch = self._batch, self._watch
         ready = self._find_ready()
-        # A lone client's frames are read together. Where many are ready each has one turn after the other: a client that sends
-        # much would otherwise have sixteen requests answered before the next client's first.
+        # A lone client's frames are read together. If many are ready, each has one turn after the other: a client that
+        # sends much would otherwise have sixteen requests answered before the next client's first.
         each = max(1, _EACH // len(ready)) if watch.crowded and ready else 1
         size = 0
         for connection in ready:
             if len(batch) >= self._wanted or size >= _BATCH_BYTES:
-                break  # what is left is ready in the next round as well
+                break  # the rest is ready in the next round as well
             identity, receive = connection.identity, connection.packets.receive
             if identity in self._unadmitted:
-                self.dismiss(identity)  # heard now
+                self.dismiss(identity)  # its silence begins again
             try:
                 for _ in range(each):
                     frame = receive()
@@ -238,7 +268,10 @@ class ChannelServer:
             self._receiver.finish()
 
     def _find_ready(self) -> list[_Connection]:
-        """Peers that have something to read, the least served first. Flushes those that can be written to."""
+        """Return the readable connections, the least served first.
+
+        Flushes those that can be written to.
+        """
         ready = []
         for descriptor, events in self._epoll.poll(0, _READY):
             connection = self._by_descriptor.get(descriptor)
@@ -255,7 +288,10 @@ class ChannelServer:
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send one frame, now or as soon as its peer reads. Never waits; returns whether there is such a peer."""
+        """Send one frame, now or as soon as its peer reads.
+
+        Never waits; returns whether the peer exists.
+        """
         connection = self._connections.get(identity)
         if connection is None:
             self._unreachable += 1
@@ -263,13 +299,16 @@ class ChannelServer:
         connection.share.add(len(frame))
         if not connection.outbox and self._write(connection, frame):
             return True
-        if identity not in self._connections:  # writing has found that it is gone
+        if identity not in self._connections:  # writing has found that the peer is gone
             self._unreachable += 1
             return False
         return self._put_back(connection, frame)
 
     def _write(self, connection: _Connection, frame: bytes) -> bool:
-        """Hand one frame to the kernel; whether it took it. What the kernel holds in memory of its own counts as unread."""
+        """Hand one frame to the kernel. Returns whether it was accepted.
+
+        A frame that the kernel holds in separate memory counts as unread.
+        """
         size = len(frame)
         if size > INLINE_BYTES and not self._has_room(connection, size):
             return False
@@ -303,7 +342,7 @@ class ChannelServer:
         outbox = connection.outbox
         while outbox:
             size = len(outbox[0]) + _OVERHEAD
-            self._count(connection, -size)  # before it is counted as what the kernel holds
+            self._count(connection, -size)  # before it is counted as held by the kernel
             if not self._write(connection, outbox[0]):
                 if connection.identity in self._connections:
                     self._count(connection, size)
@@ -314,13 +353,13 @@ class ChannelServer:
     def _arm(self, connection: _Connection) -> None:
         """Set the events of this connection in the epoll set."""
         if connection.is_put_off:
-            events = select.EPOLLONESHOT  # its end, once: without this, again and again
+            events = select.EPOLLONESHOT  # its end, once: without this flag, again and again
         else:
             events = select.EPOLLIN | (select.EPOLLOUT if connection.outbox else 0)
         self._epoll.modify(connection.packets.descriptor, events)
 
     def _leave_alone(self, connection: _Connection) -> None:
-        """Try this connection again in a moment."""
+        """Skip this connection for a moment."""
         if not connection.is_put_off:
             connection.is_put_off = True
             self._arm(connection)
@@ -328,7 +367,7 @@ class ChannelServer:
             self._short.set()
 
     async def _take_up(self) -> None:
-        """Look again at connections that were left alone, until cancelled."""
+        """Read skipped connections again, until cancelled."""
         while True:
             await self._short.wait()
             await trio.sleep(SHORTAGE)
@@ -340,7 +379,10 @@ class ChannelServer:
                     self._arm(connection)
 
     def hang_up(self, identity: bytes) -> None:
-        """Disconnect this peer, if it is there. Frames that were sent and fit into its buffer still arrive."""
+        """Disconnect a peer, if it is there.
+
+        Sent frames that fit into its buffer still arrive.
+        """
         connection = self._connections.get(identity)
         if connection is not None:
             self._end(connection)
@@ -348,14 +390,17 @@ class ChannelServer:
     # --- bounds ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, connection: _Connection, size: int) -> bool:
-        """Whether so many bytes more may wait for this peer. Disconnects peers that are found not to read."""
+        """Return whether ``size`` more bytes may wait for this peer.
+
+        Disconnects peers that are found not to read.
+        """
         if connection.unread + size > self._peer_bytes:
             self._look(connection)
             if connection.unread + size > self._peer_bytes:
                 self._hang_up(connection)
                 return False
         if self._unread + size > self._all_bytes:
-            # Who has the most goes first; looked at before, since its reader may have caught up.
+            # The peer with the most bytes goes first; checked before, since it may have caught up.
             for other in sorted(self._by_descriptor.values(), key=lambda one: one.unread, reverse=True):
                 self._look(other)
                 if self._unread + size > self._all_bytes and other.unread:
@@ -367,7 +412,8 @@ class ChannelServer:
     def _look(self, connection: _Connection) -> None:
         """Forget the frames in memory that its peer has read by now.
 
-        Not only when it has read all: a peer that always has some on their way to it would never have, and be hung up on.
+        Not only when it has read all: a peer with frames in flight at all times would never have, and would be
+        disconnected.
         """
         unread = connection.packets.most_unread() if connection.in_memory else 0
         while len(connection.in_memory) > unread:
@@ -402,11 +448,14 @@ class ChannelServer:
         return True
 
     def admit(self, identity: bytes) -> None:
-        """Let this connection stay: its peer has shown what it must."""
+        """Exempt a connection from the time limit for silence.
+
+        The caller has checked its peer.
+        """
         self._unadmitted.pop(identity, None)
 
     def dismiss(self, identity: bytes) -> None:
-        """Let this connection stay only while it talks: what it was admitted for is over."""
+        """Apply the time limit for silence to a connection again."""
         if self._admission < inf and identity in self._connections:
             self._unadmitted.pop(identity, None)
             self._unadmitted[identity] = trio.current_time()
@@ -427,7 +476,10 @@ class ChannelServer:
         self._turned_away += 1
 
     def _end(self, connection: _Connection) -> None:
-        """This connection is over. That is told when what was read from it has been handled."""
+        """End a connection. Its end is reported later.
+
+        That is after the messages that were read from it have been handled.
+        """
         if self._connections.pop(connection.identity, None) is None:
             return
         self._unadmitted.pop(connection.identity, None)
@@ -439,14 +491,17 @@ class ChannelServer:
         self._count(connection, -connection.unread)
         self._gone.append(connection.identity)
         self._watch.touched = True
-        self._watch.kick()  # wakes the task that sleeps at the set
+        self._watch.kick()  # wakes the task that sleeps at the epoll set
 
     def _tell_gone(self) -> None:
         while self._gone:
             self._on_gone(self._gone.pop())
 
     def close(self) -> None:
-        """Close all connections. Tasks that wait get :exc:`trio.ClosedResourceError`."""
+        """Close all connections.
+
+        Tasks that wait get :exc:`trio.ClosedResourceError`.
+        """
         if not self._watch.closed:
             self._listener.close()
             self._watch.close()
@@ -458,7 +513,7 @@ class ChannelServer:
             self._door.close()
 
     def statistics(self) -> ChannelStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return ChannelStatistics(
             connections=len(self._connections),
             turned_away=self._turned_away,

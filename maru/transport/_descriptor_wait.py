@@ -1,4 +1,7 @@
-"""How a thread waits at a descriptor until it is ready: it polls for a moment (`_busy_poll`), then sleeps."""
+"""Waits of a thread at a descriptor: busy poll, then sleep.
+
+For the busy poll see `_busy_poll`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from typing import Final
 from ._busy_poll import BusyPoll
 
 _LONGEST: Final = 1_000.0
-"""Seconds of one sleep, so that no time is too long for the kernel."""
+"""Most seconds of one sleep, within the kernel's range."""
 
 
 class DescriptorWait:
     """Waits of one thread at one descriptor.
 
     Args:
-        descriptor: open for as long as this is used.
-        busy_poll: how long to poll before sleeping, in seconds; 0 not at all.
-        events: what it is to be ready for, ``POLLIN`` or ``POLLOUT``.
+        descriptor: must stay open for as long as this is used.
+        busy_poll: seconds to poll before sleeping; 0 not at all.
+        events: the event to wait for, ``POLLIN`` or ``POLLOUT``.
     """
 
     __slots__ = ("_poll", "busy", "sleeps")
@@ -28,12 +31,15 @@ class DescriptorWait:
         poll.register(descriptor, events)
         self._poll = poll.poll
         self.busy: BusyPoll = BusyPoll(poll.poll, busy_poll)
-        """Polls before the sleeps."""
+        """Busy polls before the sleeps."""
         self.sleeps: int = 0
-        """How often it slept."""
+        """Number of sleeps."""
 
     def sleep(self, deadline: float) -> bool:
-        """Wait with the interpreter's lock released; whether it is ready by then, a time of ``perf_counter``."""
+        """Wait until the descriptor is ready, or until the deadline.
+
+        The interpreter's lock is released. The deadline is a time of ``perf_counter``. Returns whether it is ready.
+        """
         self.sleeps += 1
         while True:
             left = deadline - perf_counter()
@@ -43,7 +49,7 @@ class DescriptorWait:
                 return False
 
     def busy_poll(self, deadline: float) -> bool:
-        """Poll for a moment. Returns whether it is ready."""
+        """Poll for a moment. Returns whether the descriptor is ready."""
         busy = self.busy
         if not busy.is_due():
             return False

@@ -1,18 +1,24 @@
-"""Fair queueing: the order in which a server serves its connections, by start-time fair queueing of their costs. Pure.
+"""Fair queueing: the order in which a server serves its connections. Pure.
 
-Rule 1. A connection has a *start*: where its last service ended, or the clock, whichever is later. The least start goes first.
-Rule 2. When it is served its start becomes the clock, and its service ends what that cost later.
+It is start-time fair queueing of their costs.
 
-So one that asks for little goes before those that ask for much, however many requests these have sent. It saves up nothing
-while it is silent, and one that is new begins at the clock, not before all others. (P. Goyal, H. Vin, H. Cheng: "Start-time
-fair queueing", SIGCOMM 1996.)
+Rule 1. A connection has a *start*: the end of its last service, or the clock, whichever is later. The lowest start goes
+        first.
+Rule 2. When it is served its start becomes the clock, and its service ends at the start plus the cost.
+
+So a connection with few requests goes before those with many, however many requests these have sent. It saves up
+nothing while it is silent, and a new one begins at the clock, not before all others. (P. Goyal, H. Vin, H. Cheng:
+"Start-time fair queueing", SIGCOMM 1996.)
 """
 
 from __future__ import annotations
 
 
 class FairShares:
-    """The clock that all go by. What it counts is the cost of what was served, in whatever unit; it is not the time."""
+    """The virtual clock of all shares.
+
+    It counts the cost of all services, in any unit; it is not the time.
+    """
 
     __slots__ = ("clock",)
 
@@ -31,14 +37,14 @@ class Share:
 
     @property
     def start(self) -> int:
-        """Where it stands: the least goes first."""
+        """Virtual start time; the lowest is served first."""
         return max(self._all.clock, self._end)
 
     def serve(self, cost: int) -> None:
-        """It is served now, and costs so much."""
+        """Record that the connection is served now, at this cost."""
         self._all.clock = start = self.start
         self._end = start + cost
 
     def add(self, cost: int) -> None:
-        """What it was served for has cost so much more."""
+        """Add to the cost of the last service."""
         self._end += cost

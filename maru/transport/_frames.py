@@ -1,7 +1,7 @@
-"""Messages out of and into a ZeroMQ socket, whole: what both faces, trio and blocking, share.
+"""Whole messages out of and into a ZeroMQ socket, for both faces.
 
-Asking a frame whether more follow is cheaper than asking the socket: a frame object with its bytes costs 0.57 us, plain
-bytes and RCVMORE 0.85. Of the identity frame it is known, so it comes as plain bytes (0.15).
+Querying a frame for more frames is cheaper than querying the socket: a frame object with its bytes costs 0.57 us, plain
+bytes and RCVMORE 0.85. An identity frame always has more, so it is read as plain bytes (0.15).
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ _KINDS: Final = {"dealer": zmq.DEALER, "router": zmq.ROUTER, "pub": zmq.PUB, "su
 
 
 class TooManyFrames(Exception):
-    """A message was dropped: it had more frames than are taken."""
+    """A message with more frames than allowed was dropped."""
 
 
 _GONE: Final = (0, 0)
-"""In place of the device and number of a socket that was removed: it is to be bound again."""
+"""Placeholder for the device and number of a removed socket.
+
+The socket is to be bound again.
+"""
 
 
 class Port:
-    """A ZeroMQ socket in a context of its own, which nothing else shares.
+    """A ZeroMQ socket with a context of its own.
 
-    With its own context it has its own I/O thread and its own authenticator, and once that context has ended nothing of it is
-    left: its addresses can be bound again, and the file of a Unix socket is not removed under a successor. (Opening and
-    ending one takes 0.2 ms each.) Only an authenticator uses another one's context.
+    So it has its own I/O thread and its own authenticator, and once the context has ended nothing of it is left: its
+    addresses can be bound again, and the file of a Unix socket is not removed under a successor. (Opening and ending
+    one takes 0.2 ms each.) Only an authenticator uses another socket's context.
     """
 
     def __init__(self, kind: str, options: SocketOptions, context: zmq.Context[Raw] | None = None) -> None:
@@ -70,11 +73,11 @@ class Port:
     # --- addresses ------------------------------------------------------------------------------------------------
 
     def attach(self, bind: Sequence[str], connect: Sequence[str], topics: Sequence[bytes] = ()) -> None:
-        """Bind and connect to all of these, and take what is published under one of these topics.
+        """Bind and connect to these addresses, and subscribe to these topics.
 
         Raises:
-            ValueError: not ``tcp://`` or ``ipc://``.
-            OSError: an address cannot be used; for ``ipc://`` also where a live server has it.
+            ValueError: an address is neither ``tcp://`` nor ``ipc://``.
+            OSError: an address cannot be used; for ``ipc://`` also if a live server has it.
         """
         for address in [*bind, *connect]:
             _check_address(address)
@@ -97,15 +100,16 @@ class Port:
         except zmq.ZMQError as exc:
             raise OSError(exc.errno, f"cannot listen at {address}: {zmq.strerror(exc.errno or 0)}") from exc
         if path != address and not path.startswith("@"):
-            # Until here it has the mode that the umask gives: only a private directory keeps others out at once.
+            # Until here it has the mode that the umask gives: until then only a private directory keeps others out.
             os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
             self._files.append((path, _inode(path)))
         self.endpoints += (self.raw.get_string(zmq.LAST_ENDPOINT),)
 
     def renew(self) -> list[str]:
-        """Bind the Unix sockets again that were removed. Return their paths. To be called again until there are none.
+        """Bind removed Unix sockets again. Returns their paths.
 
-        Two calls for each: ZeroMQ ends a binding in its own thread, and removes the file then, which would be the new one.
+        To be called again until there are none. Two calls for each: ZeroMQ ends a binding in its own thread, and
+        removes the file then, which would be the new one.
         """
         made = []
         for at, (path, inode) in enumerate(self._files):
@@ -129,17 +133,20 @@ class Port:
         self.raw.close()
 
     def release(self) -> None:
-        """Wait until nothing of the closed socket is left; blocks for ``linger`` at most, mostly for 0.2 ms."""
+        """Wait until nothing is left of the closed socket.
+
+        Blocks for ``linger`` at most, mostly for 0.2 ms.
+        """
         self.context.term()
         for path, inode in self._files:
             with suppress(OSError):
-                if _inode(path) == inode:  # and not that of a successor
+                if _inode(path) == inode:  # not that of a successor
                     os.unlink(path)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def read(self) -> Message:
-        """One message.
+        """Read one message.
 
         Raises:
             zmq.Again: there is none.
@@ -156,7 +163,11 @@ class Port:
                 self.skip()
 
     def skip(self) -> None:
-        """Read the rest of a message that has too many frames."""
+        """Read the rest of a message that has too many frames.
+
+        Raises:
+            TooManyFrames: always.
+        """
         while self.receive_frame(NOW, False).more:
             pass
         raise TooManyFrames
@@ -165,7 +176,7 @@ class Port:
         """Send one message, whole or not at all.
 
         Returns:
-            Whether there is such a peer.
+            Whether its peer exists.
 
         Raises:
             zmq.Again: there is no room for it.
@@ -174,7 +185,7 @@ class Port:
         if not frames:
             raise ValueError("a message has at least one frame")
         for frame in frames:
-            if type(frame) is not bytes:  # found out in the middle, it would leave half a message in the socket
+            if type(frame) is not bytes:  # raised in the middle, it would leave half a message in the socket
                 raise TypeError(f"a frame is bytes, not {type(frame).__name__}")
         send, last, sent = self.send_frame, len(frames) - 1, 0
         try:
@@ -183,7 +194,7 @@ class Port:
                 sent += 1
             send(frames[last], NOW)
         except zmq.Again:
-            if sent:  # the connection went in the middle: ZeroMQ takes back the first frames and swallows the others
+            if sent:  # lost in the middle: ZeroMQ takes back the first frames and swallows the others
                 for frame in frames[sent + 1 : last]:
                     send(frame, MORE)
                 if sent < last:
@@ -210,10 +221,12 @@ def _inode(path: str) -> tuple[int, int]:
 
 
 def check_free(path: str, kind: sockets.SocketKind = sockets.SOCK_STREAM) -> None:
-    """Raise if a process listens at this Unix socket, or if the path is another file: ZeroMQ removes any file of this name.
+    """Check that a Unix socket's path is free for a server.
+
+    ZeroMQ removes any file of this name.
 
     Raises:
-        OSError: another process listens there, or it is another error.
+        OSError: another process listens there, the path is another kind of file, or it cannot be checked.
     """
     name = "\0" + path[1:] if path.startswith("@") else path
     try:
@@ -223,7 +236,7 @@ def check_free(path: str, kind: sockets.SocketKind = sockets.SOCK_STREAM) -> Non
         return
     with sockets.socket(sockets.AF_UNIX, kind) as probe:
         probe.setblocking(False)
-        # BlockingIOError: its backlog is full, so it is very much alive.
+        # BlockingIOError: its backlog is full, so a server listens there.
         with suppress(ConnectionRefusedError, FileNotFoundError):
             with suppress(BlockingIOError):
                 probe.connect(name)

@@ -1,7 +1,7 @@
-"""CURVE keys: which clients may connect, and the files in which keys are kept.
+"""CURVE keys: the keys of servers and clients, and their files.
 
-A key is 40 characters of Z85. A key file is text in the form that other ZeroMQ tools read and write: ``public-key = "..."``
-and, in its owner's file, ``secret-key = "..."``. A file with a secret key has mode 0600, and is refused when
+A key is 40 characters of Z85. A key file is text in the form that other ZeroMQ tools read and write: ``public-key =
+"..."`` and, in its owner's file, ``secret-key = "..."``. A file with a secret key has mode 0600, and is refused if
 others may read it.
 """
 
@@ -21,7 +21,7 @@ from ..base.files import open_input
 
 _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = re.compile(rb"^\s*(public|secret)-key\s*=\s*[\"']?([^\"'\s]*)[\"']?\s*$", re.MULTILINE)
-# A key may end in one, but none begins with one: no group of five characters is so large.
+# A key may end in a ``#``, but none begins with one: no group of five characters is so large.
 _COMMENT: Final = re.compile(rb"(^|\s)#.*")
 _MOST_BYTES: Final = 1 << 20
 
@@ -32,7 +32,7 @@ def _as_key(value: str | bytes) -> bytes:
 
 def _is_key(instance: object, attribute: attrs.Attribute[bytes], value: object) -> None:
     if not isinstance(value, bytes) or not _KEY.fullmatch(value):
-        shown = "..." if attribute.name == "secret" else value  # a secret is never said, not even a wrong one
+        shown = "..." if attribute.name == "secret" else value  # a secret is never shown, not even a wrong one
         raise ConfigError(attribute.name, shown, "must be 40 characters of Z85")
 
 
@@ -41,9 +41,9 @@ class KeyPair:
     """A public key and the secret that belongs to it."""
 
     public: bytes = attrs.field(converter=_as_key, validator=_is_key)
-    """Public."""
+    """Public key."""
     secret: bytes = attrs.field(converter=_as_key, validator=_is_key, repr=False)
-    """Secret: its holder counts as the owner of the public key."""
+    """Secret key: its holder counts as the owner of the public key."""
 
     def __attrs_post_init__(self) -> None:
         if zmq.curve_public(self.secret) != self.public:
@@ -51,7 +51,7 @@ class KeyPair:
 
 
 def has_curve() -> bool:
-    """Whether this ZeroMQ was built with CURVE."""
+    """Return whether this ZeroMQ was built with CURVE."""
     return bool(zmq.has("curve"))
 
 
@@ -72,13 +72,16 @@ def _are_keys(instance: object, attribute: attrs.Attribute[frozenset[bytes] | No
 
 @attrs.frozen
 class CurveServer:
-    """CURVE keys of the end that binds: its own, and those of the clients it admits."""
+    """CURVE keys of the end that binds and of its clients."""
 
     pair: KeyPair
-    """Its own keys. Clients must know the public one."""
+    """Own keys. Clients must know the public one."""
     clients: frozenset[bytes] | None = attrs.field(default=None, converter=_as_keys, validator=_are_keys)
-    """Public keys of the clients that may connect. ``None``: all that know the server's public key, which then is the
-    secret that clients share."""
+    """Public keys of the clients that may connect, or ``None`` for any.
+
+    With ``None``, every client that knows the server's public key may connect: that key is then the secret that clients
+    share.
+    """
 
 
 @attrs.frozen
@@ -86,9 +89,9 @@ class CurveClient:
     """CURVE keys of the end that connects."""
 
     server_key: bytes = attrs.field(converter=_as_key, validator=_is_key)
-    """The server's public key: no other process can answer."""
+    """Server's public key: no other process can answer."""
     pair: KeyPair = attrs.field(factory=new_key_pair)
-    """Its own keys; a new pair if the server accepts any client."""
+    """Own keys; a new pair if the server accepts any client."""
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def save_key_pair(path: str | os.PathLike[str], pair: KeyPair) -> None:
 
 
 def save_public_key(path: str | os.PathLike[str], public: bytes) -> None:
-    """Write a public key, to be given to others, into a new file.
+    """Write a public key, for others, into a new file.
 
     Raises:
         FileExistsError: there is a file already.
@@ -118,8 +121,8 @@ def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
     """Read a CURVE key pair from a file.
 
     Raises:
-        maru.ConfigError: it holds no pair, or others than its owner may read it.
-        OSError: it cannot be read.
+        maru.ConfigError: the file has no pair, or others than its owner may read it.
+        OSError: the file cannot be read.
     """
     keys = _read(path, secret=True)
     if len(keys["public"]) != 1 or len(keys["secret"]) != 1:
@@ -133,8 +136,8 @@ def load_public_keys(path: str | os.PathLike[str]) -> frozenset[bytes]:
     A ``#`` that begins a line, or follows space, begins a comment.
 
     Raises:
-        maru.ConfigError: a line of it is no key, or it holds none.
-        OSError: it cannot be read.
+        maru.ConfigError: a line is not a key, or there is no key.
+        OSError: the file cannot be read.
     """
     keys = _read(path)["public"]
     if not keys or not all(map(_KEY.fullmatch, keys)):

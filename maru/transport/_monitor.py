@@ -1,7 +1,7 @@
-"""What happens to the connections of a socket, as ZeroMQ's monitor tells it.
+"""Changes of a socket's connections, as ZeroMQ's monitor reports them.
 
-Its queue has no bound: at a bound ZeroMQ's I/O thread would wait for its reader, and with it all traffic of the socket (seen
-at 2,003 events). It grows with the connections that begin and end while the event loop stands still.
+The monitor's queue has no bound: at a bound ZeroMQ's I/O thread would wait for its reader, and with it all traffic of
+the socket (seen at 2,003 events). It grows with the connections that begin and end while the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ class Link(enum.Enum):
     """The kinds of changes of a connection."""
 
     ACCEPTED = int(zmq.EVENT_ACCEPTED)
-    """A peer has connected to us."""
+    """The peer has connected to us."""
     CONNECTED = int(zmq.EVENT_CONNECTED)
     """We have connected to a peer."""
     READY = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    """Both ends speak the same protocol and, with CURVE, know each other: messages flow."""
+    """Both ends have completed the handshake: messages flow.
+
+    They speak the same protocol and, with CURVE, know each other.
+    """
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    """The other end does not let this key in."""
+    """The other end refuses this key."""
     FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-    """What came is not of this protocol, or the keys do not fit."""
+    """The handshake was malformed, or the keys do not fit."""
     GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-    """The connection ended before both ends knew each other."""
+    """The connection ended before the handshake was complete."""
     DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-    """A connection ended."""
+    """The connection ended."""
     RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
     """No process listens there; the next attempt comes after a wait."""
     NOT_ACCEPTED = int(zmq.EVENT_ACCEPT_FAILED)
-    """A peer could not connect: mostly there are no descriptors left."""
+    """No peer could connect, mostly for lack of descriptors."""
 
 
 @attrs.frozen
@@ -48,15 +51,21 @@ class LinkEvent:
     """A change of a connection."""
 
     link: Link
-    """What."""
+    """Kind of the change."""
     endpoint: str
-    """Where: what was bound or connected to."""
+    """Address that was bound or connected to."""
     detail: int
-    """The descriptor for ACCEPTED, CONNECTED and DISCONNECTED; milliseconds for RETRIED; an errno or a code otherwise."""
+    """Descriptor, milliseconds for RETRIED, or an errno or a code.
+
+    The descriptor for ACCEPTED, CONNECTED and DISCONNECTED.
+    """
 
 
 class Monitor:
-    """Reads the monitor of a port. Made before the port is attached to any address, so that nothing is missed."""
+    """Reader of a port's monitor.
+
+    Made before the port is attached to any address, so that nothing is missed.
+    """
 
     def __init__(self, port: Port, tell: Callable[[LinkEvent], None]) -> None:
         self._watched = port.raw
@@ -75,7 +84,7 @@ class Monitor:
         return self._raw.closed
 
     def read(self) -> None:
-        """Tell everything that has happened."""
+        """Report all waiting events."""
         raw = self._raw
         while not raw.closed and int(raw.get(EVENTS)) & IN:
             number, detail = _EVENT.unpack(raw.recv(NOW))
@@ -85,7 +94,10 @@ class Monitor:
                 self._tell(LinkEvent(link, endpoint, detail))
 
     def close(self) -> None:
-        """Stop. In this order, or ZeroMQ's I/O thread waits for ever for a reader of its last word."""
+        """Stop the monitor.
+
+        In this order, or ZeroMQ's I/O thread waits for ever for a reader of its last event.
+        """
         if not self._raw.closed:
             self._watched.disable_monitor()
             self._raw.close()

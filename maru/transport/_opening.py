@@ -1,4 +1,4 @@
-"""From opening a socket to closing it: the addresses, the few tasks that some sockets need, and the end of all of it."""
+"""The lifetime of a socket: its addresses, its tasks, and its end."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ def open_socket(
 ) -> AbstractAsyncContextManager[TrioSocket]:
     """Open a ZeroMQ socket, for the length of an ``async with`` block.
 
-    Leaving the block closes it: tasks that wait get :exc:`trio.ClosedResourceError`, and when the block has
-    been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
+    Leaving the block closes it: tasks that wait get :exc:`trio.ClosedResourceError`, and when the block has been left
+    its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
 
     Args:
-        kind: ``"dealer"`` sends to its connections in turn; ``"router"`` names the peer of each message; ``"pub"`` sends to all
-            and waits for none: a peer that does not read within ``send_high_water_mark`` messages misses the rest; ``"sub"``
-            receives from one of these.
+        kind: ``"dealer"`` sends to its connections in turn; ``"router"`` names the peer of each message; ``"pub"``
+            sends to all and waits for none: a peer that does not read within ``send_high_water_mark`` messages misses
+            the rest; ``"sub"`` receives from one of these.
         bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
         connect: addresses to connect to; no process need listen there yet.
-        topics: what a ``"sub"`` takes: messages whose first frame begins with one of these.
+        topics: subscriptions of a ``"sub"``: messages whose first frame begins with one of these.
         options: bounds, times and keys.
-        on_messages: gets all messages, in batches, from the task that reads the socket (see :meth:`TrioSocket.expect`). It
-            may send. If it raises, the socket is closed and the error comes out where that one waits. Without it, messages
-            are received.
-        on_gone: called once for each peer that has sent something, after its connection has ended and its last message was
-            read.
-        on_link: is told what happens to connections.
+        on_messages: gets all messages, in batches, from the task that reads the socket (see :meth:`TrioSocket.expect`).
+            It may send. If it raises, the socket is closed and that task gets the error. Without it, messages are
+            received.
+        on_gone: called once for each peer that has sent something, after its connection has ended and its last message
+            was read.
+        on_link: called for each change of a connection.
 
     Raises:
         OSError: an address cannot be used, or a live server has it.
-        ValueError: an address is neither ``tcp://`` nor ``ipc://``, or ``on_gone`` is asked of a DEALER.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``, or ``on_gone`` is given for another kind than a
+            ROUTER.
     """
     if on_gone is not None and kind != "router":
         raise ValueError("only a router knows its peers")
@@ -84,7 +85,7 @@ class _OpenSocket:
         with trio.CancelScope(shield=True):
             await self._socket.aclose()
         if not self._nursery.cancel_scope.cancel_called:
-            # No task in here failed: an error of the body is none of the nursery's business, and leaves as it came.
+            # No task in here failed: an error of the body does not concern the nursery, and propagates unchanged.
             await self._nursery_manager.__aexit__(None, None, None)
             return False
         with raise_unwrapped():

@@ -1,6 +1,6 @@
-"""Options of a socket: the bounds of its queues, what it does when a peer is gone, and which clients may connect.
+"""Options of a socket: the bounds of its queues, times and keys.
 
-Everything is bounded: where ZeroMQ reads 0 as "without limit", 0 is refused. Two things it cannot bound are said in
+Everything is bounded: if ZeroMQ reads 0 as "without limit", 0 is refused. Two things that it cannot bound are named in
 :mod:`maru.transport`.
 """
 
@@ -20,50 +20,74 @@ _knob: Final = Knobs("MARU", ConfigError)
 
 @attrs.frozen
 class SocketOptions:
-    """The options of a socket. A value out of range is a :class:`maru.ConfigError`."""
+    """The options of a socket.
+
+    A value out of range raises :class:`maru.ConfigError`.
+    """
 
     send_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages that wait for one peer on the way out; then send waits and send_nowait raises."
     )
-    """Messages that wait for one peer on the way out; then ``send`` waits and ``send_nowait`` raises."""
+    """Messages that wait to be sent to one peer.
+
+    Beyond, ``send`` waits and ``send_nowait`` raises.
+    """
     receive_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages of one peer that wait to be received; then its sender waits."
     )
-    """Messages of one peer that wait to be received; then its sender waits."""
+    """Messages of one peer that wait to be received.
+
+    Beyond, its sender waits.
+    """
     max_message_bytes: int = _knob.size(
         16 << 20,
         64,
         256 << 20,
         "Largest frame. A peer that sends a larger one is disconnected, and the frame is dropped.",
     )
-    """Largest frame. A peer that sends a larger one is disconnected, and the frame is dropped."""
+    """Largest frame in bytes.
+
+    A peer that sends a larger one is disconnected, and the frame is dropped.
+    """
     max_unread_bytes: int = _knob.size(
         64 << 20, 4 << 10, 1 << 40, "At a ROUTER that tracks its peers: what may wait for one that does not read."
     )
-    """Bytes that may wait for one peer of a ROUTER with ``on_gone``; beyond, a peer that does not read is disconnected."""
+    """Bytes that may wait for one peer of a ROUTER with ``on_gone``.
+
+    Beyond, a peer that does not read is disconnected.
+    """
     max_unread_bytes_together: int = _knob.size(
         256 << 20,
         4 << 10,
         1 << 40,
         "The same for all peers: beyond, those that do not read are disconnected, the one with the most first.",
     )
-    """The same for all of its peers together; the peer with the most goes first."""
+    """Bytes that may wait for all of its peers together.
+
+    Beyond, the peer with the most is disconnected first.
+    """
     max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
     linger: float = _knob.seconds(
         0.0, 0.0, 10.0, "How long what was sent may still leave after closing; closing takes as long at most."
     )
-    """How long what was sent may still leave after closing; closing takes as long at most."""
+    """Seconds for sent messages to leave after closing.
+
+    Closing takes as long at most.
+    """
     reconnect_interval: float = _knob.seconds(
         0.01, 0.001, 60.0, "Wait before the first attempt to connect again; each further one waits twice as long."
     )
-    """Wait before the first attempt to connect again; each further one waits twice as long."""
+    """Seconds before the first attempt to connect again.
+
+    Each further wait is twice as long.
+    """
     reconnect_interval_max: float = _knob.seconds(0.5, 0.001, 600.0, "Longest such wait.")
-    """Longest such wait."""
+    """Most seconds of such a wait."""
     handshake_timeout: float = _knob.seconds(
         5.0, 0.01, 600.0, "How long the handshake of a connection may take before it is dropped."
     )
-    """How long the handshake of a connection may take before it is dropped."""
+    """Most seconds of a connection's handshake, before it is dropped."""
     backlog: int = _knob.integer(512, 1, 65_535, "Connections that wait to be accepted.")
     """Connections that wait to be accepted."""
     heartbeat_interval: float = _knob.seconds(
@@ -72,19 +96,31 @@ class SocketOptions:
         3_600.0,
         "How often the peer is asked for a sign of life. 0: never. A stopped process answers none, and is disconnected.",
     )
-    """How often the peer is asked for a sign of life; 0: never. A stopped process answers none, and is disconnected."""
+    """Seconds between two heartbeats to the peer; 0: none.
+
+    A stopped process does not answer, and is disconnected.
+    """
     heartbeat_timeout: float = _knob.seconds(5.0, 0.01, 3_600.0, "How long to wait for that sign.")
-    """How long to wait for that sign."""
+    """Seconds to wait for the answer to a heartbeat."""
     tcp_keepalive: float = _knob.seconds(
         30.0, 0.0, 86_400.0, "Silence after which TCP looks whether the other host is there, four times. 0: never."
     )
-    """Silence after which TCP looks whether the other host is there, four times; 0: never. A stopped process is there."""
+    """Seconds of silence until TCP probes the other host; 0: never.
+
+    It does so four times. A stopped process still passes.
+    """
     immediate: bool = _knob.flag(False, "Queue only for peers that are connected; otherwise also for those to come.")
-    """Queue only for peers that are connected; otherwise what is sent waits for the connection."""
+    """Whether to queue only for peers that are connected.
+
+    Otherwise messages wait for the connection.
+    """
     router_mandatory: bool = _knob.flag(
         True, "Whether a ROUTER says that a peer is gone or its queue full; otherwise it drops silently."
     )
-    """Whether a ROUTER says that a peer is gone or that its queue is full; otherwise it drops silently."""
+    """Whether a ROUTER reports a gone peer or a full queue.
+
+    Otherwise it drops the message silently.
+    """
     busy_poll: float = _knob.seconds(
         100e-6,
         0.0,
@@ -92,9 +128,15 @@ class SocketOptions:
         "How long a lone waiter looks for its message itself before it sleeps. 0: not at all. Sleeping and waking take "
         "longer than a reply of a near peer; where it does not come in that time, ever fewer waits begin so.",
     )
-    """How long a lone waiter looks for its message itself before it sleeps; 0: not at all. See :mod:`maru.transport`."""
+    """Seconds that a lone waiter polls before it sleeps; 0: none.
+
+    See :mod:`maru.transport`.
+    """
     curve: CurveServer | CurveClient | None = None
-    """Encryption, and which clients may connect. ``None``: no encryption, and every client."""
+    """Encryption, and the clients that may connect.
+
+    ``None``: no encryption, and every client.
+    """
 
     def __attrs_post_init__(self) -> None:
         if self.reconnect_interval > self.reconnect_interval_max:
@@ -106,7 +148,7 @@ class SocketOptions:
 
 
 def apply(options: SocketOptions, socket: zmq.Socket[bytes], kind: str) -> None:
-    """Set all of it, before the socket binds or connects."""
+    """Set all options, before the socket binds or connects."""
     for option, number in {
         zmq.SNDHWM: options.send_high_water_mark,
         zmq.RCVHWM: options.receive_high_water_mark,
@@ -131,7 +173,7 @@ def apply(options: SocketOptions, socket: zmq.Socket[bytes], kind: str) -> None:
         socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
     if kind == "router":
         socket.set(zmq.ROUTER_MANDATORY, int(options.router_mandatory))
-        # Or a stranger could take a live peer's identity, and with it that one's replies.
+        # Otherwise a stranger could take a live peer's identity, and with it that one's replies.
         socket.set(zmq.ROUTER_HANDOVER, 0)
     match options.curve:
         case CurveServer(pair, _):
@@ -144,5 +186,5 @@ def apply(options: SocketOptions, socket: zmq.Socket[bytes], kind: str) -> None:
 
 
 def milliseconds(seconds: float) -> int:
-    """As ZeroMQ takes it: a time that is not 0 does not become 0."""
+    """Convert seconds to ZeroMQ's milliseconds; only 0 becomes 0."""
     return max(1, round(seconds * 1000)) if seconds else 0

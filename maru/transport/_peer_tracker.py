@@ -1,6 +1,6 @@
-"""Tracks the peers of a ROUTER while it runs: by its messages, and by its monitor.
+"""Tracking of a ROUTER's peers, by its messages and its monitor.
 
-The joining itself is in `peers`; here are the socket and the task around it.
+The joining itself is in `_peers`; here are the socket and the task around it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h; neither `socket` nor `termios` 
 
 
 class PeerTracker:
-    """Reads the messages of a ROUTER, and tells when a peer's connection has ended."""
+    """Reader of a ROUTER's messages that reports the peers that are gone."""
 
     def __init__(
         self, port: Port, on_gone: Callable[[bytes], None] | None, on_link: Callable[[LinkEvent], None] | None
     ) -> None:
         self.peers = Peers()
         self.gone = 0
-        self._inodes: dict[bytes, int] = {}  # of each known peer's connection: its descriptor may be used again
+        self._inodes: dict[bytes, int] = {}  # of each known peer's connection: its descriptor may be reused
         self._port = port
         self._on_gone, self._on_link = on_gone, on_link
         self._monitor = Monitor(port, self._note)
 
     def read(self) -> Message:
-        """One message.
+        """Read one message.
 
         Raises:
             zmq.Again: there is none.
@@ -56,7 +56,7 @@ class PeerTracker:
             frame = port.receive_frame(NOW, False)
             message.append(frame.bytes)
         if not self.peers.is_settled(peer):
-            # Every frame says over which descriptor it came; looked up only where that is not known.
+            # Every frame has its connection's descriptor; looked up only if that is unknown.
             self._monitor.read()
             descriptor = _descriptor_of(frame)
             self.peers.heard(peer, descriptor)
@@ -65,7 +65,7 @@ class PeerTracker:
         return message
 
     def emptied(self) -> None:
-        """The socket was seen empty: report the peers that are gone."""
+        """Report the peers that are gone, as the socket was seen empty."""
         for peer in self.peers.emptied():
             self.gone += 1
             self._inodes.pop(peer, None)
@@ -73,7 +73,10 @@ class PeerTracker:
                 self._on_gone(peer)
 
     def has_read_all(self, peer: bytes) -> bool:
-        """Whether nothing waits in the kernel for this peer to read. False if its connection is not known."""
+        """Return whether nothing waits in the kernel for this peer.
+
+        False if its connection is not known.
+        """
         descriptor = self.peers.known.get(peer, -1)
         try:
             waiting = _unsent_bytes(descriptor)
@@ -82,20 +85,23 @@ class PeerTracker:
         return not waiting and _inode_of(descriptor) == self._inodes.get(peer)
 
     def hang_up(self, peer: bytes) -> bool:
-        """End this peer's connection; whether it is known. ZeroMQ has no call for it, but sees it as if the peer had gone."""
+        """End a peer's connection. Returns whether it is known.
+
+        ZeroMQ has no call for it, but handles it as if the peer had gone.
+        """
         with suppress(OSError, ValueError):
             descriptor = os.dup(self.peers.known.get(peer, -1))
             with socket.socket(fileno=descriptor) as connection:
-                if _inode_of(descriptor) == self._inodes.get(peer):  # or else it is another one's by now
+                if _inode_of(descriptor) == self._inodes.get(peer):  # else it is another one's by now
                     connection.shutdown(socket.SHUT_RDWR)
                     return True
         return False
 
     async def run(self, look: Callable[[], None]) -> None:
-        """Tell of connections until closed.
+        """Report ended connections until closed.
 
         Args:
-            look: sees to it that the socket is seen empty soon.
+            look: makes sure that the socket is seen empty soon.
         """
         monitor = self._monitor
         while not monitor.closed:
@@ -108,7 +114,7 @@ class PeerTracker:
                 return
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop reporting."""
         self.peers.ending.clear()
         if not self._monitor.closed:
             trio.lowlevel.notify_closing(self._monitor.descriptor)
@@ -124,9 +130,10 @@ class PeerTracker:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Over which connection it came; -1, which is none that lives, where ZeroMQ does not say.
+    """Return the descriptor of a frame's connection.
 
-    It does not of a peer that speaks ZMTP 1.0, as garbage at the port may seem to: that one is gone as soon as it was heard.
+    If ZeroMQ does not report it, -1, which is no living connection. It does not for a peer that speaks ZMTP 1.0, as
+    garbage at the port may seem to: that peer counts as gone once its message was read.
     """
     try:
         return int(frame.get(zmq.SRCFD))
@@ -135,21 +142,24 @@ def _descriptor_of(frame: zmq.Frame) -> int:
 
 
 def _unsent_bytes(descriptor: int) -> int:
-    """Bytes that the kernel holds because the peer does not read.
+    """Return the kernel's bytes that the peer has not read.
 
-    Over TCP those that were not sent, as the peer's window is closed. Those that were sent and not acknowledged do not count: a
-    peer may acknowledge up to 200 ms after it has read.
+    Over TCP those that were not sent, since the peer's window is closed. Bytes that were sent and not acknowledged do
+    not count: a peer may acknowledge up to 200 ms after it has read.
     """
     try:
         answer = fcntl.ioctl(descriptor, _SIOCOUTQNSD, _INT.pack(0))
-    except OSError:  # a Unix socket, whose peer has what was sent
+    except OSError:  # a Unix socket, whose peer has all sent bytes
         answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, _INT.pack(0))
     (waiting,) = _INT.unpack(answer)
     return int(waiting)
 
 
 def _inode_of(descriptor: int) -> int:
-    """What tells a connection from the next one under the same descriptor; -1 where there is none."""
+    """Return the inode of a descriptor's connection; -1 if there is none.
+
+    It distinguishes a connection from the next one under the same descriptor.
+    """
     try:
         return os.fstat(descriptor).st_ino
     except OSError:

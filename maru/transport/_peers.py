@@ -1,17 +1,18 @@
-"""Which peer lives on which connection, and when it is gone: the join of two streams. Pure.
+"""The connection of each peer, and the end of peers. Pure.
 
-ZeroMQ says of a message from which peer it is and over which descriptor it came, and its monitor says of a descriptor that
-a connection began or ended. Neither says that a peer is gone. Three things make the join harder than a dictionary:
+ZeroMQ reports the peer of a message and the descriptor over which it came, and its monitor reports for a descriptor
+that a connection began or ended. Neither reports that a peer is gone. Three things make the join harder than a
+dictionary:
 
-Rule 1. Messages of a connection may still wait to be read when its end is told. A peer is gone only when, after that, the
-        socket was seen empty: nothing of it comes any more.
-Rule 2. Descriptors are used again, at once. So the monitor is read before a new peer is joined to a descriptor; then what
-        is told of it is not older than the message.
-Rule 3. A connection has one peer. Where two claim the same, one of them is of the connection that had the descriptor before.
-        Identities that ZeroMQ chose ascend, so the older one it is.
-Rule 4. Where it cannot be told whether a peer's connection is the one that ended or the one that began with its descriptor,
-        it is the living one: it will be said to be gone too late, never too early. (It needs a peer that connects, sends
-        and leaves unheard, and another that connects after it with its descriptor and says nothing.)
+Rule 1. Messages of a connection may still wait to be read when its end is reported. A peer is gone only when, after
+        that, the socket was seen empty: nothing of it comes any more.
+Rule 2. Descriptors are reused, at once. So the monitor is read before a new peer is joined to a descriptor; then the
+        reports about it are not older than the message.
+Rule 3. A connection has one peer. If two claim the same, one of them is of the connection that had the descriptor
+        before. Identities that ZeroMQ chose ascend, so it is the older one.
+Rule 4. If it is unknown whether a peer's connection is the one that ended or the one that began with its descriptor, it
+        counts as the living one: its end will be reported too late, never too early. (It needs a peer that connects,
+        sends and leaves before it is read, and another that connects after it with its descriptor and sends nothing.)
 Rule 5. An identity that a peer chose may come back on another connection: then the peer is not gone.
 """
 
@@ -20,17 +21,23 @@ from __future__ import annotations
 from typing import Final
 
 _AUTOMATIC: Final = 5
-"""Bytes of an identity that ZeroMQ chose: a zero, then a number that ascends and wraps around."""
+"""Bytes of an identity that ZeroMQ chose.
+
+A zero, then a number that ascends and wraps around.
+"""
 
 
 class Peers:
-    """The peers of a ROUTER that have been heard."""
+    """The peers of a ROUTER that have sent a message."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, int] = {}
         """Living peers, and the descriptor of each."""
         self.ending: dict[bytes, None] = {}
-        """Peers whose connection has ended, and whose messages may not all have been read."""
+        """Peers whose connection has ended, but maybe not their messages.
+
+        Some messages may still have to be read.
+        """
         self._living: set[int] = set()
         self._peer_on: dict[int, bytes] = {}
         self._unheard: set[int] = set()
@@ -38,16 +45,16 @@ class Peers:
     def __len__(self) -> int:
         return len(self.known)
 
-    # --- what the monitor says ------------------------------------------------------------------------------------
+    # --- reports of the monitor -----------------------------------------------------------------------------------
 
     def connected(self, descriptor: int) -> None:
-        """A connection began."""
+        """Record that a connection began."""
         if descriptor in self._living:
             self.disconnected(descriptor)
         self._living.add(descriptor)
 
     def disconnected(self, descriptor: int) -> None:
-        """A connection ended."""
+        """Record that a connection ended."""
         if descriptor in self._living:
             self._living.discard(descriptor)
             peer = self._peer_on.get(descriptor)
@@ -56,22 +63,28 @@ class Peers:
             else:
                 self._end(peer)
 
-    # --- what the messages say ------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------------
 
     def is_settled(self, peer: bytes) -> bool:
-        """Whether a message of this peer needs no :meth:`heard`: it is known, and its identity is not used again."""
+        """Return whether a message of this peer needs no :meth:`heard`.
+
+        It does not if the peer is known, and its identity is never reused.
+        """
         return peer in self.known and len(peer) == _AUTOMATIC and peer[0] == 0
 
     def heard(self, peer: bytes, descriptor: int) -> None:
-        """A message of this peer came over this descriptor, and the monitor has been read since."""
+        """Record a message of this peer, over this descriptor.
+
+        The monitor must have been read since.
+        """
         if self.known.get(peer) == descriptor:
             return
-        if peer in self.known:  # its end was not told, but an identity lives on one connection at a time
+        if peer in self.known:  # its end was not reported, but an identity lives on one connection at a time
             self._end(peer)
         if peer in self.ending:
             if _is_automatic(peer):
                 return  # a late message of a connection that has ended
-            del self.ending[peer]  # back before it was missed, or it will be missed after this message
+            del self.ending[peer]  # not gone; if this connection has ended too, that is reported later
         other = self._peer_on.get(descriptor)
         if descriptor not in self._living or (other is not None and self._is_older(peer, other, descriptor)):
             self.ending[peer] = None
@@ -82,7 +95,10 @@ class Peers:
         self._peer_on[descriptor] = peer
 
     def emptied(self) -> list[bytes]:
-        """The socket was seen empty after the monitor was read: the peers that are gone, each of them once."""
+        """Return the peers that are gone, each of them once.
+
+        The socket must have been seen empty after the monitor was read.
+        """
         gone = list(self.ending)
         self.ending.clear()
         self._unheard.clear()

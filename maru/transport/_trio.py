@@ -1,12 +1,14 @@
-"""A ZeroMQ socket for trio: any number of tasks send, wait for room, receive, or wait for what they expect.
+"""A ZeroMQ socket for trio, shared by any number of tasks.
 
-Rule 1. A message goes out whole or not at all, and comes in whole. A cancelled send has sent nothing; a cancelled receive
-        has taken nothing.
-Rule 2. The leading task reads the socket for all (`_waiting`). A call made while the leader sleeps checks whether it has
-        consumed the leader's signal.
+They send, wait for room, receive, or wait for expected messages.
+
+Rule 1. A message is sent whole or not at all, and received whole. A cancelled send has sent nothing; a cancelled
+        receive has taken nothing.
+Rule 2. The leading task reads the socket for all (`_waiting`). A call made while the leader sleeps checks whether it
+        has consumed the leader's signal.
 Rule 3. Waiting senders go in order, without overtaking: at a ROUTER those to one peer, else all.
-Rule 4. Nothing is queued here: messages without a receiver wait in ZeroMQ, whose queues are bounded in messages, and at a
-        ROUTER that tracks its peers in bytes as well: a peer that meets that bound and does not read is disconnected.
+Rule 4. Nothing is queued here: messages without a receiver wait in ZeroMQ, whose queues are bounded in messages, and at
+        a ROUTER that tracks its peers in bytes as well: a peer that meets that bound and does not read is disconnected.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from ._zap import Authenticator
 SocketKind: TypeAlias = Literal["dealer", "router", "pub", "sub"]
 
 _BATCH: Final = 256
-"""Messages handed on at once."""
+"""Most messages delivered at once."""
 _TURN: Final = 1_024
-"""Messages handed on before the other tasks of the loop have their turn."""
+"""Messages delivered before the other tasks of the loop have their turn."""
 
 
 class _Receiver(Queued):
@@ -64,39 +66,51 @@ class SocketStatistics:
     sent: int
     """Messages taken by ZeroMQ."""
     received: int
-    """Messages handed on."""
+    """Messages delivered."""
     batches: int
-    """How often messages were handed on."""
+    """Number of batches delivered."""
     unreachable: int
     """Messages for peers that were gone."""
     dropped: int
     """Messages that came with too many frames."""
     waiting: int
-    """Tasks that wait: for messages, for room, or for what they expect."""
+    """Tasks that wait: for messages, for room, or for something expected."""
     waiting_senders: int
-    """Of these, for room."""
+    """Tasks among these that wait for room."""
     peers: int
-    """Peers that were heard and are not gone; counted only where ``on_gone`` was given."""
+    """Peers that have sent something and are not gone.
+
+    Counted only with ``on_gone``.
+    """
     gone: int
     """Peers that are gone."""
     refused: int
     """Connections that were refused for their CURVE key."""
     unread_bytes: int
-    """That may wait for peers, at most; counted only where ``on_gone`` was given."""
+    """Most bytes that may be waiting for peers.
+
+    Counted only with ``on_gone``.
+    """
     hung_up: int
     """Peers that did not read, and met a bound."""
     sleeps: int
-    """How often a task slept at the descriptor."""
+    """Number of sleeps of a task at the descriptor."""
     kicks: int
-    """How often a sleeper was woken because another task had swallowed its signal."""
+    """Number of times that a sleeper was woken for a consumed signal.
+
+    Another task had consumed it.
+    """
     busy_polls: int
-    """How often a task looked before it slept."""
+    """Number of busy polls before a sleep."""
     hits: int
-    """How often that was of use."""
+    """Number of busy polls that avoided a sleep."""
 
 
 class TrioSocket:
-    """A ZeroMQ socket of one trio run. Made by :func:`maru.transport.open_socket` only."""
+    """A ZeroMQ socket of one trio run.
+
+    Made by :func:`maru.transport.open_socket` only.
+    """
 
     def __init__(
         self,
@@ -135,11 +149,11 @@ class TrioSocket:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The addresses it is bound to, with the port that was chosen for ``tcp://host:*``."""
+        """Bound addresses, with the port chosen for ``tcp://host:*``."""
         return self._port.endpoints
 
     def renew(self) -> list[str]:
-        """Bind the Unix sockets that were removed again; see :meth:`Port.renew`.
+        """Bind removed Unix sockets again; see :meth:`Port.renew`.
 
         Raises:
             OSError: one cannot be bound.
@@ -155,7 +169,7 @@ class TrioSocket:
             frames: its frames; at a ROUTER, the first one names the peer.
 
         Returns:
-            Whether there is such a peer. Always true but for a ROUTER that is ``router_mandatory``.
+            Whether its peer exists. Always true except for a ROUTER that is ``router_mandatory``.
 
         Raises:
             trio.WouldBlock: the queue is full, or others wait for room in it. Nothing was sent.
@@ -183,9 +197,10 @@ class TrioSocket:
         return reachable
 
     async def send(self, frames: Sequence[bytes]) -> bool:
-        """Send one message, waiting for room in turn. Always a checkpoint; cancelled, nothing was sent.
+        """Send one message, waiting for room in turn.
 
-        Returns and raises what :meth:`send_nowait` does, but never :exc:`trio.WouldBlock`.
+        Always a checkpoint. If cancelled, nothing was sent. Returns and raises the same as :meth:`send_nowait`, but
+        never :exc:`trio.WouldBlock`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
@@ -206,12 +221,12 @@ class TrioSocket:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive_nowait(self) -> Message:
-        """The next message; synchronous.
+        """Return the next message; synchronous.
 
         Raises:
             trio.WouldBlock: there is none, or others wait for it.
             trio.ClosedResourceError: the socket was closed.
-            RuntimeError: messages are handed to ``on_messages``.
+            RuntimeError: messages are passed to ``on_messages``.
         """
         self._check_pulls()
         watch = self._watch
@@ -232,18 +247,21 @@ class TrioSocket:
                 watch.touched = True
 
     async def receive(self) -> Message:
-        """Wait for the next message, in turn. Cancelled, the message stays for the next call.
+        """Wait for the next message, in turn.
+
+        If cancelled, the message stays for the next call.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.
-            RuntimeError: messages are handed to ``on_messages``.
+            RuntimeError: messages are passed to ``on_messages``.
         """
         return (await self.receive_batch(1))[0]
 
     async def receive_batch(self, most: int = _BATCH) -> list[Message]:
-        """Wait for messages, and take up to ``most`` of those that are there. Otherwise as :meth:`receive`.
+        """Wait for messages. Returns up to ``most`` that are there.
 
-        A server's loop is fastest with this: it reads the socket itself, and no task has to be woken.
+        Otherwise like :meth:`receive`. A server's loop is fastest with this: it reads the socket itself, and no task
+        has to be woken.
         """
         self._check_pulls()
         receiver = _Receiver(self._watch, self._receivers, most)
@@ -255,10 +273,10 @@ class TrioSocket:
         return receiver.messages
 
     def expect(self) -> Expected:
-        """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for.
+        """Make an :class:`Expected`, which ``on_messages`` delivers to one task.
 
-        The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are handed on while
-        a task waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
+        The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are delivered
+        while a task waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
         """
         return Expected(self._watch)
 
@@ -273,13 +291,16 @@ class TrioSocket:
     # --- closing --------------------------------------------------------------------------------------------------
 
     def _forget(self, peer: bytes) -> None:
-        """This peer is gone."""
+        """Forget a peer that is gone, and report it."""
         assert self._bounded is not None and self._on_gone is not None
         self._bounded.forget(peer)
         self._on_gone(peer)
 
     def close(self) -> None:
-        """Close the socket at once: tasks that wait get :exc:`trio.ClosedResourceError`. Call :meth:`aclose` afterwards."""
+        """Close the socket at once. Call :meth:`aclose` afterwards.
+
+        Tasks that wait get :exc:`trio.ClosedResourceError`.
+        """
         if not self._watch.closed:
             self._watch.close()
             if self._tracker is not None:
@@ -289,7 +310,10 @@ class TrioSocket:
             self._port.close()
 
     async def aclose(self) -> None:
-        """Close the socket, and wait until its addresses are free, ``linger`` at most."""
+        """Close the socket, and wait until its addresses are free.
+
+        ``linger`` at most.
+        """
         self.close()
         if self._releasing:
             await self._released.wait()
@@ -299,13 +323,13 @@ class TrioSocket:
             with trio.CancelScope(shield=True):
                 try:
                     await run_in_thread(self._port.release, limiter=trio.CapacityLimiter(1))
-                except NoThread:  # here then: at its end a socket may keep its loop for ``linger``
+                except NoThread:  # so here: at its end a socket may block its loop for ``linger``
                     self._port.release()
         finally:
             self._released.set()
 
     def statistics(self) -> SocketStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         watch, tracker = self._watch, self._tracker
         return SocketStatistics(
             sent=self._sent,
@@ -329,16 +353,19 @@ class TrioSocket:
     # --- reading, by the leading task -----------------------------------------------------------------------------
 
     def _drain(self) -> bool:
-        """Hand on what is there: the other half of :class:`Watch`. Whether there may be more."""
+        """Deliver the waiting messages, as the drain of :class:`Watch`.
+
+        Returns whether there may be more.
+        """
         left = _TURN
         try:
             while not self._watch.closed:
                 events = self._raw_events(EVENTS)
                 if self._senders and self._may_flush(events) and self._flush():
-                    continue  # sending may have swallowed what the events of before did not say
+                    continue  # sending may have consumed a signal that the earlier events did not have
                 if not self._is_there(events):
                     return False
-                self._watch.crowded = True  # it has waited for us, so more may come
+                self._watch.crowded = True  # it was there before we waited, so more may come
                 handed_on = self._hand_on()
                 if handed_on < 0:
                     return False
@@ -351,7 +378,7 @@ class TrioSocket:
         return False
 
     def _take(self) -> None:
-        """Hand on one message that is likely there."""
+        """Deliver one message that is likely there."""
         # With many waiters, and with a task that waits for room, _drain is faster.
         if not self._watch.crowded and not self._senders:
             try:
@@ -361,10 +388,11 @@ class TrioSocket:
                 raise
 
     def _is_there(self, events: int, asked: bool = False) -> bool:
-        """Whether there is something to read. If not, tells of the peers that are gone.
+        """Return whether there is something to read.
 
-        Not while a task still handles what it received last: a peer's last message would come after the report of its end, and
-        count as a new peer's. A caller that asks for more has handled the last.
+        If not, reports the peers that are gone. Not while a task still handles the last received message: a peer's last
+        message would come after the report of its end, and count as a new peer's. A caller that requests more has
+        handled the last.
         """
         if events & IN:
             return True
@@ -374,7 +402,10 @@ class TrioSocket:
         return False
 
     def _hand_on(self) -> int:
-        """Pass on one batch. Returns the number of its messages; -1 if no task wants any now."""
+        """Deliver one batch, and return its size.
+
+        -1 if no task wants any now.
+        """
         if self._on_messages is not None:
             batch = self._collect(_BATCH)
             if batch:
@@ -391,7 +422,10 @@ class TrioSocket:
         return len(batch)
 
     def _collect(self, most: int) -> list[Message]:
-        """Up to so many messages: one, unless they come in crowds. To find out that none is left costs as much as four."""
+        """Read up to ``most`` messages; one, unless they are crowded.
+
+        Finding that none is left costs as much as reading four.
+        """
         watch, read = self._watch, self._read
         batch: list[Message] = []
         try:
@@ -412,7 +446,7 @@ class TrioSocket:
         return batch
 
     def _flush(self) -> bool:
-        """Send what waits, in turn. Whether anything left."""
+        """Send the waiting messages, in turn. Returns whether any was sent."""
         full: set[bytes] = set()
         left = False
         for sender in list(self._senders):
@@ -438,7 +472,10 @@ class TrioSocket:
     # --- touching the socket while another task sleeps at it ------------------------------------------------------
 
     def _settle(self) -> None:
-        """The sleeper wakes by its signal, unless what was just done has swallowed it: then wake it."""
+        """Wake the sleeper if the last call has consumed its signal.
+
+        Otherwise it wakes by itself.
+        """
         watch = self._watch
         if watch.is_signalled():
             return
@@ -448,11 +485,14 @@ class TrioSocket:
             watch.kick()
 
     def _may_flush(self, events: int) -> bool:
-        """Whether a waiting sender might go now. A router's events do not tell for which peer, nor that one is gone."""
+        """Return whether a waiting sender might go now.
+
+        A router's events report neither the peer that has room, nor that a peer is gone.
+        """
         return self._port.routes or bool(events & OUT)
 
     def _must_queue(self, frames: Sequence[bytes]) -> bool:
-        """Whether a task waits that must not be overtaken."""
+        """Return whether a task waits that must not be overtaken."""
         return not self._port.routes or any(sender.frames[0] == frames[0] for sender in self._senders)
 
     def _check_pulls(self) -> None:
@@ -468,13 +508,19 @@ class TrioSocket:
             nursery.start_soon(self._to_the_end, partial(self._tracker.run, self._look))
 
     async def _to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
-        """These end when the socket is closed, not when the scope around it is cancelled: its user may still be at it."""
+        """Do work until the socket is closed.
+
+        It does not end when the scope around it is cancelled: users of the socket may still be active.
+        """
         with trio.CancelScope(shield=True):
             await work()
 
     def _look(self) -> None:
-        """A connection has ended: see whether its messages have been read, or have the leader see to it."""
+        """Check whether the messages of an ended connection have been read.
+
+        If that is not certain, wake the leader.
+        """
         events = self._raw_events(EVENTS)
-        self._watch.touched = True  # a leader that is awake now, and about to sleep, must look again
+        self._watch.touched = True  # a leader that is awake now, and about to sleep, must check again
         if self._is_there(events) or (self._senders and self._may_flush(events)):
             self._watch.kick()

@@ -1,11 +1,12 @@
-"""How many bytes may wait for the peers of a ROUTER: for each, and for all together. Pure.
+"""Bounds of the bytes that wait for a ROUTER's peers. Pure.
 
-ZeroMQ counts what it queues in messages, and does not say how many are left. But it holds no more than its high-water mark:
-what it took before the last so many has left. So the sizes of those bound what it holds.
+For each peer, and for all together. ZeroMQ counts its queue in messages, and does not report how many are left. But it
+holds no more than its high-water mark: messages before the last so many have left. So the sizes of those bound its
+queue.
 
-Rule 1. The bound is for the worst case: a peer that reads may have read all of it. A peer at a limit is looked at first, and
-        forgotten if the kernel has nothing for it either.
-Rule 2. Over the limit of all, the one with the most goes first.
+Rule 1. The bound is for the worst case: a peer that reads may have read all of it. A peer at a limit is checked first,
+        and forgotten if the kernel has nothing for it either.
+Rule 2. Over the limit of all, the peer with the most goes first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections import deque
 
 
 class Unread:
-    """The last messages to each peer, by their sizes.
+    """The sizes of the last messages to each peer.
 
     Args:
-        messages: of one peer that ZeroMQ queues at most.
-        peer_bytes: that may wait for one peer.
-        all_bytes: that may wait for all of them.
+        messages: most messages of one peer that ZeroMQ queues.
+        peer_bytes: most bytes that may wait for one peer.
+        all_bytes: most bytes that may wait for all of them.
     """
 
     def __init__(self, messages: int, peer_bytes: int, all_bytes: int) -> None:
@@ -34,11 +35,11 @@ class Unread:
         return len(self._sizes)
 
     def of(self, peer: bytes) -> int:
-        """Bytes that may wait for this one."""
+        """Return the bytes that may wait for a peer."""
         return self._bytes.get(peer, 0)
 
     def sent(self, peer: bytes, size: int) -> None:
-        """ZeroMQ has taken a message of so many bytes for it."""
+        """Record a message of ``size`` bytes that ZeroMQ took for a peer."""
         sizes = self._sizes.get(peer)
         if sizes is None:
             sizes = self._sizes[peer] = deque()
@@ -50,12 +51,15 @@ class Unread:
         self.total += size
 
     def forget(self, peer: bytes) -> None:
-        """It has read everything, or is gone."""
+        """Forget a peer that has read everything, or is gone."""
         if self._sizes.pop(peer, None) is not None:
             self.total -= self._bytes.pop(peer)
 
     def crowd_out(self, peer: bytes, size: int) -> list[bytes]:
-        """Peers to look at before ``size`` more bytes are sent to this one, one by one, until this is empty. Mostly none."""
+        """Return the peers to check before sending ``size`` more bytes.
+
+        They are to be checked one by one, until this is empty. Mostly there are none.
+        """
         if self.of(peer) + size > self._peer_bytes and peer in self._bytes:
             return [peer]
         if self.total + size > self._all_bytes and self._bytes:

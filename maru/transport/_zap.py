@@ -1,7 +1,8 @@
-"""Authentication of CURVE clients: ZeroMQ asks at each handshake, in the process, and a task answers.
+"""Authentication of CURVE clients at each handshake, by a task.
 
-The protocol is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the event loop stands still no new client is accepted;
-a handshake that waits longer than ``handshake_timeout`` is dropped and tried again by its client.
+ZeroMQ sends the requests, within the process. The protocol is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the
+event loop is blocked no new client is accepted; a handshake that waits longer than ``handshake_timeout`` is dropped and
+tried again by its client.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ _DOMAIN: Final = b"maru"
 _REQUEST_FRAMES: Final = 9
 _KEY_BYTES: Final = 32
 _LOG_INTERVAL: Final = 10.0
-"""Seconds between two log lines about refused clients, which may try again any number of times."""
+"""Seconds between two log lines about refused clients.
+
+They may try again any number of times.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class Authenticator:
-    """Accepts the clients whose public key is on the list, for the port of the context that it is bound in."""
+    """Authenticator of one context, which admits the listed public keys."""
 
     def __init__(self, port: Port, clients: Collection[bytes]) -> None:
         self._keys = {z85.decode(key): key for key in clients}
-        # Fail closed: while nothing answers, because this is not running yet or has ended, ZeroMQ accepts no connection.
+        # Fail closed: while nothing answers, because this is not running yet or has ended, ZeroMQ accepts no
+        # connection.
         port.raw.set(zmq.ZAP_DOMAIN, _DOMAIN)
         port.raw.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._port = Port("router", SocketOptions(), port.context)
@@ -41,7 +46,7 @@ class Authenticator:
         self._said_at = -_LOG_INTERVAL
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if not self._port.raw.closed:
             trio.lowlevel.notify_closing(self._port.descriptor)
             self._port.close()
@@ -53,7 +58,7 @@ class Authenticator:
             while not port.raw.closed and port.get(EVENTS) & IN:
                 try:
                     request = port.read()
-                except TooManyFrames:  # pragma: no cover - the library itself is asking
+                except TooManyFrames:  # pragma: no cover - the library itself sends the requests
                     continue
                 port.write(self._answer(request))
             if port.raw.closed:
@@ -73,7 +78,7 @@ class Authenticator:
         return [asker, delimiter, version, request_id, b"200", b"OK", user, b""]
 
     def _say(self, address: bytes, key: bytes) -> None:
-        """The public key that is looked up, or is to be put on the list."""
+        """Log the unknown public key, so that it can be added."""
         now = trio.current_time()
         if now - self._said_at < _LOG_INTERVAL:
             return
