@@ -1,9 +1,8 @@
-"""The shared page store: processes of one machine share KV cache through memory that all of them map.
+"""The shared page store: KV cache in memory that several processes map.
 
 `maru` is usable alone: nothing in it knows `backends` or `offload`. ``maru-server`` serves a pool; :class:`MaruHandler` is its
 client for trio, :class:`maru.blocking.MaruHandler` the same for threads without trio; :func:`open_server` is the server
 inside a trio program. Names are imported when they are first used: the eviction policies alone do not import
-sockets.
 sockets.
 """
 

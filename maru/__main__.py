@@ -1,4 +1,4 @@
-"""``python -m maru`` is ``maru``."""
+"""Entry point of ``python -m maru``, which is ``maru``."""
 
 from .cli import main
 

@@ -1,4 +1,6 @@
-"""Every knob of a server and of a client: its default, its bound, and the reason for both. Pure.
+"""Knobs of a server and of a client. Pure.
+
+Each has its default, its bound, and the reason for both.
 
 A server is the table ``[server]`` of a file and the variables ``MARU_SERVER__...``, a client ``[client]`` and
 ``MARU_CLIENT__...``. :mod:`maru.configuration` has the rules. The command line's help and the documentation's tables are made
@@ -30,7 +32,7 @@ C = TypeVar("C", bound=attrs.AttrsInstance)
 
 _DAY = 86_400.0
 LEAST_CAPACITY: Final = 2 << 20
-"""One step of a pool: a region is so large, or a multiple."""
+"""Bytes of one step of a pool; every region is a multiple."""
 _TIB = 1 << 40
 _ANY = r"(?s).*"
 _PATH = r"[^\x00]*"
@@ -40,27 +42,33 @@ HOW_TO_REACH: Final = (
     "start a server (maru-server; for published clients: --host 127.0.0.1 or --zmq-socket), or say where it is (--server or "
     "server_url, or MARU_CLIENT__SERVER_URL)"
 )
-"""What to do where no server is found."""
+"""Advice for a client that finds no server."""
 
 _knob: Final = Knobs("MARU", ConfigError)
 
 
 def default_pool_path() -> str:
-    """Where a server keeps its pool, and its sockets, where nothing else is said: one for each user."""
+    """Return the default directory of a pool and its sockets.
+
+    There is one for each user.
+    """
     return f"/dev/shm/maru-{os.getuid()}"
 
 
 def default_server_url() -> str:
-    """Where a client looks for its server, where nothing else is said."""
+    """Return the default address of a client's server."""
     return f"ipc://{default_pool_path()}/{IPC_NAME}"
 
 
 @_knob.checks_names
 @attrs.frozen
 class ServerConfig:
-    """The settings of a server. The reason for each bound and default is in :func:`knobs`."""
+    """The settings of a server.
 
-    # where it listens
+    The reason for each bound and default is in :func:`knobs`.
+    """
+
+    # addresses
     host: str = _knob.text(
         "",
         "a host name or an address, or empty",
@@ -95,7 +103,7 @@ class ServerConfig:
         "at handshake. auto: 127.0.0.1:0 where there is a host, otherwise nowhere, as empty says. It knows no keys: any host "
         "but this one needs insecure.",
     )
-    # which clients may connect
+    # clients that may connect
     curve_key_file: str = _knob.text(
         "", "a path", _PATH, "The server's CURVE key pair. Empty: no CURVE, so loopback and Unix sockets only."
     )
@@ -110,7 +118,7 @@ class ServerConfig:
         False, "Listen beyond this host without CURVE: every host that reaches the port may read, drop and map. Warns."
     )
     allow_shutdown: bool = _knob.flag(False, "Whether a SHUTDOWN message ends the server, as SIGTERM does.")
-    # what it tells of its keys
+    # events of its keys
     kv_events: str = _knob.text(
         "",
         "ipc, host:port, or empty",
@@ -130,7 +138,7 @@ class ServerConfig:
         False,
         "Publish over TCP without CURVE: every process that reaches the port may read which keys there are, and nothing else.",
     )
-    # what it says
+    # output
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
     json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
     # the pool
@@ -333,7 +341,7 @@ class ServerConfig:
 
     @property
     def quotas(self) -> tuple[dict[str, int], dict[str, int]]:
-        """``instance_quotas`` and ``tenant_quotas``, in bytes by name."""
+        """Quotas of ``instance_quotas`` and ``tenant_quotas``, in bytes by name."""
         first, second = (
             {name.strip(): as_bytes(size) for name, _, size in (text.partition("=") for text in texts)}
             for texts in (self.instance_quotas, self.tenant_quotas)
@@ -342,27 +350,33 @@ class ServerConfig:
 
     @property
     def zmq_on_unix(self) -> bool:
-        """Whether ZeroMQ is spoken at a Unix socket: when asked for, and with keys, which no channel asks for."""
+        """Whether ZeroMQ listens at a Unix socket.
+
+        It does if configured, and with CURVE keys, which a channel does not use.
+        """
         return self.ipc and (self.zmq_socket or bool(self.curve_key_file))
 
     @property
     def relayed(self) -> bool:
-        """Whether it listens for TCP without keys, which a child process does."""
+        """Whether a child process accepts TCP connections, without keys."""
         return bool(self.host) and not self.curve_key_file
 
     @property
     def kv_events_relayed(self) -> bool:
-        """Whether KV events are published over TCP without keys: then processes of their own take the connections."""
+        """Whether child processes accept the TCP connections for KV events.
+
+        They do if the events are published over TCP without keys.
+        """
         return self.kv_events not in ("", "ipc") and not self.curve_key_file
 
     @property
     def rm_host(self) -> str:
-        """The host of the resource manager; empty where there is none."""
+        """Host of the resource manager; empty if there is none."""
         return self._rm_place.rpartition(":")[0].strip("[]")
 
     @property
     def rm_port(self) -> int:
-        """The port of the resource manager."""
+        """Port of the resource manager."""
         return int(self._rm_place.rpartition(":")[2] or 0)
 
     @property
@@ -375,9 +389,10 @@ class ServerConfig:
 @_knob.checks_names
 @attrs.frozen
 class MaruConfig:
-    """The settings of a client. The reason for each bound and default is in :func:`knobs`.
+    """The settings of a client.
 
-    The first block has the published names and defaults; the second is ours.
+    The reason for each bound and default is in :func:`knobs`. The first block has the published names and defaults; the
+    second is ours.
     """
 
     server_url: str = _knob.text(
@@ -452,12 +467,14 @@ class MaruConfig:
 
 
 def knobs(cls: type[attrs.AttrsInstance] = ServerConfig, *, section: str = "server") -> tuple[Knob, ...]:
-    """Every setting of a configuration class, in the order of declaration."""
+    """Return every setting of a configuration class, in declaration order."""
     return tuple(_knob.of(cls, section))
 
 
 def from_mapping(mapping: Mapping[str, Any], cls: type[C], *, section: str = "") -> C:
-    """A configuration from a mapping, as a TOML or JSON parser gives it. What is not named keeps its default.
+    """Make a configuration from a parsed TOML or JSON mapping.
+
+    Missing names keep their defaults.
 
     Args:
         mapping: knobs by name.
@@ -477,13 +494,15 @@ def server_config(
     environ: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, object]] | None = None,
 ) -> ServerConfig:
-    """A server's configuration from a TOML file (its ``[server]``), the environment and options; the last one wins.
+    """Load a server's configuration from a file, the environment and options.
+
+    The last one wins. The file is TOML; its table ``[server]`` is read.
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
         others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
-        options: by the name of the knob (``server.port``), what to call it in an error (``--port``) and its value.
+        options: by the name of the knob (``server.port``), its name in an error (``--port``) and its value.
 
     Raises:
         ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
@@ -500,13 +519,15 @@ def client_config(
     environ: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, object]] | None = None,
 ) -> MaruConfig:
-    """A client's configuration from a TOML file (its ``[client]``), the environment and options; the last one wins.
+    """Load a client's configuration from a file, the environment and options.
+
+    The last one wins. The file is TOML; its table ``[client]`` is read.
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
         others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
-        options: by the name of the knob (``client.lease``), what to call it in an error (``--lease``) and its value.
+        options: by the name of the knob (``client.lease``), its name in an error (``--lease``) and its value.
 
     Raises:
         ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.

@@ -1,4 +1,4 @@
-"""The page store for threads that know no trio: :class:`MaruHandler` with blocking calls."""
+"""The page store for threads without trio: a blocking :class:`MaruHandler`."""
 
 from ._client.blocking import Begin as Begin
 from ._client.blocking import MaruHandler as MaruHandler

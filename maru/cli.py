@@ -1,7 +1,7 @@
-"""The command line: ``maru describe | ping | query | usage | top | doctor | bench``.
+"""The command line of ``maru``.
 
-What a command needs is imported when it is used. A command lives in the module named beside it below, as a click command;
-``maru-server`` is a command of its own (`maru.server_cli`).
+``maru describe | ping | query | usage | top | doctor | bench``. A command is imported when it is used: it is a click
+command, in the module named with it below. ``maru-server`` is a command of its own (`maru.server_cli`).
 """
 
 from __future__ import annotations

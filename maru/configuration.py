@@ -1,11 +1,11 @@
-"""The configuration of all packages: what a knob is, and how a file, the environment or an argument sets it.
+"""Configuration of all packages: knobs, and the sources that set them.
 
-A package declares its knobs with a :class:`Knobs` of its own, as fields of frozen attrs classes, each with a default, a bound
-and the reason for both. :meth:`Knobs.load` reads all sources. Pure, but for the reading of a file.
+A package declares its knobs with a :class:`Knobs` of its own, as fields of frozen attrs classes, each with a default, a
+bound and the reason for both. :meth:`Knobs.load` reads all sources. Pure, except for the reading of a file.
 
-Rule 1. A knob is checked when its class is made, wherever the value came from: what exists is valid.
-Rule 2. What is wrong raises the package's :class:`~maru.base.errors.KnobError`: the knob, the value, the bound, and where it
-        was set.
+Rule 1. A knob is checked when its class is made, from any source: every instance is valid.
+Rule 2. An error raises the package's :class:`~maru.base.errors.KnobError`, with the knob, the value, the bound, and the
+        place where it was set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
 Rule 4. An argument wins over the environment, which wins over the file, which wins over the default.
 
@@ -38,25 +38,25 @@ class Knob:
     """A setting with its default, bound and reason, for documentation and help."""
 
     name: str
-    """Its path, as in a file: ``pipeline.batch_config.max_batch_size``."""
+    """Path, as in a file: ``pipeline.batch_config.max_batch_size``."""
     variable: str
-    """The environment variable that sets it."""
+    """Environment variable that sets it."""
     default: object
-    """What it is where no source sets it."""
+    """Value if no source sets it."""
     bound: str
-    """What it may be, in words."""
+    """Allowed values, in words."""
     reason: str
-    """What it does, and why it has this default and bound."""
+    """Effect, and the reason for this default and bound."""
 
 
 @attrs.frozen
 class Knobs:
-    """Declares, lists and loads the settings of one package."""
+    """Declaration, listing and loading of the settings of one package."""
 
     prefix: str
-    """What its environment variables begin with, without the underscore."""
+    """Beginning of its environment variables, without the underscore."""
     error: type[KnobError]
-    """What is raised when a knob is set to what it cannot be."""
+    """Error to raise for an invalid value."""
 
     # -- declaring -------------------------------------------------------------------------------------------------
 
@@ -65,13 +65,19 @@ class Knobs:
         return self._field(default, f"an integer from {low} to {high}", _is_int(low, high), reason)
 
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
-        """Declare a knob that is a time in a range, in seconds, as a float or an integer."""
+        """Declare a knob that is a time in seconds, in a range.
+
+        As a float or an integer.
+        """
         return self._field(
             default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason, as_seconds, hint=_SECONDS_HINT
         )
 
     def timeout(self, default: float, low: float, high: float, reason: str) -> Any:
-        """Declare a knob that is a time in a range, or ``inf`` (in Python also ``None``) for no limit."""
+        """Declare a knob that is a time in a range, or ``inf``.
+
+        ``inf`` (in Python also ``None``) means no limit.
+        """
         holds = _is_number(low, high)
         return self._field(
             default,
@@ -87,7 +93,10 @@ class Knobs:
         return self._field(default, f"a share from {low:g} to {high:g}", _is_number(low, high), reason)
 
     def size(self, default: int, low: int, high: int, reason: str) -> Any:
-        """Declare a knob in bytes, in a range, given as an integer or as a text with a unit (``"64 MiB"``)."""
+        """Declare a knob in bytes, in a range.
+
+        Its value is an integer or a text with a unit (``"64 MiB"``).
+        """
         bound = f"bytes from {as_size(low)} to {as_size(high)}"
         return self._field(default, bound, _is_int(low, high), reason, as_bytes, hint=_SIZE_HINT)
 
@@ -96,9 +105,10 @@ class Knobs:
         return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
 
     def text(self, default: str, bound: str, pattern: str, reason: str, empty: Callable[[], str] = lambda: "") -> Any:
-        """Declare a knob that is a text matching a pattern; ``bound`` describes it. ``None`` is the empty text.
+        """Declare a knob that is a text matching a pattern.
 
-        ``empty`` gives what the empty text stands for where the program runs.
+        ``bound`` describes the pattern. ``None`` is the empty text. ``empty`` returns the value that the empty text has
+        where the program runs.
         """
         matches = re.compile(pattern).fullmatch
 
@@ -108,7 +118,10 @@ class Knobs:
         return self._field(default, bound, holds, reason, lambda value: empty() if value in (None, "") else value)
 
     def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
-        """Declare a knob of any number of texts that match a pattern, as a list or separated by commas."""
+        """Declare a knob of any number of texts that match a pattern.
+
+        As a list or separated by commas.
+        """
         matches = re.compile(pattern).fullmatch
 
         def holds(value: object) -> bool:
@@ -126,12 +139,18 @@ class Knobs:
         return self._field(default, f"one of {', '.join(words)}", holds, reason)
 
     def table(self, default: attrs.AttrsInstance, reason: str) -> Any:
-        """Declare a nested configuration class with knobs of its own: a table in the table."""
+        """Declare a nested configuration class: a table in the table.
+
+        It has knobs of its own.
+        """
         kind = type(default)
         return self._field(default, f"a {kind.__name__}", lambda value: isinstance(value, kind), reason)
 
     def optional(self, default: int | None, low: int, high: int, reason: str) -> Any:
-        """Declare a knob that is an integer in a range, or ``None`` for no limit."""
+        """Declare a knob that is an integer in a range, or ``None``.
+
+        ``None`` means no limit.
+        """
         holds = _is_int(low, high)
         bound = f"an integer from {low} to {high}, or None"
         return self._field(default, bound, lambda value: value is None or holds(value), reason)
@@ -144,7 +163,10 @@ class Knobs:
         check: Callable[..., None],
         converter: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Declare a knob of any other kind, with its own check: an attrs validator that raises the package's error."""
+        """Declare a knob of any other kind, with its own check.
+
+        The check is an attrs validator that raises the package's error.
+        """
         metadata = {"bound": bound, "reason": reason}
         return attrs.field(default=default, converter=converter, validator=check, metadata=metadata)
 
@@ -166,7 +188,10 @@ class Knobs:
     # -- listing ---------------------------------------------------------------------------------------------------
 
     def of(self, cls: type[attrs.AttrsInstance], section: str) -> Iterator[Knob]:
-        """Every setting of a class and of the classes nested in it, in the order of declaration."""
+        """Yield every setting of a class and of its nested classes.
+
+        In the order of declaration.
+        """
         for field in attrs.fields(cls):
             name = f"{section}.{field.name}"
             if attrs.has(type(field.default)):
@@ -176,13 +201,15 @@ class Knobs:
                 yield Knob(name, variable, field.default, told["bound"], told["reason"])
 
     def variable(self, name: str) -> str:
-        """The environment variable of a knob."""
+        """Return the environment variable of a knob."""
         return f"{self.prefix}_{name.upper().replace('.', '__')}"
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def from_mapping(self, mapping: Mapping[str, Any], cls: type[C], *, section: str = "") -> C:
-        """Load a configuration from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
+        """Load a configuration from nested mappings of a TOML or JSON parser.
+
+        Missing names keep their defaults.
 
         Args:
             mapping: knobs by name.
@@ -221,16 +248,18 @@ class Knobs:
         environ: Mapping[str, str] | None = None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> C:
-        """Load a configuration from a TOML file, the environment and arguments; the last one takes precedence.
+        """Load a configuration from a file, the environment and arguments.
+
+        The last one takes precedence.
 
         Args:
             cls: the configuration class.
-            source: a path (``pathlib.Path``), TOML as a text, or what :meth:`read` has read of these.
+            source: a path (``pathlib.Path``) of a TOML file, TOML as a text, or the result of :meth:`read`.
             section: the table to read; it need not be there.
             others: tables of the file that are read elsewhere. Any further one is an error.
             environ: the environment; by default that of this process.
-            options: by the name of the knob, what to call it in an error (``--port``) and its value; a text is read as
-                one in the environment is.
+            options: by the name of the knob, its name in an error (``--port``) and its value; a text is parsed like a
+                variable of the environment.
 
         Raises:
             KnobError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
@@ -263,7 +292,7 @@ class Knobs:
             raise self.error(error.knob, error.value, f"{error.bound} ({read.name}, line {line})") from None
 
     def read(self, source: str | os.PathLike[str]) -> Document:
-        """The text of a TOML file, and its name for errors.
+        """Read a TOML file, with its name for errors.
 
         Args:
             source: a path (``pathlib.Path``), or TOML as a text.
@@ -289,7 +318,10 @@ class Knobs:
     def _variables(
         self, known: Iterable[Knob], section: str, environ: Mapping[str, str]
     ) -> Iterator[tuple[str, str, object]]:
-        """Name, variable and value of every knob of the section that the environment sets."""
+        """Yield name, variable and value of every knob set by the environment.
+
+        Only knobs of the section.
+        """
         by_variable = {knob.variable: knob for knob in known}
         prefix = f"{self.variable(section)}__"
         for variable in sorted(environ):
@@ -301,10 +333,12 @@ class Knobs:
             yield knob.name, variable, _read(knob, environ[variable])
 
     def check_variables(self, sections: Iterable[str], environ: Mapping[str, str] | None = None) -> None:
-        """Refuse a variable of a table that is nearly one of a program's: it would be ignored.
+        """Refuse a variable whose table is nearly one of a program's.
+
+        It would be ignored.
 
         Raises:
-            KnobError: there is one; the text has the variable that was perhaps meant.
+            KnobError: there is such a variable; the text has the variable that was perhaps meant.
         """
         environ = os.environ if environ is None else environ
         tables = [section.upper() for section in sections]
@@ -313,7 +347,7 @@ class Knobs:
             table = start.removeprefix(f"{self.prefix}_")
             if not middle or table == start or table in tables:
                 continue
-            import difflib  # only a variable of another table needs it
+            import difflib  # needed only for a variable of another table
 
             near = difflib.get_close_matches(table, tables, n=1, cutoff=0.8)
             if near:
@@ -328,7 +362,10 @@ class Knobs:
             yield name, option, _read(by_name[name], value) if isinstance(value, str) else value
 
     def checks_names(self, cls: type[C]) -> type[C]:
-        """Have a configuration class name the nearest knob where one is misspelt, as files and variables do."""
+        """Make a configuration class suggest the nearest knob for a misspelt one.
+
+        Files and variables do the same.
+        """
         made: Any = cls.__init__
 
         @functools.wraps(made)
@@ -343,7 +380,7 @@ class Knobs:
         return cls
 
     def _table(self, document: Any, path: Iterable[str]) -> Any:
-        """The table at this path, made where it is missing."""
+        """Return the table at this path; make it if it is missing."""
         so_far = ""
         for name in path:
             so_far = _join(so_far, name)
@@ -360,7 +397,10 @@ _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECAS
 
 
 def as_bytes(value: Any) -> Any:
-    """Parse a text such as ``"64 MiB"`` or ``"2g"``: all units are powers of 1,024. Other values are returned as they are."""
+    """Parse a text such as ``"64 MiB"`` or ``"2g"`` into bytes.
+
+    All units are powers of 1,024. Other values are returned unchanged.
+    """
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
@@ -376,7 +416,10 @@ _SECONDS_IN: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.
 
 
 def as_seconds(value: Any) -> Any:
-    """Parse a text such as ``"10 ms"`` or ``"2min"``. Other values are returned as they are."""
+    """Parse a text such as ``"10 ms"`` or ``"2min"`` into seconds.
+
+    Other values are returned unchanged.
+    """
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     return float(match[1]) * _SECONDS_IN[match[2]] if match is not None else value
 
@@ -408,7 +451,10 @@ def _is_number(low: float, high: float) -> Callable[[object], bool]:
 
 
 def _read(knob: Knob, text: str) -> object:
-    """A text as a value of the type that the knob has; as it is where it is none, for the knob to refuse."""
+    """Convert a text to the type of a knob.
+
+    If that fails, the text is returned, for the knob to refuse.
+    """
     try:
         return msgspec.convert(text, type(knob.default), strict=False)
     except msgspec.ValidationError:
@@ -420,8 +466,11 @@ def _join(section: str, name: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The most similar known name, or all of them, for an error about an unknown name."""
-    import difflib  # only an error needs it
+    """Return the most similar known name, or all of them.
+
+    For an error about an unknown name.
+    """
+    import difflib  # needed only for an error
 
     near = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"only {', '.join(known)}"
@@ -442,28 +491,37 @@ _PAIR: Final = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
 
 @attrs.frozen
 class Document:
-    """A TOML file as it was read, with line numbers for errors."""
+    """A parsed TOML file, with line numbers for errors."""
 
     name: str
-    """The file, or ``TOML``."""
+    """Name of the file, or ``TOML``."""
     text: str = attrs.field(repr=False)
 
     def parse(self) -> dict[str, Any]:
-        """The tables of the file, as a new copy for each caller, which may change it."""
+        """Return the tables of the file, as a new copy.
+
+        The caller may change it.
+        """
         if not self.text:
             return {}
-        import tomllib  # 4 ms that a server without a file need not spend before it is ready
+        import tomllib  # takes 4 ms, which a server without a file saves before it is ready
 
         return tomllib.loads(self.text)
 
     def place(self, path: str) -> str:
-        """The position of a setting for errors: ``(kv.toml, line 7)``; for a missing one, that of its table."""
+        """Return the position of a setting for errors.
+
+        ``(kv.toml, line 7)``; for a missing one, that of its table.
+        """
         line = _line_of(self.text, path.split("."))
         return f"({self.name}, line {line})" if line is not None else f"({self.name})"
 
 
 def _line_of(text: str, path: list[str]) -> int | None:
-    """Where a name is set, or else the innermost table around it: it is missing, or stands in an inline table."""
+    """Return the line of a name, or else of its innermost table.
+
+    Such a name is missing, or in an inline table.
+    """
     exactly = _line_at(text, path)
     return exactly if exactly is not None or len(path) < 2 else _line_of(text, path[:-1])
 
@@ -474,7 +532,7 @@ def _line_at(text: str, path: list[str]) -> int | None:
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
             here = table = _split(header[2])
-            if len(header[1]) == 2:  # one more of a list of tables
+            if len(header[1]) == 2:  # another item of a list of tables
                 *_, last = table
                 table[-1] = f"{last}[{lists[header[2]]}]"
                 lists[header[2]] += 1

@@ -1,4 +1,4 @@
-"""Examine the place of a pool: its directory, its sockets, space and memory."""
+"""Examination of a pool's place: directory, sockets, space and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .base.findings import Finding as Finding
 def examine_pool(
     path: str | os.PathLike[str], *, sockets: Sequence[str] = (), connections: int = 1_000, regions: int = 256
 ) -> list[Finding]:
-    """Examine a pool in a directory, as ``maru doctor`` does. Changes nothing, takes no lock; blocking, but briefly.
+    """Examine a pool in a directory, as ``maru doctor`` does.
+
+    Changes nothing, takes no lock; blocking, but briefly.
 
     Args:
         path: the directory; it need not exist.

@@ -1,8 +1,8 @@
-"""How to look into exception groups, for all three packages.
+"""Inspection of exception groups, for all three packages.
 
-A trio nursery raises a group of what its tasks raised, however few and however deep. So the type of an exception says nothing
-about its cause until its leaves have been looked at: a copy in a nursery whose time is over raises a group that holds
-:class:`trio.Cancelled`, and one that does not know its end a group that holds ``Unproven``.
+A trio nursery raises a group of its tasks' errors, however few and however deep. So the type of an exception does not
+show its cause until its leaves are examined: a copy in a nursery whose time is over raises a group that holds
+:class:`trio.Cancelled`, and a copy with an unknown end a group that holds ``Unproven``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from contextlib import contextmanager
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group that are no groups themselves, in order; any other error alone."""
+    """Return the errors in a group that are not groups, in order.
+
+    Any other error is returned alone.
+    """
     if isinstance(error, BaseExceptionGroup):
         return [leaf for one in error.exceptions for leaf in leaves(one)]
     return [error]
 
 
 def holds(error: BaseException, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-    """Whether an error is of this kind, or is a group with such an error in it."""
+    """Return whether an error is of this kind, or a leaf is."""
     return any(isinstance(leaf, kind) for leaf in leaves(error))
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The error that is alone in its group, at any depth; any other error as it is."""
+    """Return the only error of a group, at any depth.
+
+    Any other error is returned unchanged.
+    """
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
@@ -32,7 +38,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 @contextmanager
 def raise_unwrapped() -> Iterator[None]:
-    """A context manager around an internal nursery: an error that comes alone leaves as it is, not as a group of one."""
+    """Raise a lone error of an internal nursery without its group."""
     try:
         yield
     except BaseExceptionGroup as group:

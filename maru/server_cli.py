@@ -1,8 +1,8 @@
 """The command ``maru-server``: a page store with one command and no root.
 
 Every knob of :class:`~maru._config.ServerConfig` is an option here, a variable ``MARU_SERVER__...`` and a name in the
-``[server]`` table of a TOML file; the options win. What the server needs is imported once the configuration is read, since half
-of the time from the start to the first answer is imports.
+``[server]`` table of a TOML file; the options win. The server's modules are imported once the configuration is read,
+since half of the time from the start to the first answer is imports.
 """
 
 from __future__ import annotations
@@ -44,15 +44,21 @@ def _command(ctx: click.Context, /, config_file: str | None, print_config: bool,
 
 
 def _lowered(name: str, value: object) -> object:
-    """Published clients' scripts say ``--log-level INFO``."""
+    """Convert a log level to lower case.
+
+    Scripts for published clients use ``--log-level INFO``.
+    """
     return value.lower() if name == "log_level" and isinstance(value, str) else value
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message; the exit status."""
+    """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message.
+
+    Returns the exit status.
+    """
     import gc
 
-    # What is imported and recovered until the server is ready stays: looking through it for garbage costs a tenth of the start.
+    # Objects made before the server is ready stay: searching them for garbage costs a tenth of the start.
     gc.disable()
     import trio
 
@@ -71,7 +77,7 @@ def run(config: ServerConfig) -> int:
 
 
 def _as_toml(config: ServerConfig) -> str:
-    """The configuration as a file that gives it again."""
+    """Return the configuration as a TOML file that reproduces it."""
     import json
 
     values: Mapping[str, Any] = attrs.asdict(config)
@@ -90,5 +96,5 @@ main: click.Command = Program(
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-"""The console script."""
+"""Console script."""
 click.version_option(None, "-V", "--version", package_name="trio-offload", message="%(package)s %(version)s")(main)

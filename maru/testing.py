@@ -1,6 +1,7 @@
-"""For tests of what is built on the page store: a server in this process, and a wire that loses what it is told to.
+"""Test helpers: a server in this process, and a lossy wire.
 
-Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own, and sockets between it and its clients::
+For tests of code that uses the page store. Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own,
+and sockets between it and its clients::
 
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
         async with MaruHandler(server_url=wire.endpoint, timeout_ms=100) as handler:
@@ -32,17 +33,19 @@ _CAPACITY_BYTES: Final = 64 << 20
 _MOST_CLIENTS: Final = 1_000
 _MOST_BYTES: Final = 256 << 20
 _MOST_HELD: Final = 4_096
-"""Messages that a wire keeps back; what would be more is lost."""
+"""Most messages that a wire keeps back; further ones are lost."""
 
 
 @asynccontextmanager
 async def open_test_server(**knobs: Any) -> AsyncIterator[MaruServer]:
-    """A server in this trio run, with a pool of its own that is removed afterwards.
+    """Run a server in this trio run, with a temporary pool.
 
-    It listens on its Unix socket, and has 64 MiB in memory. With ``host="127.0.0.1"`` it has a port as well, any that is free.
+    It listens on its Unix socket, and has 64 MiB in memory. With ``host="127.0.0.1"`` it has a port as well, any that
+    is free.
 
     Args:
-        knobs: those of :class:`~maru.ServerConfig` that are to be set otherwise. With ``pool_path``, the pool stays.
+        knobs: those of :class:`~maru.ServerConfig` with other values than the defaults. With ``pool_path``, the pool
+            stays.
     """
     nbytes = knobs.get("capacity_bytes") or _CAPACITY_BYTES
     parent = None if "pool_path" in knobs else find_place(nbytes).parent
@@ -58,20 +61,26 @@ class Fate(enum.Enum):
     PASS = "pass"
     """Both arrive."""
     LOSE_REQUEST = "lose the request"
-    """The server never hears of it."""
+    """Lost request: the server never receives it."""
     LOSE_ANSWER = "lose the answer"
-    """The request is carried out, and its answer is lost."""
+    """Lost answer: the request is carried out."""
     HOLD_REQUEST = "hold the request"
-    """It arrives when :meth:`LossyWire.release` is called."""
+    """Delayed request: it arrives when :meth:`LossyWire.release` is called."""
     HOLD_ANSWER = "hold the answer"
-    """It is done, and the answer arrives when :meth:`LossyWire.release` is called."""
+    """Delayed answer: it arrives when :meth:`LossyWire.release` is called.
+
+    The request is carried out.
+    """
     TWICE = "twice"
-    """The request arrives twice. So do the answers."""
+    """Doubled request: it arrives twice. So do the answers."""
 
 
 @attrs.frozen
 class WireStatistics:
-    """A snapshot of a wire: requests by their fate, and the messages held back now."""
+    """A snapshot of a wire.
+
+    It has the requests by their fate, and the messages held back now.
+    """
 
     passed: int
     lost: int
@@ -81,14 +90,15 @@ class WireStatistics:
 
 
 class LossyWire:
-    """A relay between clients and one server. Made by :func:`open_lossy_wire`; belongs to one trio run.
+    """A relay between clients and one server.
 
-    Each client has a connection of its own to the server, as it would without the wire.
+    Made by :func:`open_lossy_wire`; belongs to one trio run. Each client has a connection of its own to the server, as
+    it would without the wire.
 
     Attributes:
-        endpoint: what clients connect to.
-        decide: is told the code of a request and which one this is, counted from 0 over all clients, and says its fate.
-            Synchronous. What no message can be read from passes.
+        endpoint: address for clients to connect to.
+        decide: returns the fate of a request, given its code and its number, counted from 0 over all clients.
+            Synchronous. A message without a readable header passes.
     """
 
     def __init__(self, front: TrioSocket, channel: ChannelServer, server: str, nursery: trio.Nursery) -> None:
@@ -105,24 +115,24 @@ class LossyWire:
         return f"<LossyWire from {self.endpoint} to {self._server}, {len(self._held)} messages held>"
 
     def release(self) -> int:
-        """Deliver the messages that were held back, in the order in which they came. Returns how many."""
+        """Deliver the messages that were held back, in order. Returns their number."""
         held, self._held = self._held, []
         for deliver in held:
             deliver()
         return len(held)
 
     def statistics(self) -> WireStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return WireStatistics(self._passed, self._lost, self._doubled, len(self._held))
 
     async def _carry(self, front: TrioSocket | ChannelServer) -> None:
-        """Requests, to the server."""
+        """Carry requests to the server."""
         while True:
             for identity, *frames in await front.receive_batch():
                 back = self._backs.get(identity)
                 if back is None:
                     back = self._backs[identity] = await self._nursery.start(self._answer, identity)
-                # A peer of the channel may be sent on over ZeroMQ, whose messages begin with an empty frame.
+                # A peer of the channel may be forwarded over ZeroMQ, whose messages begin with an empty frame.
                 self._send_on(identity, back, frames if len(frames) > 1 else [b"", *frames])
 
     def _send_on(self, identity: bytes, back: MessageSocket, frames: Sequence[bytes]) -> None:
@@ -149,7 +159,10 @@ class LossyWire:
         back.send_nowait(frames)
 
     async def _answer(self, identity: bytes, *, task_status: trio.TaskStatus[MessageSocket]) -> None:
-        """Answers, to one client: it reaches the server as it would without the wire."""
+        """Carry answers to one client.
+
+        It reaches the server as it would without the wire.
+        """
 
         def on_messages(messages: list[Message]) -> None:
             for frames in messages:
@@ -160,7 +173,7 @@ class LossyWire:
             config = attrs.evolve(config, protocol="published")
         async with open_dealer(config, on_messages) as back:
             task_status.started(back)
-            await back.expect().wait()  # which never comes: meanwhile what does is handed on
+            await back.expect().wait()  # never delivered; the wait passes on all other messages
 
     def _send_back(self, identity: bytes, frames: Message) -> None:
         header = read_header(frames[-1])
@@ -189,12 +202,14 @@ class LossyWire:
 
 @asynccontextmanager
 async def open_lossy_wire(server: str) -> AsyncIterator[LossyWire]:
-    """Run a relay to a server for the length of an ``async with`` block; messages held back at the end are lost.
+    """Run a relay to a server, for an ``async with`` block.
+
+    Messages held back at the end are lost.
 
     Args:
-        server: the server's endpoint, ``ipc://...`` or ``tcp://127.0.0.1:5555``. It cannot want CURVE.
+        server: the server's endpoint, ``ipc://...`` or ``tcp://127.0.0.1:5555``. It must not require CURVE.
     """
-    # In a directory of its own: a stranger at a port could end this process (SECURITY.md).
+    # In a private directory: a stranger at a port could end this process (SECURITY.md).
     with tempfile.TemporaryDirectory(prefix="maru-wire-") as path:
         async with _open_wire(path, server) as wire:
             yield wire
@@ -222,7 +237,7 @@ async def _open_wire(path: str, server: str) -> AsyncIterator[LossyWire]:
             except BaseException as exc:
                 if nursery.cancel_scope.cancel_called:  # the wire itself has failed
                     raise
-                came = exc  # the body's own: it leaves as it came
+                came = exc  # the body's own error leaves unchanged
             nursery.cancel_scope.cancel()
     if came is not None:
         try:

@@ -1,1 +1,4 @@
-"""What the commands of ``maru`` do, one file each, and what they share: how a server is asked, and how answers are shown."""
+"""The commands of ``maru``, one file each, and their common code.
+
+The common code sends requests to a server, and shows the answers.
+"""

@@ -1,8 +1,10 @@
-"""How a command asks a server: over a blocking socket, without a session, so that looking changes nothing.
+"""Requests of a command to a server, over a blocking socket.
 
-Rule 1. No wait without an end, and no traceback: what goes wrong is said with the address, the value, and the way out.
-Rule 2. Codes of our own are used only if the server's handshake lists them. The handshake says nothing of this client, so it
-        opens no session.
+They need no session, so that looking changes nothing.
+
+Rule 1. No wait without an end, and no traceback: an error's message has the address, the value, and the way out.
+Rule 2. Codes of our own are used only if the server's handshake lists them. The handshake has no data of this client,
+        so it opens no session.
 """
 
 from __future__ import annotations
@@ -38,30 +40,30 @@ from ..base.errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRef
 T = TypeVar("T", bound=Reply)
 
 _LONGEST = 86_400
-"""The longest timeout, in seconds: every wait is finite."""
+"""Longest timeout, in seconds: every wait is finite."""
 _LOOK = 0.5
-"""Seconds for finding out why there is no answer."""
+"""Seconds for finding the reason of a missing answer."""
 
 
 @attrs.frozen
 class ServerOptions:
-    """Which server a command is about, and how its answer is to be shown."""
+    """The server that a command queries, and the form of its output."""
 
     config: MaruConfig
     timeout: float
-    """Seconds for one answer."""
+    """Seconds to wait for one answer."""
     as_json: bool
     config_file: str = ""
-    """What it was read from, if anything."""
+    """Configuration file, if any."""
 
     @property
     def address(self) -> str:
-        """Of the server."""
+        """Address of the server."""
         return self.config.server_url
 
 
 def _seconds(text: str) -> float:
-    """A time that has an end."""
+    """Parse a finite number of seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -72,9 +74,12 @@ def _seconds(text: str) -> float:
 
 
 def server_options(function: Callable[..., None]) -> Callable[..., None]:
-    """``--server``, ``--timeout``, ``--config`` and ``--json``, given to it as a :class:`ServerOptions`."""
+    """Add ``--server``, ``--timeout``, ``--config`` and ``--json`` to a command.
 
-    @functools.wraps(function)  # with what click has noted of the function's own options
+    The function gets them as a :class:`ServerOptions`.
+    """
+
+    @functools.wraps(function)  # with click's record of the function's own options
     def with_options(
         server: str | None, timeout: float | None, config_file: str | None, as_json: bool, **rest: object
     ) -> None:
@@ -118,7 +123,7 @@ def _read_options(server: str | None, timeout: float | None, config_file: str | 
 
 @contextmanager
 def usage_errors(config_file: str) -> Iterator[None]:
-    """A knob that cannot be, or a file that cannot be read, is told as what was typed."""
+    """Turn a bad knob or an unreadable file into a usage error."""
     try:
         yield
     except ConfigError as error:
@@ -128,21 +133,21 @@ def usage_errors(config_file: str) -> Iterator[None]:
 
 
 class ServerConnection:
-    """The server at the other end. Made by :func:`open_connection`."""
+    """A connection to a server. Made by :func:`open_connection`."""
 
     def __init__(self, options: ServerOptions) -> None:
         from .._client.sockets import blocking_dealer, channel_path
 
         self.address = options.address
         self.over: str = "channel" if channel_path(options.config) else "ZeroMQ"
-        """The way to it."""
+        """Transport in use: channel or ZeroMQ."""
         self.timeout = options.timeout
         self._dealer = blocking_dealer(options.config)
         self._sequence = 0
 
     @property
     def asked(self) -> int:
-        """Requests sent."""
+        """Number of requests sent."""
         return self._sequence
 
     def close(self) -> None:
@@ -150,11 +155,11 @@ class ServerConnection:
         self._dealer.close()
 
     def ask(self, code: Code, kind: type[T], message: Request | None = None) -> T:
-        """The answer.
+        """Send a request, and return the answer.
 
         Raises:
             NoAnswer: none came in time.
-            ServerRefused: it is an error, or is none of this code.
+            ServerRefused: the answer is an error, or not one for this code.
         """
         self._sequence += 1
         deadline = monotonic() + self.timeout
@@ -168,7 +173,7 @@ class ServerConnection:
             try:
                 _, _, sequence, length = read_header(frame)
                 if sequence != self._sequence:
-                    continue  # an answer to what was given up
+                    continue  # an answer to a request that was given up
                 reply = decode_reply(code, memoryview(frame)[HEADER_BYTES : HEADER_BYTES + length])
             except (BadFrame, BadMessage) as error:
                 raise ServerRefused(f"what came is no answer: {error}") from error
@@ -178,17 +183,23 @@ class ServerConnection:
             return reply
 
     def handshake(self) -> HandshakeReply:
-        """Who it is. Opens no session."""
+        """Return the server's introduction. Opens no session."""
         return self.ask(Code.HANDSHAKE, HandshakeReply)
 
     def describe(self, key: str | None = None) -> DescribeReply:
-        """Describe the server, and a key. Only for a server whose handshake lists DESCRIBE."""
+        """Describe the server, and a key.
+
+        Only for a server whose handshake lists DESCRIBE.
+        """
         return self.ask(Code.DESCRIBE, DescribeReply, DescribeRequest(key))
 
 
 @contextmanager
 def open_connection(options: ServerOptions) -> Iterator[ServerConnection]:
-    """A server to ask, for as long as the block lasts. What goes wrong in there ends the command, in words."""
+    """Open a connection for a block.
+
+    Errors in the block end the command with a message.
+    """
     try:
         server = ServerConnection(options)
     except (ConfigError, OSError, ValueError) as error:
@@ -204,21 +215,24 @@ def open_connection(options: ServerOptions) -> Iterator[ServerConnection]:
 
 
 def explain_no_answer(options: ServerOptions) -> str:
-    """The message for a server that does not answer: the cause, as far as it is known, and what to do."""
+    """Return the message for a server that does not answer.
+
+    It has the cause, as far as it is known, and advice.
+    """
     return f"{options.address} does not answer within {options.timeout:g} s: {probe_address(options.address).text}"
 
 
 class ProbeResult(NamedTuple):
-    """The cause of a missing answer."""
+    """Cause of a missing answer."""
 
     absent: bool
     """Whether no server listens there."""
     text: str
-    """The cause, and what to check."""
+    """Cause, and advice."""
 
 
 def probe_address(address: str) -> ProbeResult:
-    """What is at an address that does not answer."""
+    """Find the cause of a missing answer at an address."""
     scheme, _, place = address.partition("://")
     try:
         if scheme == "ipc":
@@ -235,7 +249,7 @@ def probe_address(address: str) -> ProbeResult:
         return ProbeResult(True, f"no server listens there; {HOW_TO_REACH}")
     except PermissionError:
         return ProbeResult(False, "this user may not open that socket: it belongs to the user who runs the server")
-    except (OSError, OverflowError) as error:  # a port beyond 65,535 is an overflow
+    except (OSError, OverflowError) as error:  # a port beyond 65,535 raises OverflowError
         return ProbeResult(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
     return ProbeResult(
         False,

@@ -1,4 +1,4 @@
-"""What a server did between two looks at it. Pure."""
+"""Rates of a server between two samples. Pure."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ COUNTED = (
     "refused",
     "journaled_bytes",
 )
-"""Counters of our server: they only grow, while it lives."""
+"""Names of our server's counters, which only grow while it lives."""
 HELD = ("entries", "used_bytes", "regions", "allocated_bytes", "abandoned", "pinned", "sessions", "connections")
-"""What it has at the moment."""
+"""Names of our server's gauges."""
 
 
 @attrs.frozen
 class Sample:
-    """One look at a server."""
+    """One sample of a server."""
 
     at: float
-    """Seconds, monotonic."""
+    """Monotonic time in seconds."""
     epoch: int | None
     up_for: float | None
-    """Seconds; None from a published server."""
+    """Seconds since its start; None from a published server."""
     counted: Mapping[str, int]
     held: Mapping[str, int]
     operations: Mapping[str, OperationStats]
-    """What clients have reported, all of them together."""
+    """Operations as reported by all clients together."""
     instances: tuple[InstanceUsage, ...]
     pool_total: int
     pool_free: int
@@ -45,32 +45,35 @@ class Sample:
 
 @attrs.frozen
 class OperationRates:
-    """What clients report of one operation."""
+    """Rates of one operation, as clients report it."""
 
     per_second: float
     bytes_per_second: float
     hit_rate: float | None
-    """None where none of them was a hit or a miss."""
+    """Share of hits; None if there were neither hits nor misses."""
     average_latency: float | None
-    """Seconds; None if there was none."""
+    """Seconds; None if there was no operation."""
 
 
 @attrs.frozen
 class Rates:
-    """What happened between two samples, in a second."""
+    """Rates per second between two samples."""
 
     seconds: float
-    """Between them."""
+    """Seconds between the samples."""
     restarted: bool
-    """The second one is of another start of the server: nothing can be said of what happened."""
+    """Whether the server has restarted in between.
+
+    Then no rates are known.
+    """
     counted: Mapping[str, float]
     held: Mapping[str, float]
-    """By how much it has grown, in a second; negative where it shrank."""
+    """Growth per second; negative for a decrease."""
     operations: Mapping[str, OperationRates]
 
 
 def compute_rates(before: Sample, after: Sample) -> Rates:
-    """The difference of two samples."""
+    """Return the rates between two samples."""
     seconds = after.at - before.at
     restarted = before.epoch != after.epoch or seconds <= 0
     if restarted:

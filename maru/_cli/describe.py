@@ -1,4 +1,4 @@
-"""``maru describe``: what server this is."""
+"""``maru describe``: the properties of a server."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _IDENTIFIERS = {"pid", "generation", "segment"}
 
 @attrs.frozen
 class Description:
-    """What there is to know about a server."""
+    """A server's properties."""
 
     address: str
     published: bool
-    """Whether it speaks nothing but version 1."""
+    """Whether it is a published server, which knows only version 1."""
     epoch: int | None
     rm_address: str
     codes: list[str]
-    """Names of the codes of ours that it knows."""
+    """Names of our own codes that it supports."""
     sections: Mapping[str, Mapping[str, Fact]]
 
     @property
     def kind(self) -> str:
-        """For people."""
+        """Kind of the server, for people."""
         return "a published server" if self.published else "a maru server"
 
 
@@ -54,7 +54,7 @@ def command(options: ServerOptions) -> None:
 
 
 def describe(server: ServerConnection) -> Description:
-    """Ask for all of it."""
+    """Request a server's description."""
     hello = server.handshake()
     codes = [Code(code).name for code in sorted(OWN_CODES.intersection(hello.codes))]
     published = Code.DESCRIBE not in hello.codes
@@ -63,7 +63,7 @@ def describe(server: ServerConnection) -> Description:
 
 
 def _published_sections(server: ServerConnection) -> dict[str, dict[str, Fact]]:
-    """What a published server can be asked for, under the names that ours has for it."""
+    """Return a published server's facts, under the names of ours."""
     stats = server.ask(Code.GET_STATS, StatsReply)
     usage = server.ask(Code.GET_USAGE, UsageReply)
     return {

@@ -1,4 +1,7 @@
-"""``maru doctor``: what would go wrong here, before it does. `maru._pool.facts` looks around, `maru._pool.doctor` judges."""
+"""``maru doctor``: predictions of failures on this host.
+
+`maru._pool.facts` collects the facts, `maru._pool.doctor` judges them.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ Sections: TypeAlias = Mapping[str, Mapping[str, object]]
 
 
 class Place(NamedTuple):
-    """Where regions lie, or are to lie."""
+    """Location of regions, existing or planned."""
 
     kind: str
-    """``files``, ``memfd`` or ``device``."""
+    """Kind of the location: ``files``, ``memfd`` or ``device``."""
     path: str
-    """The directory of the files, or the device."""
+    """Directory of the files, or the device."""
     home: str
-    """The directory of what outlives the server."""
+    """Directory of the files that outlive the server."""
 
 
 @click.command()
@@ -56,7 +59,8 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
     with usage_errors(target.config_file):
         config = server_config(Path(target.config_file) if target.config_file else "", options=given)
     asked, description = _ask(target)
-    # What a server of another host says of its directories is of no use here; nor is it where another place was named.
+    # A server of another host has other directories; and with an option for another place, the server's own are
+    # irrelevant.
     near = description is not None and _is_near(target.address) and not (options["pool_path"] or options["dax_path"])
     sections: Sections = description.sections if near and description is not None else {}
     place = _place_of(sections.get("pool", {})) or _place_in(config)
@@ -82,7 +86,7 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
 
 
 def _ask(target: ServerOptions) -> tuple[Finding, Description | None]:
-    """Whether a server answers, and what it says."""
+    """Find whether a server answers. Returns its description too."""
     name, needed = "server", "one that answers"
     try:
         server = ServerConnection(target)
@@ -103,9 +107,9 @@ def _ask(target: ServerOptions) -> tuple[Finding, Description | None]:
 
 
 def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
-    """Find the reasons that keep a server from starting, and the losses of a start.
+    """Find the reasons that keep a server from starting.
 
-    If there is no such reason, the first finding is "ok".
+    The losses of a start are found too. If there is no such reason, the first finding is "ok".
     """
     import trio
 
@@ -125,7 +129,10 @@ def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
 
 
 def _index(near: bool, sections: Sections, config: ServerConfig) -> Finding:
-    """Whether clients on this host look keys up without a message. Without that everything works, and takes longer."""
+    """Find whether clients on this host have a shared index.
+
+    With it they look keys up without a message. Without it everything works, and takes longer.
+    """
     name, needed = "shared index", "one, for lookups without a message"
     if not near:
         why_not = "index = off" if config.index == "off" else why_not_here()
@@ -143,7 +150,7 @@ def _index(near: bool, sections: Sections, config: ServerConfig) -> Finding:
 
 
 def _is_same(path: str, other: object) -> bool:
-    """Whether a server that runs has said that this is its place."""
+    """Return whether a running server's place is this one."""
     return isinstance(other, str) and os.path.realpath(path) == os.path.realpath(other)
 
 
@@ -153,13 +160,13 @@ def _is_near(address: str) -> bool:
 
 
 def _place_of(pool: Mapping[str, object]) -> Place | None:
-    """Where the pool of a server lies, if it says so."""
+    """Return the location of a server's pool, if it reports one."""
     kind, path, home = (pool.get(name) for name in ("kind", "path", "home"))
     return Place(str(kind), str(path), str(home)) if kind and path and home else None
 
 
 def _place_in(config: ServerConfig) -> Place:
-    """Where the pool of a server with this configuration would lie."""
+    """Return the location of the pool for this configuration."""
     home = config.pool_path or default_pool_path()
     where = config.dax_path or home
     if where == "memfd":
@@ -177,16 +184,16 @@ def _facts(place: Place, sockets: Iterable[str], config: ServerConfig) -> Facts:
     directory = place.path if place.kind == "files" else place.home
     device = place.path if place.kind == "device" else ""
     facts = read_facts(directory, device=device, sockets=tuple(sockets), curve=curve)
-    if place.kind == "memfd":  # its regions lie in memory, wherever their home does
+    if place.kind == "memfd":  # its regions lie in memory, even if their home does not
         facts = attrs.evolve(facts, file_system="tmpfs", free_bytes=facts.available_bytes, held_bytes=0)
     return facts
 
 
 def _sockets(server: Mapping[str, object]) -> list[str]:
-    """The Unix sockets that a server says it has."""
+    """Return the Unix sockets that a server reports."""
     endpoints = str(server.get("endpoints", "")).split(", ")
     paths = [one.removeprefix("ipc://") for one in endpoints if one.startswith("ipc://")]
-    if not server.get("zmq_socket", True):  # clients of ours are told its name, and come over the channel beside it
+    if not server.get("zmq_socket", True):  # our clients get this name too, but connect to the channel in its directory
         paths = [path for path in paths if os.path.basename(path) != IPC_NAME]
     return paths + [path for name in ("channel", "descriptors") if (path := str(server.get(name, "")))]
 

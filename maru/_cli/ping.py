@@ -1,4 +1,4 @@
-"""``maru ping``: how long a round trip takes."""
+"""``maru ping``: measurement of round trips."""
 
 from __future__ import annotations
 

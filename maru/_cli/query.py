@@ -1,4 +1,4 @@
-"""``maru query KEY``: where a key lies."""
+"""``maru query KEY``: the location of a key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ._connection import ServerConnection, ServerOptions, open_connection, serve
 
 @attrs.frozen
 class Whereabouts:
-    """Of one key. What a published server does not tell is None."""
+    """Location and state of one key.
+
+    None for facts that a published server does not report.
+    """
 
     address: str
     key: str
@@ -28,9 +31,9 @@ class Whereabouts:
     checksum: int | None = None
     attempt: int | None = None
     owner: str | None = None
-    """The instance_id of its region's owner."""
+    """Instance id of its region's owner."""
     session: int | None = None
-    """Of the owner; 0 if that is over."""
+    """Session of the owner; 0 if that is over."""
     published: bool | None = None
     """Whether the owner is a published client."""
     pins: int | None = None
@@ -72,7 +75,7 @@ def _told(address: str, key: str, facts: Mapping[str, object]) -> Whereabouts:
 
 
 def _looked_up(server: ServerConnection, key: str, name: str) -> Whereabouts:
-    """From a published server."""
+    """Look a key up at a published server."""
     found = server.ask(Code.LOOKUP_KV, LookupReply, KeyRequest(name))
     if not found.found or found.handle is None:
         return Whereabouts(server.address, key, False)
@@ -82,7 +85,11 @@ def _looked_up(server: ServerConnection, key: str, name: str) -> Whereabouts:
 
 
 def _owner(server: ServerConnection, region_id: int) -> str | None:
-    """The instance whose exclusion removes this region from the list; None for a returned region, which is not listed."""
+    """Return the owner of a region, from a published server.
+
+    It is the instance whose exclusion removes this region from the list; None for a returned region, which is not
+    listed.
+    """
 
     def listed(exclude: str | None) -> bool:
         reply = server.ask(Code.LIST_ALLOCATIONS, ListReply, ListRequest(exclude))

@@ -1,4 +1,4 @@
-"""``maru top``: a server, watched."""
+"""``maru top``: a continuous view of a server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def command(options: ServerOptions, interval: float, once: bool) -> None:
 
 
 def take_sample(server: ServerConnection) -> Sample:
-    """One sample. A published server tells less."""
+    """Take one sample. A published server reports less."""
     stats = server.ask(Code.GET_STATS, StatsReply)
     usage = server.ask(Code.GET_USAGE, UsageReply)
     counted: dict[str, int] = {}
@@ -87,7 +87,7 @@ def take_sample(server: ServerConnection) -> Sample:
         facts = {**sections.get("directory", {}), "requests": sections.get("server", {}).get("requests")}
         facts["journaled_bytes"] = sections.get("journal", {}).get("appended_bytes")
         counted = {name: value for name in COUNTED if isinstance(value := facts.get(name), int)}
-        counted["requests"] = counted.get("requests", 0) - server.asked  # looking is no load
+        counted["requests"] = counted.get("requests", 0) - server.asked  # the requests of this command do not count
         held.update({name: value for name in HELD if isinstance(value := facts.get(name), int)})
         since = sections.get("server", {}).get("up for")
         up_for = float(since) if isinstance(since, int | float) else None
@@ -126,7 +126,7 @@ def _as_json(options: ServerOptions, sample: Sample, rate: Rates) -> dict[str, o
 
 
 def _live(options: ServerOptions, server: ServerConnection, before: Sample, interval: float) -> None:
-    """Show a screen that is updated every interval, until the user ends it."""
+    """Show a screen that is updated every interval, until the user quits."""
     from rich.console import Group
     from rich.live import Live
 

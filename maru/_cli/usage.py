@@ -1,4 +1,4 @@
-"""``maru usage``: what each instance has of the pool."""
+"""``maru usage``: the usage of the pool by instance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(options: ServerOptions) -> None:
 
 
 def as_json(instance: InstanceUsage) -> dict[str, object]:
-    """For machines."""
+    """Return the usage of an instance for machines."""
     return {
         "instance_id": instance.instance_id,
         "regions": instance.regions,
@@ -45,7 +45,7 @@ def as_json(instance: InstanceUsage) -> dict[str, object]:
 
 
 def pool_line(usage: UsageReply) -> Table:
-    """How full the pool is, and how full its regions are."""
+    """Return lines that show the usage of the pool and its regions."""
     from rich.table import Table
 
     taken = usage.pool_total - usage.pool_free
@@ -63,7 +63,7 @@ def pool_line(usage: UsageReply) -> Table:
 
 
 def table_of(instances: Iterable[InstanceUsage], left_out: int = 0) -> Table:
-    """A row for each."""
+    """Return a table with a row for each instance."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
