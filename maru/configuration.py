@@ -67,7 +67,7 @@ class Knobs:
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
         """Declare a knob that is a time in seconds, in a range.
 
-        As a float or an integer.
+        Its value is a float or an integer.
         """
         return self._field(
             default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason, as_seconds, hint=_SECONDS_HINT
@@ -120,7 +120,7 @@ class Knobs:
     def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
         """Declare a knob of any number of texts that match a pattern.
 
-        As a list or separated by commas.
+        Its value is a list, or a text separated by commas.
         """
         matches = re.compile(pattern).fullmatch
 
@@ -190,7 +190,7 @@ class Knobs:
     def of(self, cls: type[attrs.AttrsInstance], section: str) -> Iterator[Knob]:
         """Yield every setting of a class and of its nested classes.
 
-        In the order of declaration.
+        The settings are in the order of declaration.
         """
         for field in attrs.fields(cls):
             name = f"{section}.{field.name}"
@@ -320,7 +320,7 @@ class Knobs:
     ) -> Iterator[tuple[str, str, object]]:
         """Yield name, variable and value of every knob set by the environment.
 
-        Only knobs of the section.
+        Only the knobs of the section are considered.
         """
         by_variable = {knob.variable: knob for knob in known}
         prefix = f"{self.variable(section)}__"
@@ -468,7 +468,7 @@ def _join(section: str, name: str) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the most similar known name, or all of them.
 
-    For an error about an unknown name.
+    An error about an unknown name shows the result.
     """
     import difflib  # needed only for an error
 

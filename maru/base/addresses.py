@@ -11,7 +11,7 @@ IPC_NAME: Final = "maru.sock"
 CHANNEL_NAME: Final = "channel.sock"
 """Unix socket for our own clients on this host.
 
-They prefer it if it exists.
+A client prefers it to TCP if it exists.
 """
 
 

@@ -78,7 +78,7 @@ class DescriptorRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unk
 
 class _Reply(msgspec.Struct, array_like=True, frozen=True):
     status: int
-    """0, or an errno."""
+    """Status: 0, or an errno."""
     text: str
     offset: int
     length: int

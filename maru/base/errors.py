@@ -68,7 +68,7 @@ class UntrustedServer(MaruError):
 class BadFrame(MaruError, ValueError):
     """The peer sent a frame with an unusable header.
 
-    So it is unknown which request it answers.
+    It is unknown which request the frame answers.
     """
 
 
@@ -91,9 +91,9 @@ class Damaged(MaruError):
 
 
 class NotOwner(MaruError):
-    """The caller uses another session's page, or a capability for it.
+    """The caller uses memory of another session, or a capability for it.
 
-    It writes, frees or hands the page back.
+    It writes, frees or hands the memory back.
     """
 
 
@@ -160,7 +160,7 @@ class ForeignJournal(MaruError):
 def excerpt(text: str, most: int = 120) -> str:
     """Return the beginning and the end of a long text.
 
-    For a one-line message.
+    The result fits into a one-line message.
     """
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2 - 3) :]}"
 

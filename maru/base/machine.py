@@ -43,7 +43,7 @@ def path_fact(path: str) -> PathFact:
 def memory_limit(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Return this process's memory limit in bytes, or None.
 
-    The minimum over it and its parent groups.
+    The limit is the minimum over its control group and the parent groups.
     """
     least = min((most for most, _ in _memory_of_groups(proc, cgroup)), default=None)
     return None if least is None or least >= 1 << 60 else least
@@ -52,7 +52,8 @@ def memory_limit(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | N
 def group_memory_left(proc: str, cgroup: str) -> int | None:
     """Return the bytes left in this control group; None without a limit.
 
-    The minimum over it and its parent groups. Page cache that the kernel would drop counts as left.
+    The result is the minimum over the group and its parent groups. Page cache that the kernel would drop counts as
+    left.
     """
     least = min((most - taken for most, taken in _memory_of_groups(proc, cgroup)), default=None)
     return None if least is None or least >= 1 << 60 else max(0, least)  # version 1 reports "no limit" as a huge number

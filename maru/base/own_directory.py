@@ -100,7 +100,7 @@ def renew_directory(
 def holder_of_lock(directory: int | str) -> str:
     """Return the process that has a directory locked, or an empty text.
 
-    Empty too if the kernel does not report it.
+    The text is also empty if the kernel does not report the process.
     """
     with contextlib.suppress(OSError):
         status = os.stat(directory)

@@ -25,7 +25,7 @@ from .spare_descriptor import SPARE
 _PAUSE: Final = 0.1
 """Seconds between attempts to accept without a free descriptor.
 
-The listener stays readable, so the loop would spin.
+Without a pause the loop would spin, since the listener stays readable.
 """
 
 _log = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _LEAST_MEMORY: Final = 512
 """Least kernel memory that a packet takes until received, in bytes.
 
-768 on the measured host.
+On the measured host it takes 768.
 """
 _BACKLOG: Final = 128
 _SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.ETOOMANYREFS})

@@ -56,7 +56,10 @@ class WorkersStatistics:
 
 @attrs.define(eq=False)
 class _Job(Generic[T]):
-    """One piece of work. Only ``run`` and ``go_on`` run in its thread."""
+    """One piece of work for a thread.
+
+    ``run`` and ``go_on`` are called in that thread.
+    """
 
     work: Callable[[Callable[[], None]], T]
     undo: Callable[[T], object] | None

@@ -48,7 +48,7 @@ class Row:
     noise: float | None = None
     """Spread of the repetitions' middle half, as a share of the median.
 
-    Of the noisier side.
+    The noisier of the value and the limit counts.
     """
     why_not: str = ""
     """Reason why it could not be measured."""

@@ -177,7 +177,7 @@ class Server(Child):
 def home(capacity_bytes: int) -> Iterator[str]:
     """Make a directory for a pool of this size, removed afterwards.
 
-    In shared memory, if there is room.
+    It is in shared memory, if there is room.
     """
     try:
         place = find_place(capacity_bytes)

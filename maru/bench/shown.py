@@ -145,7 +145,7 @@ def _progress_line() -> Callable[[str], None]:
 def noise_of(row: Row) -> Iterator[Row]:
     """Yield a row with the noise of another row, if known.
 
-    For machines; people have a column for it.
+    It is for machines; the table for people has a column instead.
     """
     if row.noise is not None:
         yield Row(f"{row.name}.noise", row.noise, "share of the median")

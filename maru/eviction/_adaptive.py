@@ -141,7 +141,7 @@ class AdaptiveLRFU(LRFU[K]):
     def _draw_gap(self) -> int:
         """Draw the number of unknown keys up to the next sampled one.
 
-        From one to almost twice the mean.
+        It lies between one and almost twice the mean.
         """
         self._dice = (self._dice * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
         return 1 + (self._dice >> 33) % (2 * self._one_in - 1)

@@ -182,7 +182,7 @@ def a_thread_needs_to_be_attached(driver: Driver) -> None:
 def an_attached_block_leaves_its_thread_as_it_was(driver: Driver) -> None:
     """Check that an attached block restores its thread's state.
 
-    For a foreign thread that runs a finalizer.
+    The thread may be a foreign one that runs a finalizer.
     """
     errors: list[CudaError] = []
 

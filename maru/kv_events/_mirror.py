@@ -95,7 +95,7 @@ class Mirror:
     def is_current(self, now: float) -> bool:
         """Return whether the copy was complete a short time ago.
 
-        At most ``stale_after`` and a round trip ago.
+        That is at most ``stale_after`` and a round trip ago.
         """
         return self._epoch != 0 and self._asked is None and now - self._heard_at <= self._stale_after
 

@@ -49,12 +49,12 @@ For each, a list of all keys is kept.
 _PATIENCE: Final = 0.1
 """Seconds without a part taken, after which a reader loses its place.
 
-Only if others wait for it.
+It loses the place only if others wait for it.
 """
 _REST: Final = 4.0
 """Pause between two listings of the books.
 
-In units of the last one's duration.
+It is counted in units of the last listing's duration.
 """
 
 NameOf = Callable[[Any], "BlockHash | None"]
@@ -86,7 +86,7 @@ class PublisherStatistics:
     given_up: int
     """Answers that a reader did not take in time.
 
-    Or whose reader had gone.
+    Answers whose reader had gone count as well.
     """
 
 
@@ -305,7 +305,7 @@ class _Answering:
     since: float = math.inf
     """Time when it last took a part, or could begin to.
 
-    Infinite until the keys were listed for it.
+    The time is infinite until the keys were listed for it.
     """
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     is_replaced: bool = False

@@ -41,7 +41,7 @@ class EventMirror:
     def is_current(self) -> bool:
         """Whether the copy was complete a short time ago.
 
-        At most ``stale_after`` and a round trip ago.
+        That is at most ``stale_after`` and a round trip ago.
         """
         return self._mirror.is_current(trio.current_time())
 

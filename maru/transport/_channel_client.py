@@ -153,16 +153,16 @@ class ChannelClient:
     def drop_unsent(self) -> None:
         """Drop the waiting frames, and wake the tasks that wait for room.
 
-        For ``on_lost``.
+        ``on_lost`` may call it.
         """
         self._outbox.clear()
         self._outbox_bytes = 0
         self._room.unpark_all()
 
     def reconnect(self) -> None:
-        """Drop a connection whose server is incomprehensible, and make another.
+        """Give up this connection, and make another.
 
-        ``on_lost`` is called.
+        For a server whose frames cannot be understood. ``on_lost`` is called.
         """
         self._lose()
 

@@ -42,7 +42,7 @@ _READY: Final = 64
 _EACH: Final = 16
 """Frames read in a round from all ready connections together.
 
-At least one from each.
+At least one is read from each.
 """
 _BATCH_BYTES: Final = 1 << 20
 """Bytes after which a batch is delivered.

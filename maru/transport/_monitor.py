@@ -55,9 +55,9 @@ class LinkEvent:
     endpoint: str
     """Address that was bound or connected to."""
     detail: int
-    """Descriptor, milliseconds for RETRIED, or an errno or a code.
+    """Descriptor, milliseconds, errno or code, depending on the kind.
 
-    The descriptor for ACCEPTED, CONNECTED and DISCONNECTED.
+    The descriptor for ACCEPTED, CONNECTED and DISCONNECTED; milliseconds for RETRIED; an errno or a code otherwise.
     """
 
 

@@ -30,14 +30,14 @@ class SocketOptions:
     )
     """Messages that wait to be sent to one peer.
 
-    Beyond, ``send`` waits and ``send_nowait`` raises.
+    When there are as many, ``send`` waits and ``send_nowait`` raises.
     """
     receive_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages of one peer that wait to be received; then its sender waits."
     )
     """Messages of one peer that wait to be received.
 
-    Beyond, its sender waits.
+    When there are as many, its sender waits.
     """
     max_message_bytes: int = _knob.size(
         16 << 20,
@@ -54,7 +54,7 @@ class SocketOptions:
     )
     """Bytes that may wait for one peer of a ROUTER with ``on_gone``.
 
-    Beyond, a peer that does not read is disconnected.
+    A peer that exceeds this and does not read is disconnected.
     """
     max_unread_bytes_together: int = _knob.size(
         256 << 20,
@@ -64,7 +64,7 @@ class SocketOptions:
     )
     """Bytes that may wait for all of its peers together.
 
-    Beyond, the peer with the most is disconnected first.
+    If they exceed this, peers that do not read are disconnected, the one with the most first.
     """
     max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
@@ -73,7 +73,7 @@ class SocketOptions:
     )
     """Seconds for sent messages to leave after closing.
 
-    Closing takes as long at most.
+    Closing takes at most as long.
     """
     reconnect_interval: float = _knob.seconds(
         0.01, 0.001, 60.0, "Wait before the first attempt to connect again; each further one waits twice as long."
@@ -135,7 +135,7 @@ class SocketOptions:
     curve: CurveServer | CurveClient | None = None
     """Encryption, and the clients that may connect.
 
-    ``None``: no encryption, and every client.
+    ``None`` means no encryption, and that every client may connect.
     """
 
     def __attrs_post_init__(self) -> None:

@@ -34,9 +34,9 @@ class Peers:
         self.known: dict[bytes, int] = {}
         """Living peers, and the descriptor of each."""
         self.ending: dict[bytes, None] = {}
-        """Peers whose connection has ended, but maybe not their messages.
+        """Peers whose connection has ended.
 
-        Some messages may still have to be read.
+        Some of their messages may still have to be read.
         """
         self._living: set[int] = set()
         self._peer_on: dict[int, bytes] = {}

@@ -80,7 +80,7 @@ class SocketStatistics:
     peers: int
     """Peers that have sent something and are not gone.
 
-    Counted only with ``on_gone``.
+    They are counted only with ``on_gone``.
     """
     gone: int
     """Peers that are gone."""
@@ -89,7 +89,7 @@ class SocketStatistics:
     unread_bytes: int
     """Most bytes that may be waiting for peers.
 
-    Counted only with ``on_gone``.
+    They are counted only with ``on_gone``.
     """
     hung_up: int
     """Peers that did not read, and met a bound."""
@@ -312,7 +312,7 @@ class TrioSocket:
     async def aclose(self) -> None:
         """Close the socket, and wait until its addresses are free.
 
-        ``linger`` at most.
+        Takes ``linger`` at most.
         """
         self.close()
         if self._releasing:
@@ -404,7 +404,7 @@ class TrioSocket:
     def _hand_on(self) -> int:
         """Deliver one batch, and return its size.
 
-        -1 if no task wants any now.
+        Returns -1 if no task wants any now.
         """
         if self._on_messages is not None:
             batch = self._collect(_BATCH)

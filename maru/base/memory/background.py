@@ -50,7 +50,7 @@ def in_background(step: Callable[[], bool]) -> None:
 def wait_prepared() -> None:
     """Wait until the background thread has done all its work.
 
-    For tests and benches.
+    Tests and benches use it.
     """
     thread = _thread
     if thread is not None:

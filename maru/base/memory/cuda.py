@@ -88,7 +88,7 @@ STREAM_ORDER: Final = 1
 ANY_ORDER: Final = 3
 """CU_MEMCPY_SRC_ACCESS_ORDER_ANY: read sources at once.
 
-Possibly before earlier work of the stream.
+They may be read before earlier work of the stream is done.
 """
 
 _p, _z = c_void_p, c_size_t
@@ -236,7 +236,7 @@ class Driver:
     def leave_captures_alone(self) -> None:
         """Keep this thread's later calls from disturbing other threads' captures.
 
-        Calls by torch too. Needs no device.
+        This includes calls by torch. Needs no device.
         """
         self._set_capture_mode(c_int(_THREAD_LOCAL))
 

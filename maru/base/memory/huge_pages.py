@@ -1,6 +1,6 @@
-"""Huge pages for memory, without root and without a kernel setting.
+"""Huge pages for memory, without root or a kernel setting.
 
-For anonymous memory, memfds and files of a tmpfs.
+It works for anonymous memory, memfds and files of a tmpfs.
 
 The first page of each 2 MiB is populated, and the kernel is asked to make a huge page of it (MADV_COLLAPSE, Linux 6.1),
 which it zeroes as a whole. While huge pages are free, that takes half as long as 512 small pages; collapsing pages that
@@ -49,9 +49,9 @@ class HugePageStatistics:
     huge_bytes: int = 0
     """Bytes that got huge pages."""
     small_bytes: int = 0
-    """Bytes that did not."""
+    """Bytes that got small pages."""
     why_not: str = ""
-    """Latest reason; empty if all bytes got them."""
+    """Latest reason for small pages; empty if there is none."""
 
 
 _lock = threading.Lock()

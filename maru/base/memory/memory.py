@@ -11,7 +11,7 @@ Rule 2. Memory mapped for reading cannot be written: its pages are read-only and
         that was opened for reading, it cannot be made writable either.)
 Rule 3. A forked child reads what its parent writes into a file, and gets SIGSEGV if it writes. The file, with the locks
         on it, is in use until both have unmapped it. A child has a copy of private memory; but pinned private memory is
-        not mapped in a child, which so does not unmap it either.
+        not mapped in a child, which therefore does not unmap it either.
 """
 
 from __future__ import annotations

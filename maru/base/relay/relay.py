@@ -27,7 +27,7 @@ PIECE_BYTES: Final = 32 << 10
 HANDSHAKE_TIME: Final = 5.0
 """Seconds from the first byte to a connection with the server.
 
-The limit of ZeroMQ itself.
+ZeroMQ has the same limit.
 """
 MAX_PENDING_HANDSHAKES: Final = 256
 """Most unfinished handshakes."""
