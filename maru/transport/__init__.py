@@ -1,6 +1,6 @@
 """Messages between processes: ZeroMQ sockets, and same-host channels.
 
-No other package imports zmq.
+Only this package and `maru.bench.echo` import zmq.
 
 A client of this host reaches its server over a channel (:func:`open_channel`, :class:`BlockingChannel`, served by a
 :class:`ChannelServer`): a Unix socket that keeps packets apart, between processes of one user. All others speak ZeroMQ,
