@@ -1,1 +1,4 @@
-"""What must survive a server, written down before it is acknowledged, and read again when one starts."""
+"""The directory's journal: changes, written before they are acknowledged.
+
+A start recovers the directory from it.
+"""

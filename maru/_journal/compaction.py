@@ -1,18 +1,19 @@
 """Compaction: a process that folds the closed segments into the next snapshot.
 
-It is `python -m maru._journal.compaction`.
+Run it as `python -m maru._journal.compaction DIRECTORY`.
 
-It shares nothing with the server but the directory, and may be killed at any point, as may the server:
+It shares only the directory with the server. Either process may be killed at any point:
 
-| killed | what is left | what a start makes of it |
+| killed | files left | effect on the next start |
 |---|---|---|
-| before the new snapshot has its name | a temporary file | sweeps it |
-| after that, before what it replaces is removed | files below the number of the snapshot | reads past them |
+| before the new snapshot has its name | a temporary file | removes it |
+| after that, before the replaced files are removed | files below the number of the snapshot | skips them |
 
-Rule 1. The live segment, the last that was begun, is left alone; its header tells where the one before it ends. No segment is
-        folded but behind one that has a whole header.
+Rule 1. The live segment, the last one begun, is left alone; its header records where the previous segment ends. A
+        segment is folded only if a later one has a whole header.
 Rule 2. Two compactions never run at once: the second one finds the lock taken and exits. A lock ends with its process.
-Rule 3. Files that cannot be read completely are not folded: nothing is written, and the server writes a snapshot from memory.
+Rule 3. Files that cannot be read completely are not folded: nothing is written, and the server writes a snapshot from
+        memory.
 Rule 4. No part of the server waits for it, neither to start nor to stop.
 """
 
@@ -32,29 +33,29 @@ from .segments import Header, last_begun, list_files, remove, superseded, try_lo
 
 
 class Outcome(enum.IntEnum):
-    """What became of a compaction: the exit status of its process."""
+    """Outcome of a compaction: the exit status of its process."""
 
     DONE = 0
     """Folded, or there was nothing to fold."""
     FAILED = 1
-    """Something was in the way, a full disk say. As before."""
+    """Failed, on a full disk for example; the directory is unchanged."""
     BUSY = 3
-    """Another one is at work."""
+    """Another compaction is running."""
     DAMAGED = 4
     """A closed segment, or the snapshot, cannot be read."""
 
 
 def compact(path: str, step: Callable[[str], None] = lambda name: None) -> Outcome:
-    """Fold the closed segments of a directory into a snapshot, and remove what that replaces.
+    """Fold a directory's closed segments into a snapshot; remove the replaced files.
 
     Args:
         path: the directory.
-        step: told of each step before it is taken.
+        step: called with the name of each step before it is taken.
 
     Raises:
-        ForeignJournal: it is of another version.
-        OSError: something cannot be read, or written. What was there is still there.
-        MemoryError, RecursionError: it cannot be loaded now. As before.
+        ForeignJournal: a file is of another version.
+        OSError: a file cannot be read or written. All earlier files are still there.
+        MemoryError, RecursionError: a file cannot be loaded now. All earlier files are still there.
     """
     lock = try_lock(path)
     if lock is None:
@@ -71,7 +72,7 @@ def _compact(path: str, step: Callable[[str], None]) -> Outcome:
     remove(path, [name for name in listing.leftovers if not name.endswith(".server.tmp")])
     live = last_begun(path, listing.segments)
     newest = listing.snapshots[-1] if listing.snapshots else 0
-    # A snapshot above the live segment is the server's, which removes what that replaces.
+    # A snapshot above the live segment is the server's; the server itself removes the files that it replaces.
     if newest > live or not (superseded(listing, newest) or any(newest <= n < live for n in listing.segments)):
         return Outcome.DONE
     step("replay")
@@ -83,7 +84,7 @@ def _compact(path: str, step: Callable[[str], None]) -> Outcome:
     if replayed.snapshot < live:
         assert replayed.pool_id is not None and replayed.boot_id is not None
         body = msgspec.msgpack.encode(replayed.directory.dump())
-        # The boot of what was read and not this one: whether pages may be believed is not for us to say.
+        # The boot in which the records were written, not this one: a start decides whether to trust the pages.
         header = Header(replayed.pool_id, replayed.boot_id, live, 0, 0)
         write_snapshot(path, header, body, server=False, step=step)
     for name in superseded(list_files(path), live):
@@ -94,12 +95,12 @@ def _compact(path: str, step: Callable[[str], None]) -> Outcome:
 
 
 def main(arguments: list[str]) -> Outcome:
-    """Compact the directory that is named."""
+    """Compact the directory given as the only argument."""
     if len(arguments) != 1:
         print("usage: python -m maru._journal.compaction DIRECTORY", file=sys.stderr)
         return Outcome.FAILED
     os.nice(10)
-    gc.disable()  # it ends soon, and holds nothing in cycles
+    gc.disable()  # the process ends soon, and holds nothing in cycles
     try:
         return compact(arguments[0])
     except (ForeignJournal, *REFUSED) as exc:

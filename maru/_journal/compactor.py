@@ -1,4 +1,4 @@
-"""The task beside the server's loop that runs a compaction in a child process when it is worth it.
+"""Background task that compacts the server's journal in a child process.
 
 Rule 1. One process at a time, and after it a pause of several times its duration: a bounded share of one core.
 Rule 2. Cancelling the task kills the process at once. Only its work is lost (see `compaction`).
@@ -24,12 +24,18 @@ from .compaction import Outcome
 from .journal import Journal
 
 _REST: Final = 4.0
-"""Times the length of a compaction: it takes a fifth of a core at most."""
+"""Pause after a compaction, in multiples of its duration.
+
+It takes a fifth of a core at most.
+"""
 _LEAST_REST: Final = 0.25
-"""Seconds between two that the journal waits for."""
+"""Shortest pause after a compaction, in seconds."""
 _LEAST_RETRY: Final = 1.0
 _RETRY: Final = 10.0
-"""Rest after one that did not work, in seconds: a full disk does not empty itself."""
+"""Pause after a failed compaction, in seconds.
+
+A full disk does not empty itself.
+"""
 
 T = TypeVar("T")
 
@@ -39,11 +45,11 @@ _log = logging.getLogger(__name__)
 async def keep_compacted(
     journal: Journal, directory: Directory, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Compact whenever it is due, until cancelled, or the journal is closed.
+    """Compact whenever it is due, until cancelled or the journal is closed.
 
     Args:
-        journal: open, and of ``directory``.
-        directory: for a snapshot from memory, taken between two appends.
+        journal: the open journal of ``directory``.
+        directory: written as a snapshot from memory, between two appends, if the files cannot be read.
         task_status: started at once.
     """
     task_status.started()
@@ -55,7 +61,7 @@ async def keep_compacted(
         except trio.ClosedResourceError:
             return
         length = trio.current_time() - began
-        # One that makes the room for what waits to be written rests no longer than it must.
+        # If the journal refuses appends until a compaction makes room, the pause is only the shortest one.
         with trio.move_on_after(length * _REST if outcome is Outcome.DONE else _RETRY):
             await trio.sleep(_LEAST_REST if outcome is Outcome.DONE else _LEAST_RETRY)
             try:
@@ -78,7 +84,10 @@ async def _compact(journal: Journal, directory: Directory) -> Outcome:
 
 
 async def write_from_memory(journal: Journal, directory: Directory) -> bool:
-    """Write a snapshot of a directory, which goes on in between; whether the directory was written down to its last change.
+    """Write a snapshot of a directory, which may change meanwhile.
+
+    Returns:
+        Whether it was written. ``False`` if the journal lacks some of the directory's changes.
 
     Raises:
         JournalFailed: it could not be written.
@@ -86,9 +95,9 @@ async def write_from_memory(journal: Journal, directory: Directory) -> bool:
     """
     async with journal.writing_snapshot:
         if journal.behind or directory.records:
-            return False  # the directory is ahead of the journal: what is written later would count twice
+            return False  # the directory is ahead of the journal: its pending records would count twice
         try:
-            number = journal.cut()  # in one step with the first slice: what is appended later comes on top of the image
+            number = journal.cut()  # in one step with the first slice: later records are replayed on top of the image
             with contextlib.closing(directory.dumping()) as slices:
                 make = await _end_of(slices)
             await journal.snapshot(lambda: encode_image(make()), number)
@@ -98,7 +107,7 @@ async def write_from_memory(journal: Journal, directory: Directory) -> bool:
 
 
 async def _end_of(slices: Slices[T]) -> T:
-    """Do all slices, with everybody else in between; what came of them."""
+    """Run all slices, with a checkpoint before each, and return their result."""
     try:
         next(slices)
         while True:
@@ -110,7 +119,9 @@ async def _end_of(slices: Slices[T]) -> T:
 
 
 async def run_compaction(path: str) -> Outcome:
-    """Run one compaction to its end; what it says goes to the log. Cancelled, it is killed.
+    """Run one compaction to its end, and log its output.
+
+    If cancelled, kill it.
 
     Raises:
         OSError: no process could be started.

@@ -1,22 +1,26 @@
-"""The journal: changes are written down before they are acknowledged. One write(2) for all records of a tick.
+"""The journal: changes are written before they are acknowledged.
 
-What is acknowledged after `append` returned, or after `sync` returned, survives:
+One write(2) writes all records of a tick.
 
-| | kill -9 of the server | crash of the machine, power loss | what it costs |
+A change that is acknowledged after `append` returned, or after `sync` returned, survives:
+
+| | kill -9 of the server | crash of the machine, power loss | cost |
 |---|---|---|---|
-| `append` alone | all | what the kernel had written out: all but the last 30 s or so | a write(2) for each tick |
-| `sync` now and then | all | all up to the last `sync` | nothing that a reply waits for |
+| `append` alone | all | the bytes the kernel had written out: all but the last 30 s or so | a write(2) for each tick |
+| `sync` now and then | all | all up to the last `sync` | no reply waits |
 | `sync` before each acknowledgement | all | all | a reply waits for the disk, together with all others of that time |
 
-In /dev/shm, or any tmpfs, fsync means nothing: it succeeds, and a crash of the machine takes everything, pages included.
+In /dev/shm, or any tmpfs, fsync means nothing: it succeeds, and a crash of the machine takes everything, pages
+included.
 
-Rule 1. A record that cannot be written raises, and nothing of it remains: the caller acknowledges nothing. A part that was
-        written is cut off again; if even that fails, the segment ends before it (rule 3 of ``segments``).
+Rule 1. If a record cannot be written, `append` raises and nothing of the record remains: the caller acknowledges
+        nothing. A part that was written is cut off again; if even that fails, the segment ends before it (rule 3 of
+        ``segments``).
 Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that a second fsync would
         succeed without them.
-Rule 3. A full segment is closed, and a child process folds it into the next snapshot (``compaction``). A new segment is begun
-        with its first record, so that a server starts on a full disk too. A file of its name that was never begun (rule 6 of
-        ``segments``) goes first, whoever has left it.
+Rule 3. A full segment is closed, and a child process folds it into the next snapshot (``compaction``). A new segment is
+        begun with its first record, so that a server starts on a full disk too. An existing file of its name that was
+        never begun (rule 6 of ``segments``) is removed first, whichever process left it.
 
 Not thread-safe, and one journal for a directory: the caller that opens it holds the lock of the pool.
 """
@@ -51,20 +55,34 @@ from .segments import (
 )
 
 SEGMENT_BYTES: Final = 512 << 10
-"""A segment's size. What is in the live one is replayed at the next start: up to 10 ms of batches, 30 ms of single keys."""
+"""Size of a segment, in bytes.
+
+A start replays the live segment: up to 10 ms of batches, 30 ms of single keys.
+"""
 ROOM_BYTES: Final = 8 * SEGMENT_BYTES
-"""Bytes that regions and indexes leave to the journal in its file system: closed segments, the live one, and a snapshot that is
-written beside the one before it."""
+"""Free bytes that regions and indexes leave to the journal.
+
+Enough for the closed segments, the live one, and a snapshot that is written next to the one before it.
+"""
 _SNAPSHOTS: Final = 3
 _MOST_REFUSED: Final = 40
-"""Appends that wait for a compaction, in a row (10 s of a server's). If none comes, what room there is gets used."""
+"""Consecutive appends refused until a compaction makes room (10 s).
+
+If no compaction does, the next append uses the room that is left.
+"""
 MAX_CLOSED_SEGMENTS: Final = 16
-"""So many are folded even if they are small: each start of a server that writes begins one."""
+"""Number of closed segments that are folded however small they are.
+
+Each start of a server that writes begins one.
+"""
 _SNAPSHOT_SHARE: Final = 8
-"""Closed segments are folded when they have an eighth of the snapshot's bytes: writing all of it anew must pay."""
+"""Part of the snapshot's bytes at which closed segments are folded.
+
+Below it, writing the whole snapshot again does not pay.
+"""
 
 _PAUSE: Final = 0.25
-"""Seconds until a flush without a thread is tried again."""
+"""Seconds until a flush that got no thread is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,21 +98,21 @@ class JournalStatistics:
     appended_bytes: int
     """Bytes appended."""
     synced_bytes: int
-    """Bytes of these that are known to be on the disk; 0 if no caller uses ``sync``."""
+    """Appended bytes known to be on the disk; 0 without ``sync``."""
     flushes: int
     """Rounds of fsync."""
     failures: int
     """Appends that could not be written."""
     closed_segments: int
-    """Segments that are not part of a snapshot yet."""
+    """Segments that no snapshot contains yet."""
     closed_bytes: int
-    """Their bytes."""
+    """Bytes of the closed segments."""
     snapshot_bytes: int
     """Bytes of the newest snapshot."""
 
 
 class _File:
-    """A descriptor that is closed once neither the journal nor a thread that syncs it uses it any more."""
+    """A descriptor, closed with its last user: the journal or a syncing thread."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -108,11 +126,11 @@ class Journal:
 
     Args:
         path: the directory, which must exist.
-        tail: where to go on, as `recover` says.
+        tail: where to continue, as `recover` returns it.
         pool_id, boot_id: 16 bytes each.
-        segment_bytes: a segment that has so many is closed.
+        segment_bytes: size at which a segment is closed.
         fsync: whether `sync` makes anything durable.
-        write: what writes bytes to a descriptor, all or some of them.
+        write: the function that writes bytes to a descriptor, all or some of them.
     """
 
     def __init__(
@@ -136,7 +154,7 @@ class Journal:
         self._file: _File | None = None  # until there is something to write
         self._end = 0
         self._full_at = segment_bytes
-        self._ragged = False  # behind the end lies what could not be cut off
+        self._ragged = False  # after the end lies a part of a record that could not be cut off
         self._behind = False
         # durability
         self._unsynced: list[_File] = []
@@ -152,7 +170,7 @@ class Journal:
         self._refused = 0  # appends refused for that, in a row
         self._surveyed = trio.lowlevel.ParkingLot()
         self.writing_snapshot: trio.Lock = trio.Lock()
-        """Held by a task that writes one from memory."""
+        """Lock held by a task while it writes a snapshot from memory."""
         self.survey()
 
     def __repr__(self) -> str:
@@ -161,10 +179,12 @@ class Journal:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Write records down, all of them or none. Once this returns they survive the end of this process.
+        """Write all of the records or none.
+
+        Once this returns they survive the end of this process.
 
         Raises:
-            JournalFailed: they are not written.
+            JournalFailed: none is written.
             trio.ClosedResourceError: the journal was closed.
         """
         self._check()
@@ -184,7 +204,7 @@ class Journal:
 
     @property
     def behind(self) -> bool:
-        """Whether the last append failed: something has happened that is not written down yet."""
+        """Whether the last append failed, so that a change is missing."""
         return self._behind
 
     def close(self) -> None:
@@ -210,7 +230,7 @@ class Journal:
         return JournalFailed(f"{path} cannot be written now: {reason}")
 
     def _ready(self) -> None:
-        """Have a segment that can be appended to."""
+        """Ensure that there is a segment to append to."""
         if self._file is None:
             self._begin(self._number, self._previous_end)
         elif self._ragged:
@@ -223,14 +243,15 @@ class Journal:
             self._check_room()
             try:
                 self._begin(self._number + 1, self._end)
-            except OSError as exc:  # what is to be written may still fit here
+            except OSError as exc:  # the records may still fit here
                 self._full_at = self._end + self._segment_bytes
                 _log.warning("%r has its size, and the next segment cannot be begun: %s", self, exc)
 
     def _check_room(self) -> None:
-        """Refuse to begin a segment that would leave a compaction no room, as long as that compaction makes room.
+        """Refuse to begin a segment that would leave a compaction no room.
 
-        A disk that is filled by segments could not be emptied any more: the snapshot that replaces them is written first.
+        A disk that is filled by segments could not be emptied any more: the snapshot that replaces them is written
+        first. After `_MOST_REFUSED` refusals in a row the segment is begun anyway.
 
         Raises:
             OSError: the closed segments are to be folded first.
@@ -240,7 +261,7 @@ class Journal:
             self._snapshot_bytes + self._closed_bytes + self._end
         )  # of the snapshot that replaces all of them, at most
         self._pressed = bool(
-            system.f_blocks  # else it has no limit of its own
+            system.f_blocks  # else the file system has no limit of its own
             and self._closed_segments
             and system.f_bavail * system.f_frsize < needed + self._segment_bytes
             and self._refused < _MOST_REFUSED
@@ -266,7 +287,8 @@ class Journal:
         except BaseException:
             remove(self.path, [os.path.basename(path)])
             raise
-        # Kept until the next flush: records of the previous segment may not be on the disk yet, and `sync` promises them too.
+        # Kept until the next flush: records of the previous segment may not be on the disk yet, and `sync` promises
+        # them too.
         if self._file is not None and self._fsync:
             self._unsynced.append(self._file)
         self._file, self._number, self._end, self._full_at = file, number, HEADER_BYTES, self._segment_bytes
@@ -279,8 +301,8 @@ class Journal:
             write_with(self._write, self._file.fd, data)
             self._end += len(data)
         except BaseException:
-            # A part may have been written. It must not stay: the next record would stand behind it, and a replay ends at a torn
-            # one.
+            # A part may have been written. It must not stay: the next record would come after it, and a replay ends at
+            # a torn record.
             try:
                 os.ftruncate(self._file.fd, self._end)
             except OSError:
@@ -290,14 +312,14 @@ class Journal:
     # --- durability -----------------------------------------------------------------------------------------------
 
     async def sync(self) -> None:
-        """Wait until all that was appended before this call survives a crash of the machine.
+        """Wait until all records appended before this call survive a machine crash.
 
-        A call during a flush shares the next flush. Cancelled, it returns at once and nothing is lost: the next call starts
-        another flush. If the journal was opened without ``fsync`` it is a checkpoint.
+        A call during a flush shares the next flush. If cancelled, it returns at once and nothing is lost: the next call
+        starts another flush. If the journal was opened without ``fsync`` this is a checkpoint only.
 
         Raises:
-            JournalFailed: an fsync failed, now or earlier. Nothing that was appended since the last one may be
-                acknowledged, and nothing will be taken any more.
+            JournalFailed: an fsync failed, now or earlier. No record appended since the last flush may be acknowledged,
+                and no further record is accepted.
             trio.ClosedResourceError: the journal was closed.
         """
         self._check()
@@ -312,7 +334,7 @@ class Journal:
             else:
                 try:
                     await self._flush()
-                except (OSError, MemoryError) as exc:  # nothing was flushed, so nothing is lost: not as in rule 2
+                except (OSError, MemoryError) as exc:  # nothing was flushed, so nothing is lost: unlike rule 2
                     if not is_scarcity(exc):
                         raise
                     _log.warning("%r waits to be flushed: %s", self, str(exc) or "no memory is left")
@@ -326,7 +348,8 @@ class Journal:
         done = False
         try:
             await run_in_thread(self._flush_in_thread, files, names, limiter=self._limiter, abandon_on_cancel=True)
-            # An abandoned flush of before may have been told what this one was not; the limiter has let it end first.
+            # An earlier, abandoned flush may have met a failure that this one did not see; the limiter lets it end
+            # first.
             done = self._broken is None
             if done:
                 self._synced = target
@@ -338,7 +361,11 @@ class Journal:
             self._flushed.unpark_all()
 
     def _flush_in_thread(self, files: list[_File], names: bool) -> None:
-        """Flush, and note a failed fsync. Raises if descriptors lack to begin."""
+        """Flush, and record a failed fsync.
+
+        Raises:
+            OSError: too few descriptors or too little memory to begin.
+        """
         try:
             directory = open_directory(self.path) if names else None
         except OSError as exc:
@@ -360,7 +387,9 @@ class Journal:
     # --- snapshots ------------------------------------------------------------------------------------------------
 
     def cut(self) -> int:
-        """Have what is appended from now on in a segment of its own; its number, which a snapshot of now has.
+        """Begin a new segment for all later records, and return its number.
+
+        A snapshot of the present content has that number.
 
         Raises:
             JournalFailed: no segment can be begun.
@@ -376,19 +405,19 @@ class Journal:
         return self._number
 
     async def snapshot(self, body: bytes | Callable[[], bytes], number: int | None = None) -> None:
-        """Write a snapshot from memory, which replaces all that is on the disk so far.
+        """Write a snapshot from memory, which replaces all earlier files.
 
-        The server does this when it closes, for a quick start, and when a closed segment turns out unreadable: it still has the
-        content in memory. All other snapshots are made by a compaction. Cancelled, the snapshot is written all the same, or not
-        at all.
+        The server does this when it closes, for a quick start, and when a closed segment turns out unreadable: it still
+        has the content in memory. All other snapshots are made by a compaction. If cancelled, the snapshot is written
+        all the same, or not at all.
 
         Args:
-            body: the image of the directory as it was at that cut, after all that was appended before and nothing more:
-                what is appended later is replayed on top of it. A function is called in a thread.
-            number: what :meth:`cut` returned. ``None``: cut now.
+            body: the image of the directory at that cut, with all records appended before it and none after: later
+                records are replayed on top of it. A function is called in a thread.
+            number: the return value of :meth:`cut`. ``None``: cut now.
 
         Raises:
-            JournalFailed: it could not be written. What is on the disk is as it was.
+            JournalFailed: it could not be written. The files on the disk are unchanged.
         """
         number = self.cut() if number is None else number
         self._check()
@@ -404,7 +433,10 @@ class Journal:
         remove(self.path, superseded(list_files(self.path), header.number))
 
     def is_lost(self) -> bool:
-        """Return whether files of it were removed, so that a restart would not find what is acknowledged. Any thread."""
+        """Return whether acknowledged records are lost because files were removed.
+
+        May be called from any thread.
+        """
         listing, file, number = list_files(self.path), self._file, self._number
         if file is not None:
             try:
@@ -416,7 +448,7 @@ class Journal:
         return began and not listing.snapshots and 1 not in listing.segments
 
     def survey(self) -> None:
-        """Look at what lies in the directory: after a compaction."""
+        """Count the closed segments and the snapshot after a compaction."""
         listing = list_files(self.path)
         newest = listing.snapshots[-1] if listing.snapshots else 0
         live = self._number if self._file is not None else self._number + 1
@@ -430,31 +462,34 @@ class Journal:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that others leave free in its file system, so that it can be written and compacted."""
+        """Free bytes that regions and indexes leave in the journal's file system.
+
+        With them the journal can be written and compacted.
+        """
         return max(ROOM_BYTES, _SNAPSHOTS * self._snapshot_bytes)
 
     @property
     def compaction_due(self) -> bool:
-        """Whether there is enough in closed segments for a snapshot to be worth its while."""
+        """Whether a compaction is worthwhile, or appends wait for one."""
         enough = max(self._segment_bytes, self._snapshot_bytes // _SNAPSHOT_SHARE)
         return self._pressed or self._closed_bytes >= enough or self._closed_segments >= MAX_CLOSED_SEGMENTS
 
     async def wait_compaction_due(self) -> None:
-        """Wait until it is."""
+        """Wait until a compaction is due."""
         while not self.compaction_due:
             await self._surveyed.park()
             self._check()
         await trio.lowlevel.checkpoint()
 
     async def wait_pressed(self) -> None:
-        """Wait until a compaction is needed at once."""
+        """Wait until appends are refused for lack of room, until a compaction."""
         while not self._pressed:
             await self._surveyed.park()
             self._check()
         await trio.lowlevel.checkpoint()
 
     def statistics(self) -> JournalStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot of the journal's counts."""
         return JournalStatistics(
             segment=self._number,
             records=self._records,

@@ -1,21 +1,26 @@
-"""Recovery: restores the directory from the journal's files, and decides how much of it can be trusted. Blocking.
+"""Recovery: restore the directory from the journal's files, as far as trusted.
 
-    same boot, nothing lost     everything that was acknowledged is there, and sessions may come back to it
-    another boot                every client is gone, and the pages are what the disk has of them: a key is kept if the
-                                checksum of its page verifies, and every region is an orphan
-    same boot, something lost   the records that followed are lost, including deletions. Pages that were returned by those may
-                                have been overwritten by their owners, which live and may go on writing. So regions that have
-                                an owner, or may get it back, are dropped with all their keys; orphans of our own clients,
-                                which no process writes, stay
+Blocking.
 
-Rule 1. What was acknowledged is found again with the right bytes, or missed, never wrong. Losses are in `Recovered.lost`, and
-        logged as an error.
-Rule 2. No content of a file keeps the server from starting, except another format or another pool: those are refused, and
-        the files are left as they are.
-Rule 3. In the first case nothing is written at all. In the others the result is written as a snapshot before it is used;
-        files that could not be read are kept under ``lost.``, once.
-Rule 4. What the environment refuses, memory or a descriptor, is never written down as a loss: that start fails, and the next
-        one finds all files as they were.
+    same boot, nothing lost     everything that was acknowledged is there, and clients may resume their sessions
+    another boot                every client is gone, and the pages are as the disk has them: a key is kept if the
+        checksum of
+                                its page verifies, and every region is an orphan
+    same boot, something lost   the later records are lost, including deletions. Pages that those returned may have been
+                                overwritten by their owners, which live and may go on writing. So regions that have an
+                                owner,
+                                or may get it back, are dropped with all their keys; orphans of our own clients, which
+                                no
+                                process writes, stay
+
+Rule 1. A lookup of an acknowledged key finds the right bytes or misses, never wrong bytes. Losses are in
+        `Recovered.lost`, and logged as an error.
+Rule 2. No content of a file keeps the server from starting, except another format or another pool: those are refused,
+        and the files are left as they are.
+Rule 3. In the first case nothing is written at all. In the others the result is written as a snapshot before it is
+        used; files that could not be read are kept under ``lost.``, once.
+Rule 4. If the environment refuses memory or a descriptor, that is never written down as a loss: that start fails, and
+        the next one finds all files as they were.
 Rule 5. Generations are never given twice: if one may have been lost, they continue far above.
 """
 
@@ -54,7 +59,10 @@ from .segments import (
 )
 
 _FAR: Final = 1 << 32
-"""More generations than a journal that was lost can have given."""
+"""Added to the generation after a loss, in generations.
+
+It exceeds the number that a lost journal can have given.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +71,7 @@ _log = logging.getLogger(__name__)
 
 
 class Trust(enum.Enum):
-    """What of a recovered directory may be believed."""
+    """How much of a recovered directory is trusted."""
 
     ALL = "all"
     PAGES_THAT_VERIFY = "pages that verify"
@@ -71,7 +79,7 @@ class Trust(enum.Enum):
 
 
 def trust_in(*, same_boot: bool, lost: bool) -> Trust:
-    """How much of what was recovered may be believed: the table at the top."""
+    """Return how much of a recovered directory to trust (see the table above)."""
     if not same_boot:
         return Trust.PAGES_THAT_VERIFY
     return Trust.ORPHANS if lost else Trust.ALL
@@ -82,12 +90,15 @@ def unverified(
     region: Callable[[int], memoryview | None],
     checksum: Callable[[memoryview], int] = xxh3_64_intdigest,
 ) -> list[str]:
-    """The keys whose page does not have the stored bytes, by its checksum; keys without one are not checked.
+    """Return the keys whose page does not have the expected checksum.
+
+    Keys without a checksum, or without their region, are returned too.
 
     Args:
-        located: keys, and where they lie.
-        region: the bytes of a region, or ``None`` if it is not there. Nothing is kept of them. Raises if it cannot know.
-        checksum: what the writers of the pages took.
+        located: keys with their locations.
+        region: returns the bytes of a region, or ``None`` if it is not there; they are not kept. Raises if it cannot
+            know.
+        checksum: the function that the writers of the pages used.
     """
     bad: list[str] = []
     views: dict[int, memoryview | None] = {}
@@ -106,25 +117,28 @@ def unverified(
 
 @attrs.frozen
 class Recovered:
-    """A directory as it was, and how it came back."""
+    """A recovered directory, with a report of its recovery."""
 
     directory: Directory
-    """As its journal left it. Leases have not begun: call its `restart`."""
+    """The recovered directory. Leases have not begun: call its `restart`."""
     tail: Tail
-    """Where the journal goes on."""
+    """Place at which the journal continues."""
     pool_id: bytes
-    """As asked for, or else that of the files, or else a new one."""
+    """The given pool id, or that of the files, or a new one."""
     trust: Trust
     snapshot: int
-    """The snapshot it began with; 0 if there was none."""
+    """Number of the snapshot it began with; 0 if there was none."""
     records: int
-    """Records replayed on top of it."""
+    """Records replayed on top of the snapshot."""
     cut_bytes: int
-    """Bytes of a record that was being written when the server was killed. It was not acknowledged."""
+    """Bytes of an unfinished record at the time the server was killed.
+
+    It was not acknowledged.
+    """
     lost: tuple[str, ...]
-    """What was acknowledged and is gone, a sentence for each finding. Empty is what to expect."""
+    """Losses of acknowledged records, a sentence for each finding. Normally empty."""
     forgotten_keys: int
-    """Keys that were found, and given up since they may not be believed."""
+    """Number of found keys that were dropped because they cannot be trusted."""
 
 
 @attrs.frozen
@@ -132,15 +146,15 @@ class Foreseen:
     """The loss that a start would find."""
 
     lost: tuple[str, ...]
-    """As `Recovered.lost`."""
+    """Losses, as in `Recovered.lost`."""
     trust: Trust
     regions: tuple[int, int]
-    """Regions that would be given up, of how many there are."""
+    """Number of regions that would be dropped, and number of all regions."""
     keys: tuple[int, int]
-    """Keys that would be given up with them, of how many."""
+    """Number of keys that would be dropped, and number of all keys."""
 
     def __str__(self) -> str:
-        """Everything in one paragraph; empty if nothing is lost."""
+        """Return the loss as one paragraph; empty if nothing is lost."""
         if not self.lost:
             return ""
         if self.trust is Trust.PAGES_THAT_VERIFY:
@@ -157,11 +171,11 @@ def foresee(
     eviction: Callable[[], EvictionPolicy[str]] = LRU,
     boot_id: bytes | None = None,
 ) -> Foreseen:
-    """Find what `recover` would refuse, or lose; write nothing.
+    """Find errors and losses that `recover` would report, without writing.
 
     Raises:
-        ForeignJournal: it is of another version, or another pool.
-        JournalFailed: it cannot be read.
+        ForeignJournal: a file is of another version, or another pool.
+        JournalFailed: a file cannot be read.
     """
     with _refusals_of(path):
         replayed = replay(path, pool_id, limits, eviction)
@@ -180,7 +194,7 @@ def foresee(
 
 @contextlib.contextmanager
 def _refusals_of(path: str) -> Iterator[None]:
-    """Translate what the environment refuses: rule 4."""
+    """Translate errors of the environment to `JournalFailed`: rule 4."""
     try:
         yield
     except REFUSED as exc:
@@ -200,23 +214,24 @@ def recover(
     region: Callable[[int], memoryview | None] | None = None,
     suspect: bool = False,
 ) -> Recovered:
-    """Read the files. The caller holds the lock of the pool; a compaction may be running.
+    """Restore the directory from the files, as far as they are trusted.
 
-    All objects that exist when it returns are frozen (`gc.freeze`): collections pass over 500,000 entries otherwise.
+    The caller holds the lock of the pool; a compaction may be running. All objects that exist on return are frozen
+    (`gc.freeze`): collections would traverse 500,000 entries otherwise.
 
     Args:
         path: the directory.
-        pool_id: refuse files of another pool. ``None``: of one pool, whichever.
+        pool_id: refuse files of another pool. ``None``: accept any one pool.
         boot_id: of this boot. ``None``: ask the system.
         limits: of the directory.
         eviction: of the directory.
-        region: the bytes of a region, for what has to be verified after a reboot. ``None``: no page survives one.
+        region: returns the bytes of a region, to verify pages after a reboot. ``None``: no page survives one.
         suspect: verify pages as after a reboot.
 
     Raises:
-        ForeignJournal: it is of another version, or another pool.
-        JournalFailed: it cannot be read, or what was given up cannot be written down.
-        PoolUnusable: a region that is there cannot be looked at, as ``region`` says.
+        ForeignJournal: a file is of another version, or another pool.
+        JournalFailed: a file cannot be read, or the dropped regions and keys cannot be written down.
+        PoolUnusable: a region that is there cannot be opened, as ``region`` reports.
     """
     path = os.fspath(path)
     collecting = gc.isenabled()
@@ -275,15 +290,17 @@ def _recover(
 
 
 def _give_up(directory: Directory, trust: Trust, region: Callable[[int], memoryview | None] | None) -> DirectoryImage:
-    """Drop what cannot be trusted, and return the rest. It has no session: no client shares this state.
+    """Drop untrusted regions and keys, and return the image of the rest.
 
-    Readers of before may hold views all the same, by pins that nobody knows any more. What they have mapped stays as it is: no
+    The image has no session: no client shares this state.
+
+    Earlier readers may still hold views, by pins that are no longer recorded. Their mapped bytes stay as they are: no
     process writes a file of a region that is dropped, and a span of a device waits for them (see `maru._pool.writers`).
     """
     image = directory.dump()
     if trust is Trust.ORPHANS:
         for place in image.regions:
-            # A published orphan too: among what is lost may be that its owner came back and writes on.
+            # A published orphan too: the lost records may include that its owner came back and writes on.
             if place.session or (place.published and not place.returned):
                 directory.apply(RegionDropped(place.region_id), recorded_columns)
     for session in image.sessions:
@@ -298,7 +315,7 @@ def _give_up(directory: Directory, trust: Trust, region: Callable[[int], memoryv
 
 
 def _sweep(path: str, listing: Listing, never_begun: list[int]) -> None:
-    """Remove what a server or a compaction left half done; a running compaction's own is not."""
+    """Remove unfinished files of servers and compactions, except a running compaction's."""
     ours = [name for name in listing.leftovers if name.endswith(".server.tmp")]
     remove(path, ours + [f"journal.{number}" for number in never_begun])
     if len(ours) < len(listing.leftovers):
@@ -311,7 +328,10 @@ def _sweep(path: str, listing: Listing, never_begun: list[int]) -> None:
 
 
 def _set_aside(path: str, number: int, *, keep: bool) -> None:
-    """Remove the files that a snapshot replaces, or keep the latest of them for inspection."""
+    """Remove the files that a snapshot replaces, or keep the latest.
+
+    They are kept for inspection.
+    """
     names = superseded(list_files(path), number)
     if keep:
         remove(path, set_aside(path))

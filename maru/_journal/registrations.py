@@ -1,4 +1,4 @@
-"""What a request registers, in the columns of the directory: when it arrives, and when its record is replayed. Pure."""
+"""Columns of a registering request, live or replayed from its record. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REGISTERING = (RegisterRequest, BatchRegisterRequest, StoreRequest)
 
 
 def columns_of(request: RegisterRequest | BatchRegisterRequest | StoreRequest) -> Columns:
-    """The columns of a request that registers."""
+    """Return the columns of a registering request."""
     if type(request) is StoreRequest:
         return Columns(
             request.regions,
@@ -34,7 +34,7 @@ def columns_of(request: RegisterRequest | BatchRegisterRequest | StoreRequest) -
 
 
 def recorded_columns(code: int, payload: bytes) -> Columns:
-    """The columns of a ``Registered`` record.
+    """Return the columns of a ``Registered`` record.
 
     Raises:
         BadMessage: these bytes are no request that registers.

@@ -1,11 +1,13 @@
-"""Replay: builds a directory from the newest readable snapshot and the segments after it. Blocking; writes nothing.
+"""Replay: build a directory from the newest snapshot and later segments.
 
-Rule 1. A prefix of what was written is replayed: nothing after a missing or damaged part.
+Blocking; writes nothing.
+
+Rule 1. A prefix of the written records is replayed: nothing after a missing or damaged part.
 Rule 2. Missing and damaged parts are reported. A torn tail is neither (rule 2 of `segments`).
-Rule 3. A compaction may replace files meanwhile. It removes files only once the new snapshot has its name, so a reader that
-        misses a file lists the files again.
+Rule 3. A compaction may replace files meanwhile. It removes files only once the new snapshot has its name, so a reader
+        that misses a file lists the files again.
 Rule 4. A whole record that cannot be applied, which is a bug of ours, costs the records after it and not the start.
-Rule 5. What the environment refuses (memory, a descriptor) says nothing of the bytes: it is raised, and no damage.
+Rule 5. An error of the environment (memory, a descriptor) is no evidence of damage: it is raised.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ from .segments import (
 )
 
 REFUSED: Final = (OSError, MemoryError, RecursionError)
-"""Errors of the environment, which may be over by the next time: rule 5."""
+"""Errors of the environment, which may not occur again: rule 5."""
 
 _log = logging.getLogger(__name__)
 _image_decoder = msgspec.msgpack.Decoder(DirectoryImage)
 
 
 class Replayed:
-    """What the files gave, in order."""
+    """Result of a replay: the directory, and the losses in order."""
 
     def __init__(self, listing: Listing, directory: Directory, snapshot: int, boot_id: bytes | None) -> None:
         self.listing = listing
         self.directory = directory
         self.snapshot = snapshot
-        """Where it began; 0 for an empty directory."""
+        """Number of the snapshot it began with; 0 for an empty directory."""
         self.tail = Tail(snapshot, 0) if snapshot else BEGINNING
-        """Behind the last record that was read."""
+        """Place after the last record that was read."""
         self.boot_id = boot_id
-        """Of the last file that was read; ``None`` if there was none."""
+        """Boot id of the last read file; ``None`` if none was read."""
         self.pool_id: bytes | None = None
-        """Of all of them, or as asked for."""
+        """Pool id of all files, or else the given one."""
         self.records = 0
         self.cut_bytes = 0
         self.lost: list[str] = []
@@ -84,7 +86,14 @@ def replay(
     *,
     before: int | None = None,
 ) -> Replayed:
-    """Read the newest snapshot and the segments behind it, those from number ``before`` on excepted.
+    """Read the newest snapshot and the segments after it.
+
+    Args:
+        path: the directory.
+        pool_id: refuse files of another pool. ``None``: accept any one pool.
+        limits: of the directory.
+        eviction: of the directory.
+        before: number of the first segment that is not read. ``None``: read all.
 
     Raises:
         ForeignJournal: one of them is of another version or pool.
@@ -97,7 +106,7 @@ def replay(
             return _Replay(path, pool_id, limits, eviction, before, bad).run()
         except _Moved:  # once for each compaction that ends meanwhile
             continue
-        except _BadRecord as exc:  # it may have been applied in part: again, up to here
+        except _BadRecord as exc:  # the record may have been applied in part: replay again, up to here
             _log.exception("%s: a record that is whole cannot be applied", path)
             bad = exc
 
@@ -150,7 +159,7 @@ class _Replay:
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _begin(self, unreadable: list[tuple[int, str]]) -> Replayed:
-        """The newest snapshot that can be read, or nothing."""
+        """Load the newest snapshot that can be read, or an empty directory."""
         for number in reversed(self._listing.snapshots):
             path = path_of(self._path, "snapshot", number)
             data = self._read(path)
@@ -164,7 +173,7 @@ class _Replay:
                 raise
             except Unusable as exc:
                 unreadable.append((number, str(exc)))
-            except Exception as exc:  # whole, and not what it should be: rule 4
+            except Exception as exc:  # whole, with unexpected content: rule 4
                 _log.exception("%s cannot be loaded", path)
                 unreadable.append((number, f"{path} cannot be loaded ({exc!r})"))
             else:
@@ -172,9 +181,10 @@ class _Replay:
         return Replayed(self._listing, Directory(self._limits, self._eviction), 0, None)
 
     def _segment(self, number: int) -> tuple[Header, bytes] | str:
-        """A segment, or why it cannot be read: nothing is said of a last file that was never begun.
+        """Return a segment, or why it cannot be read.
 
-        What is read up to a segment is closed by the header of that one, which must be there.
+        The reason is empty for a last file that was never begun. If the replay ends before a segment, that segment's
+        header gives the end of the one before it, and must be there.
         """
         path = path_of(self._path, "journal", number)
         data = self._read(path)
@@ -187,7 +197,10 @@ class _Replay:
     def _take(
         self, done: Replayed, number: int, current: tuple[Header, bytes], following: tuple[Header, bytes] | str
     ) -> None:
-        """Apply one segment. The one after it knows where it ends; the last one ends where it is torn."""
+        """Apply the records of one segment.
+
+        The header of the next segment gives its end; the last segment ends where it is torn.
+        """
         header, data = current
         path = path_of(self._path, "journal", number)
         end = following[0].extent if isinstance(following, tuple) else None

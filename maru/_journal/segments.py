@@ -1,23 +1,23 @@
-"""The files of the journal: their names, their headers, and records as bytes that say of themselves whether they are whole.
+"""Files of the journal: their names, headers, and records with checksums.
 
     DIRECTORY/journal.<n>       a segment: a header, then records in the order in which they took effect
-    DIRECTORY/snapshot.<n>      a header, then the image of the directory as it was before the first record of journal.<n>
+    DIRECTORY/snapshot.<n>      a header, then the image of the directory before the first record of journal.<n>
     DIRECTORY/*.tmp             a snapshot that is being written
-    DIRECTORY/lost.journal.<n>  what was set aside as unreadable at the last restart that lost something,
-    DIRECTORY/lost.snapshot.<n> and goes at the next one
+    DIRECTORY/lost.journal.<n>  files set aside as unreadable at the last restart that lost something;
+    DIRECTORY/lost.snapshot.<n> removed at the next one
     DIRECTORY/compaction.lock   held with flock by the one compaction
 
-Rule 1. A header begins with magic, version and a sum of both, in every version there will be: another version is told
-        apart from damage, and refused.
+Rule 1. A header begins with magic, version and a sum of both, in every version there will be: another version is
+        distinguished from damage, and refused.
 Rule 2. A record is framed by its length, the sum of its bytes, and the check of these two. One write(2) that a kill
-        cuts short leaves a prefix of what it should have written, so what runs into the end of the file is *torn*: it
-        was never acknowledged. Everything else that does not add up is *damaged*: it may have been.
-Rule 3. A segment's header says how long the segment before it was. So the tail of a closed segment cannot vanish unseen,
-        and what lies behind that length is none of it.
+        cuts short leaves a prefix of its bytes, so a record that runs into the end of the file is *torn*: it was never
+        acknowledged. Every other mismatch is *damaged*: it may have been acknowledged.
+Rule 3. A segment's header records the length of the segment before it. So the tail of a closed segment cannot vanish
+        unseen, and bytes after that length are no part of it.
 Rule 4. A snapshot gets its name by a rename, after fsync. It begins at a segment, and replaces all that came before.
 Rule 5. No other name is ours, whatever it begins with: such files are neither read nor removed.
-Rule 6. A segment is begun once its header is whole. A file that ends within its header is no segment yet, and may never become
-        one: the last segment that was begun is the live one.
+Rule 6. A segment is begun once its header is whole. A file that ends within its header is no segment yet, and may never
+        become one: the last segment that was begun is the live one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..base.all_bytes import write_all
 from ..base.errors import ForeignJournal
 
 FORMAT_VERSION: Final = 1
-"""Of headers, frames, records and images together."""
+"""Format version of headers, frames, records and images together."""
 
 Kind: TypeAlias = Literal["journal", "snapshot"]
 
@@ -45,39 +45,47 @@ Kind: TypeAlias = Literal["journal", "snapshot"]
 _MAGIC: Final[dict[Kind, bytes]] = {"journal": b"\x8bmarujn\n", "snapshot": b"\x8bmarusn\n"}
 _PREFIX = struct.Struct("<8sII")  # magic, version, sum of both: rule 1
 _HEADER = struct.Struct("<16s16sQQQ")  # pool id, boot id, number, extent, digest
-_SUM = struct.Struct("<Q")  # xxh3-64 of all before it
+_SUM = struct.Struct("<Q")  # xxh3-64 of all bytes before it
 HEADER_BYTES: Final = _PREFIX.size + _HEADER.size + _SUM.size
 _LOW: Final = 0xFFFF_FFFF
 
 
 class Unusable(Exception):
-    """A file cannot be read; why is a sentence."""
+    """Raised if a file cannot be read; the message gives the reason."""
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """Header of a segment or a snapshot."""
 
     pool_id: bytes
-    """Of which pool, 16 bytes."""
+    """Id of the pool, 16 bytes."""
     boot_id: bytes
-    """In which boot of the machine it was written, 16 bytes; of a snapshot, in which its last record was."""
+    """Id of the machine's boot, 16 bytes.
+
+    A segment has the boot in which it was written, a snapshot the boot of its last record.
+    """
     number: int
-    """The one in its name."""
+    """Number in the file's name."""
     extent: int
-    """Of a segment: the bytes of the one before it, 0 if there was none. Of a snapshot: the bytes of its body."""
+    """Bytes of the previous segment, or of the snapshot's own body.
+
+    0 in a segment if there was none before it.
+    """
     digest: int
-    """Of a snapshot: xxh3-64 of its body."""
+    """xxh3-64 of a snapshot's body."""
 
 
 def pack_header(kind: Kind, header: Header) -> bytes:
-    """The first bytes of a file."""
+    """Encode a header: the first bytes of a file."""
     prefix = _PREFIX.pack(_MAGIC[kind], FORMAT_VERSION, 0)[:12]
     head = prefix + (xxh3_64_intdigest(prefix) & _LOW).to_bytes(4, "little") + _HEADER.pack(*header)
     return head + _SUM.pack(xxh3_64_intdigest(head))
 
 
 def unpack_header(kind: Kind, data: bytes, path: str, pool_id: bytes | None, number: int) -> Header:
-    """Read a header. Without a ``pool_id`` it may be of any pool.
+    """Decode a header, and check its number and pool.
+
+    Without a ``pool_id`` any pool is accepted.
 
     Raises:
         Unusable: it is torn or damaged.
@@ -107,11 +115,11 @@ def unpack_header(kind: Kind, data: bytes, path: str, pool_id: bytes | None, num
 _FRAME = struct.Struct("<III")
 FRAME_BYTES: Final = _FRAME.size
 _MARK: Final = 0x4D41_5255
-"""In the check of a frame, so that zeros are none."""
+"""Part of a frame's check, so that zeros are no valid frame."""
 
 
 def frame(records: Iterable[bytes]) -> bytes:
-    """Records as they stand in a segment."""
+    """Encode records as frames of a segment."""
     parts = []
     pack, digest = _FRAME.pack, xxh3_64_intdigest
     for record in records:
@@ -122,31 +130,34 @@ def frame(records: Iterable[bytes]) -> bytes:
 
 
 class Tail(NamedTuple):
-    """Where a journal goes on."""
+    """Place at which a journal continues."""
 
     number: int
-    """Of the segment to begin."""
+    """Number of the segment to begin."""
     previous_end: int
-    """Bytes of the segment before it, 0 if a snapshot or nothing comes before it."""
+    """Bytes of the segment before it, or 0.
+
+    0 if a snapshot or nothing comes before it.
+    """
 
 
 BEGINNING: Final = Tail(1, 0)
-"""Where an empty directory goes on."""
+"""Tail of an empty directory."""
 
 
 class Frames(NamedTuple):
-    """What was read of a segment."""
+    """Records read from a segment."""
 
     records: list[memoryview]
-    """The whole records before the first that is not."""
+    """Records before the first that is not whole."""
     ends: list[int]
-    """Where each ends."""
+    """Offset at which each record ends."""
     verdict: Literal["whole", "torn", "damaged"]
-    """What comes behind them: nothing, the beginning of a record, or something that is no record."""
+    """Bytes after the records: none, a record's beginning, or no record."""
 
 
 def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
-    """The records in these bytes, as far as they are whole."""
+    """Read the whole records, up to the first that is not."""
     records: list[memoryview] = []
     ends: list[int] = []
     at, size = begin, len(data)
@@ -173,27 +184,30 @@ def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
 
 _LOCK: Final = "compaction.lock"
 _PIECE: Final = 1 << 20
-_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # what comes behind a longer number may fit into no name
+_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # a longer number may exceed a name's limit
 _SET_ASIDE = re.compile(r"lost\.(journal|snapshot)\.[1-9][0-9]{0,17}")
 _LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]{0,17}(\.server)?\.tmp")
 
 
 class Listing(NamedTuple):
-    """What a directory holds, ascending."""
+    """Files in a directory, ascending."""
 
     segments: list[int]
     snapshots: list[int]
     leftovers: list[str]
-    """Temporary files: of a compaction, and with ``.server`` in their name of the server."""
+    """Names of temporary files.
+
+    A server's have ``.server`` in the name, the others are a compaction's.
+    """
 
     @property
     def last(self) -> int:
-        """The highest number there is, 0 if there is none."""
+        """The highest number in use, 0 if there is none."""
         return max(self.segments[-1:] + self.snapshots[-1:], default=0)
 
 
 def list_files(path: str) -> Listing:
-    """The files of ours in a directory."""
+    """List the journal's files in a directory."""
     listing = Listing([], [], [])
     for name in os.listdir(path):
         if match := _NAME.fullmatch(name):
@@ -206,15 +220,17 @@ def list_files(path: str) -> Listing:
 
 
 def set_aside(path: str) -> list[str]:
-    """List what an earlier restart has set aside as unreadable."""
+    """List the files that an earlier restart set aside as unreadable."""
     return [name for name in os.listdir(path) if _SET_ASIDE.fullmatch(name)]
 
 
 def last_begun(path: str, numbers: Iterable[int]) -> int:
-    """Find the last of these segments that has a whole header: the live one. Return 0 if none has.
+    """Return the last segment that has a whole header, or 0.
 
-    The one before a file without a header is written to still: as long as that file is being begun, and for good if it could
-    be neither begun nor removed.
+    This is the live one.
+
+    The segment before a file without a header is still appended to: while that file is being begun, and for good if it
+    could be neither begun nor removed.
     """
     for number in sorted(numbers, reverse=True):
         with contextlib.suppress(FileNotFoundError), open(path_of(path, "journal", number), "rb") as file:
@@ -224,29 +240,44 @@ def last_begun(path: str, numbers: Iterable[int]) -> int:
 
 
 def is_begun(data: bytes) -> bool:
-    """Return whether a segment with these first bytes was begun: nothing is appended to one without a header."""
+    """Return whether a segment with these first bytes was begun.
+
+    Nothing is appended to one without a header.
+    """
     return len(data) >= HEADER_BYTES
 
 
 def path_of(path: str, kind: Kind, number: int) -> str:
-    """Where a segment or a snapshot lies."""
+    """Return the path of a segment or a snapshot."""
     return f"{path}/{kind}.{number}"
 
 
 def remove(path: str, names: Iterable[str]) -> None:
-    """Remove files. One that is gone already, or cannot be removed, is found again the next time."""
+    """Remove files.
+
+    Any that cannot be removed is found again the next time.
+    """
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(f"{path}/{name}")
 
 
 def superseded(listing: Listing, by: int) -> list[str]:
-    """The files that snapshot ``by`` replaces; snapshots first, so that what is left is read as if they had not been."""
+    """List the files that snapshot ``by`` replaces.
+
+    Snapshots come first, so that files left by an interrupted removal are read as if they were older than all
+    snapshots.
+    """
     return [f"snapshot.{n}" for n in listing.snapshots if n < by] + [f"journal.{n}" for n in listing.segments if n < by]
 
 
 def try_lock(path: str) -> int | None:
-    """Become the one compaction, until the returned descriptor is closed; ``None`` if there is one."""
+    """Take the compaction lock and return its descriptor, or ``None``.
+
+    ``None`` means that another compaction holds it.
+
+    Closing the descriptor releases the lock.
+    """
     fd = os.open(f"{path}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,14 +293,16 @@ def try_lock(path: str) -> int | None:
 def write_snapshot(
     path: str, header: Header, body: bytes, *, server: bool, step: Callable[[str], None] = lambda name: None
 ) -> None:
-    """Write a snapshot and publish it; once this returns it survives power loss. After an error nothing is left of it.
+    """Write a snapshot and publish it; on return it survives power loss.
+
+    After an error nothing is left of it.
 
     Args:
         path: the directory.
-        header: without extent and digest, which are made here.
+        header: without extent and digest, which are computed here.
         body: the image.
-        server: by the server itself, which no compaction sweeps away under it.
-        step: told of each step before it is taken.
+        server: whether the server itself writes it; then no compaction removes the temporary file.
+        step: called with the name of each step before it is taken.
     """
     final = path_of(path, "snapshot", header.number)
     temporary = f"{final}.server.tmp" if server else f"{final}.tmp"
@@ -301,7 +334,7 @@ def open_directory(path: str) -> int:
 
 
 def sync_directory(path: str) -> None:
-    """Make names durable."""
+    """Make the names in a directory durable."""
     fd = open_directory(path)
     try:
         os.fsync(fd)
@@ -310,6 +343,6 @@ def sync_directory(path: str) -> None:
 
 
 def current_boot_id() -> bytes:
-    """This boot of the machine: 16 bytes, the same until the next."""
+    """Return the id of this boot of the machine: 16 bytes."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
