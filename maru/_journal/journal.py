@@ -112,7 +112,7 @@ class JournalStatistics:
 
 
 class _File:
-    """A descriptor, closed with its last user: the journal or a syncing thread."""
+    """A descriptor, closed when neither the journal nor a thread uses it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

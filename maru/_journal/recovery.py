@@ -79,7 +79,7 @@ class Trust(enum.Enum):
 
 
 def trust_in(*, same_boot: bool, lost: bool) -> Trust:
-    """Return how much of a recovered directory to trust (see the table above)."""
+    """Return how much of a recovered directory to trust (table above)."""
     if not same_boot:
         return Trust.PAGES_THAT_VERIFY
     return Trust.ORPHANS if lost else Trust.ALL
@@ -124,7 +124,7 @@ class Recovered:
     tail: Tail
     """Place at which the journal continues."""
     pool_id: bytes
-    """The given pool id, or that of the files, or a new one."""
+    """The given pool id, else the files' own, else a new one."""
     trust: Trust
     snapshot: int
     """Number of the snapshot it began with; 0 if there was none."""

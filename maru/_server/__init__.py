@@ -1,1 +1,1 @@
-"""The server: what every message means (pure), and the loops around it."""
+"""The server: a pure service that decides replies, and its loops."""

@@ -1,12 +1,14 @@
-"""The committer: an answer leaves once what it says is written down, as durably as was asked for.
+"""The committer: holds replies until their records are written.
 
-    never     the records of a step are written with one write(2); then its answers leave
+The configuration decides how durably:
+
+    never     the records of a step are written with one write(2); then its replies leave
     second    the same; and the journal is flushed to the disk once a second
-    each      answers wait for a flush, which all that came in during the one before share
+    each      replies wait for a flush, shared by all requests that came in during the flush before
 
-Rule 1. Answers leave in the order in which they were given, and none before the records of all steps up to its own.
-Rule 2. Where records cannot be written they are kept, with the answers, and tried again: none is given up, none overtakes.
-Rule 3. A journal that will take nothing any more ends :meth:`Committer.run` with its error. What is kept is never answered.
+Rule 1. Replies leave in the order in which they were given, and none before the records of all steps up to its own.
+Rule 2. Records that cannot be written are kept, with their replies, and tried again: none is dropped, none overtakes.
+Rule 3. A journal that accepts no more records ends :meth:`Committer.run` with its error. Kept replies are never sent.
 """
 
 from __future__ import annotations
@@ -23,23 +25,26 @@ from .._journal.journal import Journal
 from ..base.errors import JournalFailed
 
 Answer: TypeAlias = tuple[bytes, bytes]
-"""To which connection, and the frame."""
+"""The connection, and the frame."""
 
 _RETRY: Final = 0.25
-"""A full disk does not empty itself at once."""
+"""Seconds until a failed write is tried again.
+
+A full disk does not empty itself at once.
+"""
 _SECOND: Final = 1.0
 
 _log = logging.getLogger("maru.server")
 
 
 class Committer:
-    """The way of answers through the journal.
+    """Holds replies until the journal has their records.
 
     Args:
-        journal: ``None``: nothing is written down.
+        journal: ``None``: no records are written.
         sync: when it is flushed.
-        send: takes answers that may leave.
-        publish: called when all that happened is written, before what says so leaves.
+        send: takes replies that may leave.
+        publish: called when all records are written, before the replies to them leave.
         make_room: called when the disk is found full, before the journal is tried again.
     """
 
@@ -58,29 +63,29 @@ class Committer:
         self._make_room = make_room
         self._unwritten: list[bytes] = []
         self._kept: list[Answer] = []
-        """Until ``_unwritten`` is written."""
+        """Replies held until ``_unwritten`` is written."""
         self._unsynced: list[Answer] = []
-        """Until the journal is on the disk."""
+        """Replies held until the journal is on the disk."""
         self._broken: JournalFailed | None = None
         self._changed = trio.lowlevel.ParkingLot()
 
     @property
     def trouble(self) -> str:
-        """Reason why answers are kept back; empty if they are not."""
+        """Reason why replies are held back; empty if they are not."""
         return "" if self._broken is None else str(self._broken)
 
     @property
     def writable(self) -> bool:
-        """Whether all that was to be written is. If not, nothing new should be taken on."""
+        """Whether all records are written. If not, accept no new requests."""
         return not self._unwritten
 
     @property
     def idle(self) -> bool:
-        """Whether every answer has left."""
+        """Whether every reply has left."""
         return not self._kept and not self._unsynced and not self._unwritten
 
     def commit(self, records: list[bytes], answers: Sequence[Answer]) -> bool:
-        """Take one step's records and answers; whether its records are written."""
+        """Take a step's records and replies; return whether the records are written."""
         if records or self._unwritten:
             self._unwritten += records
             if not self._write():
@@ -93,29 +98,29 @@ class Committer:
                 self._unsynced += answers
                 self._changed.unpark_all()
                 return True
-        if self._unsynced:  # nobody is told of what might still be lost, nor overtakes who waits
+        if self._unsynced:  # no reply may report a change that might still be lost, or overtake one that waits
             self._unsynced += answers
         elif answers:
             self._send(answers)
         return True
 
     async def wait_writable(self) -> None:
-        """Wait until all that was to be written is."""
+        """Wait until all records are written."""
         while self._unwritten:
             await self._changed.park()
         await trio.lowlevel.checkpoint()
 
     async def wait_idle(self) -> None:
-        """Wait until every answer has left."""
+        """Wait until every reply has left."""
         while not self.idle:
             await self._changed.park()
         await trio.lowlevel.checkpoint()
 
     async def run(self) -> None:
-        """Try again what could not be written, and flush, until cancelled.
+        """Write failed records again, and flush, until cancelled.
 
         Raises:
-            JournalFailed: it will take nothing any more.
+            JournalFailed: the journal accepts no more records.
         """
         assert self._journal is not None
         async with trio.open_nursery() as nursery:
@@ -128,7 +133,7 @@ class Committer:
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _write(self) -> bool:
-        """Have the journal take what is unwritten; whether it did."""
+        """Append the unwritten records to the journal; return whether it took them."""
         if self._journal is not None:
             before, self._broken = self._broken, None
             try:

@@ -1,4 +1,4 @@
-"""The endpoints of a server: its addresses and the options of its socket, made of its configuration."""
+"""Addresses of a server and options of its sockets, from its configuration."""
 
 from __future__ import annotations
 
@@ -13,19 +13,27 @@ from ..base.errors import ConfigError
 from ..transport import CurveServer, SocketOptions, load_key_pair, load_public_keys
 
 RELAYED_NAME: Final = "tcp.sock"
-"""The Unix socket, in the runtime directory, to which connections without keys are relayed."""
+"""Unix socket to which connections without keys are relayed.
+
+It is in the runtime directory, like the others.
+"""
 DESCRIPTORS_NAME: Final = "descriptors.sock"
-"""The Unix socket that hands out regions, beside it."""
+"""Unix socket that hands out regions."""
 EVENTS_NAME: Final = "kv-events.sock"
 ANSWERS_NAME: Final = "kv-answers.sock"
 _UNREAD_HERE: Final = 64
-"""Messages of one client that wait to be read; beyond, it waits. As many as a client has under way."""
+"""Unread messages of one client beyond which it waits.
+
+A client has as many under way.
+"""
 _LONGEST_PATH: Final = 107
-"""Bytes of a Unix socket's name."""
+"""Most bytes of a Unix socket's name."""
 
 
 def addresses(config: ServerConfig, runtime: str) -> list[str]:
-    """Where the server's socket listens. At TCP itself with keys only: without, nobody may meet it who could end it.
+    """Return the addresses of the server's ZeroMQ socket.
+
+    It listens at TCP itself with keys only: without, no stranger may reach it, who could end it.
 
     Raises:
         ConfigError: the name of a Unix socket would be too long.
@@ -41,7 +49,9 @@ def addresses(config: ServerConfig, runtime: str) -> list[str]:
 
 
 def unix_address(config: ServerConfig, runtime: str) -> list[str]:
-    """Return the address for clients on this host. ZeroMQ may not listen there: our clients use the channel next to it.
+    """Return the address for clients on this host.
+
+    ZeroMQ may not listen there: our clients use the channel next to it.
 
     Raises:
         ConfigError: the name of a Unix socket would be too long.
@@ -50,9 +60,10 @@ def unix_address(config: ServerConfig, runtime: str) -> list[str]:
 
 
 def event_addresses(config: ServerConfig, runtime: str) -> list[str]:
-    """Where KV events are published, and where what readers missed is asked for; empty where none are.
+    """Return the addresses of KV events and of requests for missed ones.
 
-    Without keys only through Unix sockets: whoever met the sockets over TCP could end the server (:func:`event_ports`).
+    Empty if no events are published. Without keys only Unix sockets: a stranger at sockets over TCP could end the
+    server (:func:`event_ports`).
 
     Raises:
         ConfigError: the name of a Unix socket would be too long.
@@ -66,7 +77,10 @@ def event_addresses(config: ServerConfig, runtime: str) -> list[str]:
 
 
 def event_ports(config: ServerConfig) -> tuple[str, int, int]:
-    """Where KV events are published over TCP: the host, the port, and the one at which readers ask for what they missed."""
+    """Return host and ports of KV events over TCP.
+
+    The second port is that of requests for missed events.
+    """
     host, _, port = config.kv_events.rpartition(":")
     return host.strip("[]"), int(port), int(port) + 1
 
@@ -79,7 +93,7 @@ def _unix_address(runtime: str, name: str) -> str:
 
 
 def socket_options(config: ServerConfig) -> SocketOptions:
-    """The bounds of the socket, and its keys.
+    """Return the bounds of the socket, and its keys.
 
     Raises:
         ConfigError: a key file holds none, or others may read the secret one.
@@ -97,7 +111,10 @@ def socket_options(config: ServerConfig) -> SocketOptions:
 
 
 def unlink_sockets(endpoints: Iterable[str]) -> None:
-    """Remove the Unix sockets, which ZeroMQ leaves. For whoever still has the pool, so that they are no successor's."""
+    """Remove the Unix sockets, which ZeroMQ leaves.
+
+    Call it while the pool is locked, so that they are not a successor's.
+    """
     for endpoint in endpoints:
         if endpoint.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):

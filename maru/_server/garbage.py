@@ -1,8 +1,8 @@
-"""Short collections of garbage: a full one looks only at what came since the one before.
+"""Short garbage collections: a full one examines only new objects.
 
-A server holds millions of objects that stay, in a few large tables: each full collection would look at all of them, 0.15 s
-with a million keys, and nobody is answered meanwhile. Survivors of one are frozen, and the next leaves them out. Those that
-become garbage in a cycle later, of which there are few, are found once in ``THOROUGH_EVERY``.
+A server holds millions of objects that stay, in a few large tables: each full collection would examine all of them,
+0.15 s with a million keys, and no request is answered meanwhile. Survivors of one are frozen, and the next leaves them
+out. Those that become garbage in a cycle later, of which there are few, are found once in ``THOROUGH_EVERY``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 THOROUGH_EVERY: Final = 3600.0
-"""Seconds between collections that look at everything."""
+"""Seconds between collections that examine all objects."""
 
 
 @contextlib.contextmanager
 def short_collections(clock: Callable[[], float]) -> Iterator[None]:
-    """Keep full collections short for the length of the block. What is here when it begins is frozen."""
+    """Keep full collections short for the length of the block.
+
+    All objects that exist at its beginning are frozen.
+    """
     thorough_at = clock() + THOROUGH_EVERY
 
     def on_collection(phase: str, info: dict[str, int]) -> None:

@@ -1,17 +1,18 @@
 """The shared indexes of a server and the boards of its clients.
 
-An index is made when somebody asks for one, filled beside everything else, and made larger in time; a board is made for each
-session that asks.
+An index is made when a client asks for one, filled next to all other work, and made larger in time; a board is made for
+each session that asks.
 
-What they show and when is decided in `maru._index`; here are the files, the tasks and who may have a descriptor.
+`maru._index` decides which keys they show and when; here are the files, the tasks and the permissions for descriptors.
 
-Rule 1. An index is filled piece by piece, between two steps: nobody waits longer for an answer than for a few names.
-Rule 2. What is added is in the journal: a piece is taken from the directory only while nothing waits to be written.
-Rule 3. Without an index everything works, by messages. Whatever goes wrong with a file costs that, and a line in the log.
-Rule 4. An index goes with the last session of its tenant, and all go when the journal finds the disk full. A new one leaves the
-        journal its room.
-Rule 5. A file is made for the keys of its tenant, whatever others have. All files together have a bound. Tenants are what
-        clients say: if there is no room, indexes of tenants without a key go.
+Rule 1. An index is filled piece by piece, between two steps: a reply waits for a few names at most.
+Rule 2. Every added key is in the journal: a piece is taken from the directory only while no record waits to be written.
+Rule 3. Without an index everything works, by messages. An error with a file costs only the index, and a line in the
+        log.
+Rule 4. An index goes with the last session of its tenant, and all go when the journal finds the disk full. A new one
+        leaves the journal its room.
+Rule 5. A file is made for the keys of its tenant, whatever others have. All files together have a bound. Tenants are
+        named by clients: if there is no room, indexes of tenants without a key go.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from ..base.threads import run_in_thread
 from .committer import Committer
 
 LEAST_KEYS: Final = 1 << 14
-"""1.5 MiB."""
+"""Keys of the smallest index, of 1.5 MiB."""
 GROWTH: Final = 4
 MOST_TENANTS: Final = 64
-"""Whose readers share an index; all others ask by message."""
+"""Most tenants whose readers share an index; all others ask by message."""
 _LOOK: Final = 5.0
 """Seconds between two looks for tenants without a session."""
 _PIECE: Final = 128
-"""Names that are added at once: a quarter of a millisecond."""
+"""Names added at once: a quarter of a millisecond."""
 _COUNTED: Final = 4_096
-"""Names whose tenant is looked at, at once: half a millisecond."""
+"""Names whose tenant is examined at once: half a millisecond."""
 
 _log = logging.getLogger("maru.server")
 
@@ -53,7 +54,7 @@ _lock = threading.Lock()
 
 
 def _fence() -> None:
-    """A full fence, as each taking of a lock is on x86."""
+    """Run a full fence: taking any lock is one on x86."""
     with _lock:
         pass
 
@@ -62,7 +63,7 @@ def _fence() -> None:
 class _File:
     number: int
     keys: int
-    """For how many it is made."""
+    """Number of keys for which it is made."""
 
 
 @attrs.frozen
@@ -70,11 +71,11 @@ class IndexesStatistics:
     """A snapshot of the indexes of a server."""
 
     handed_out: int
-    """Descriptors."""
+    """Number of descriptors handed out."""
     grown: int
     """Files that were replaced by a larger one."""
     boards: int
-    """By which clients hold without a message."""
+    """Number of boards, with which clients hold keys without a message."""
     tenants: dict[str, IndexStatistics]
 
 
@@ -83,12 +84,12 @@ class Indexes:
 
     Args:
         directory: recovered.
-        home: the directory of what outlives the server; what was left there is retired.
+        home: the directory of the files that outlive the server; indexes left there are retired.
         epoch: of the server.
-        most_keys: that a file is made for.
+        most_keys: most keys that a file is made for.
         is_on: whether there are to be any.
         keep_free: bytes that a new file leaves in its file system.
-        opener_of: over which connection a session was opened; ``None``: it is its own.
+        opener_of: returns the connection over which a session was opened; ``None``: the session counts by itself.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class Indexes:
         opener_of: Callable[[int], object] = lambda session: None,
     ) -> None:
         self.why_not = why_not_here() if is_on else "index = off"
-        """Why there are none; empty if there may be."""
+        """Reason why there are none; empty if there may be."""
         self._directory = directory
         self._home = home
         self._epoch = epoch
         self._most_keys = max(LEAST_KEYS, most_keys)
-        # A file has up to GROWTH times the slots that are taken: less is left for the last to grow if all keys are indexed.
+        # A file has up to GROWTH times the slots that are in use: less is left for the last to grow if all keys are
+        # indexed.
         self._most_bytes = max(2 * bytes_for(self._most_keys), MOST_TENANTS * bytes_for(LEAST_KEYS))
         self._indexes = TenantIndexes()
         self._boards = Boards(self._indexes, _fence)
@@ -126,21 +128,24 @@ class Indexes:
         self._due = trio.Event()
 
     def publish(self) -> None:
-        """The journal has all that was registered: let it be found. To be called before the answers leave."""
+        """Show the registered keys in the indexes; the journal has them.
+
+        Call it before the replies leave.
+        """
         try:
             is_news = self._indexes.publish()
-        except MemoryError:  # an index that lacks a name would say that it is not there
+        except MemoryError:  # an index that lacks a name would report that the key is missing
             self._drop_all("no memory is left for what was stored")
             return
         if is_news and any(map(self._is_too_small, self._files)):
             self._due.set()
 
     def statistics(self) -> IndexesStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return IndexesStatistics(self._handed_out, self._grown, len(self._boards), self._indexes.statistics())
 
     def facts(self) -> dict[str, bool | int | float | str | None]:
-        """What a description of the server says."""
+        """Return facts for a description of the server."""
         each = self._indexes.statistics().values()
         return {
             "used": not self.why_not,
@@ -156,12 +161,17 @@ class Indexes:
         }
 
     def close(self) -> None:
-        """Let go of all memory, and of its descriptors. A collection would not: what a server has is frozen when it starts."""
+        """Release all memory, with its descriptors.
+
+        A garbage collection would not: a server's objects are frozen when it starts.
+        """
         self._boards.close_all()
         self._indexes.close()
 
     async def open_fd(self, session: bytes, write: bool) -> int:
-        """A descriptor for whoever has this session: of its tenant's index, to read, or of its own board, to write.
+        """Open a descriptor: of the tenant's index, or of a new board.
+
+        The caller has the session. The index is opened to read, the session's own board to write.
 
         Raises:
             CannotMap: there is none.
@@ -177,7 +187,7 @@ class Indexes:
             async with self._making:
                 try:
                     fd = await self._open(tenant)
-                except FileNotFoundError:  # it was removed under this server: its readers look for the next one
+                except FileNotFoundError:  # removed under this server: its readers look for the next one
                     if tenant in self._files:
                         self._drop(tenant)
                     fd = await self._open(tenant)
@@ -187,11 +197,14 @@ class Indexes:
         return fd
 
     def give_way(self) -> None:
-        """Drop all indexes: the journal has no room. Clients look up by message until there is room again."""
+        """Drop all indexes, since the journal has no room.
+
+        Clients look up by message until there is room again.
+        """
         self._drop_all(f"the disk of {self._home} is full")
 
     async def run(self, committer: Committer) -> None:
-        """Fill what was made, make what is too small larger, and remove what nobody needs, until cancelled."""
+        """Fill new indexes, enlarge small ones, and remove unused ones, until cancelled."""
         while True:
             with trio.move_on_after(_LOOK):
                 await self._due.wait()
@@ -199,13 +212,13 @@ class Indexes:
             try:
                 async with self._making:
                     await self._drop_unused()
-            except MemoryError:  # at the next look
+            except MemoryError:  # tried again at the next look
                 continue
             for tenant in list(self._files):
                 try:
                     await self._fill(tenant, committer)
                     await self._grow(tenant, committer)
-                except MemoryError:  # it lacks names, and would never be filled
+                except MemoryError:  # the index lacks names, and would never be filled
                     _log.warning("the index of tenant %r is dropped, since no memory is left for its names", tenant)
                     if tenant in self._files:
                         self._drop(tenant)
@@ -213,7 +226,10 @@ class Indexes:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _open_board(self, session: bytes) -> int:
-        """A new one. A session asks before it holds anything: one that it had before was never used."""
+        """Open a new board for a session.
+
+        A session asks before it holds anything: an earlier board of its own was never used.
+        """
         holder, tenant = self._directory.session_of(session), self._directory.tenant_of(session)
         if holder is None or tenant is None or self.why_not:
             raise CannotMap(self.why_not or "there is no such session")
@@ -232,10 +248,12 @@ class Indexes:
         return fd
 
     async def _open(self, tenant: str) -> int:
-        """Open this tenant's file, made if there is none. To be called by one at a time.
+        """Open this tenant's file, and make it if there is none.
+
+        Call it from one task at a time.
 
         Raises:
-            CannotMap: there is none, and is not to be one now.
+            CannotMap: there is none, and none is to be made now.
             OSError: it cannot be made or opened.
         """
         if tenant not in self._files:
@@ -264,7 +282,7 @@ class Indexes:
             self._drop(tenant)
 
     def _has_room(self) -> bool:
-        """Whether one tenant more may have an index."""
+        """Return whether one tenant more may have an index."""
         return len(self._files) < MOST_TENANTS and self._bytes() + bytes_for(LEAST_KEYS) <= self._most_bytes
 
     def _bytes(self, *, but: str | None = None) -> int:
@@ -272,7 +290,10 @@ class Indexes:
         return sum(bytes_for(file.keys) for tenant, file in self._files.items() if tenant != but)
 
     def _drop_empty(self) -> None:
-        """Drop the indexes of tenants without a key. Not again at once: each new one looks at all keys."""
+        """Drop the indexes of tenants without a key.
+
+        Not again within seconds: each new one examines all keys.
+        """
         now = trio.current_time()
         if now < self._emptied_at + _LOOK:
             return
@@ -281,7 +302,7 @@ class Indexes:
             self._drop(tenant)
 
     async def _drop_unused(self) -> None:
-        """Drop the indexes of tenants without a session, and remove the files of all that were dropped."""
+        """Drop indexes of tenants without a session; remove all dropped files."""
         if self._files:
             for tenant in self._files.keys() - self._directory.tenants():
                 self._drop(tenant)
@@ -289,12 +310,12 @@ class Indexes:
             number = self._unneeded.pop()
             try:
                 await run_in_thread(remove_index_file, self._home, number)
-            except OSError:  # no thread: at the next look
+            except OSError:  # no thread: tried again at the next look
                 self._unneeded.append(number)
                 return
 
     async def _make(self, tenant: str, keys: int) -> None:
-        """Make a new file for this tenant, empty; the one before is retired.
+        """Make a new, empty file for this tenant, and retire its predecessor.
 
         Raises:
             OSError: there is no room for it, or no thread to make it.
@@ -315,9 +336,9 @@ class Indexes:
             self._is_short = False
             _log.warning("indexes can be made in %s again", self._home)
         before = self._files.get(tenant)
-        self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
+        self._directory.watch_locations(self._indexes)  # from the first one on; earlier keys are filled in
         try:
-            self._directory.note_uses()  # they are told by words of the file before, which say nothing of another one
+            self._directory.note_uses()  # uses are noted in words of the old file, which are of no use in the new
             self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
         except MemoryError:
             self._unneeded.append(number)
@@ -344,7 +365,10 @@ class Indexes:
             self._indexes.end_filling(tenant)
 
     async def _count_keys(self, tenant: str) -> int:
-        """Return the number of keys that this tenant has. Others have their turn meanwhile."""
+        """Return the number of keys that this tenant has.
+
+        Other tasks have their turn meanwhile.
+        """
         count = 0
         for names in self._directory.keys_in_pieces(_COUNTED):
             count += sum([tenant_of(name) == tenant for name in names])
@@ -356,7 +380,7 @@ class Indexes:
         return file is not None and file.number == number
 
     async def _grow(self, tenant: str, committer: Committer) -> None:
-        """Replace it by larger ones until it is large enough."""
+        """Replace a tenant's index by larger ones until it is large enough."""
         while self._is_too_small(tenant):
             try:
                 async with self._making:

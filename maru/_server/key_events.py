@@ -1,6 +1,7 @@
-"""Which keys a server holds, told to whoever reads KV events: the publisher's sockets, and relays in front of them over TCP.
+"""KV events of a server's keys: the publisher's sockets, with TCP relays.
 
-A key may be told before it is in the journal: readers know a run of the server by its epoch, and ask anew behind its end.
+A key may be published before it is in the journal: readers know a run of the server by its epoch, and ask again after
+its end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..kv_events._messages import hash_of_hex
 from .endpoints import ANSWERS_NAME, EVENTS_NAME, event_addresses, event_ports, socket_options
 
 _SHARE: Final = 4
-"""Readers of events are this part of all connections, of whom nobody asks who they are."""
+"""Part of all connections that may read events, unauthenticated."""
 
 
 class KeyEvents:
@@ -24,7 +25,7 @@ class KeyEvents:
 
     Args:
         config: of the server.
-        keys: what it holds, and what comes and goes.
+        keys: the stored keys, with their changes.
         most_connections: over TCP, of all clients together.
     """
 
@@ -36,20 +37,22 @@ class KeyEvents:
 
     @property
     def endpoints(self) -> tuple[str, str] | None:
-        """Where events are published, and where readers ask for what they missed; None where they are not."""
+        """Addresses of events, and of requests for missed ones; None without them."""
         if self._publisher is None:
             return None
         return self._relayed or (self._publisher.endpoint, self._publisher.answers_endpoint)
 
     def statistics(self) -> PublisherStatistics | None:
-        """An immutable snapshot; None where nothing is published."""
+        """Return an immutable snapshot; ``None`` if nothing is published."""
         return None if self._publisher is None else self._publisher.statistics()
 
     async def run(self, runtime: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Publish until cancelled. ``task_status.started`` means that readers can connect.
+        """Publish until cancelled.
+
+        ``task_status.started`` is called once readers can connect.
 
         Raises:
-            OSError: it cannot listen where it should.
+            OSError: it cannot listen at its address.
         """
         config = self._config
         events, answers = event_addresses(config, runtime)

@@ -1,4 +1,4 @@
-"""What ``maru-server`` runs: logging, signals, one line when everything answers, and the end."""
+"""Body of ``maru-server``: logging, signals, the ready line, and the end."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ def configure_logging(config: ServerConfig) -> None:
 
 
 async def serve(config: ServerConfig) -> None:
-    """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message. Prints one line once everything answers."""
+    """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message.
+
+    Prints one line once all sockets answer.
+    """
     configure_logging(config)
     raise_descriptor_limit()
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_server(config) as server:
             print(ready_line(server), flush=True)
             with short_collections(time.monotonic):
-                gc.enable()  # until here there was none at all
+                gc.enable()  # until here garbage collection was off
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_until_asked, server, nursery.cancel_scope)
                     async for number in signals:
@@ -55,7 +58,7 @@ async def _until_asked(server: MaruServer, scope: trio.CancelScope) -> None:
 
 
 def ready_line(server: MaruServer) -> str:
-    """Where the server listens, and what it found."""
+    """Return the line about the server's addresses and recovered keys."""
     directory = server.statistics().service.directory
     facts = {
         "endpoints": list(server.endpoints),

@@ -1,4 +1,7 @@
-"""Large requests in parts: so many keys are handled in a step, and everybody else has a turn before the next ones. Pure."""
+"""Large requests in parts, one per step. Pure.
+
+A part has a fixed number of keys; other requests have a turn before the next part.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ def in_parts(
     """Handle ``n`` keys part by part, and answer.
 
     Args:
-        n: how many keys there are.
-        handle: handles those at these positions, at this time; raises if the request may not go on.
-        answer: makes the answer of what came of all of them.
+        n: number of keys.
+        handle: handles the keys at these positions, at this time; raises if the request may not continue.
+        answer: makes the reply from the results of all keys.
         now: the time.
-        last_first: handle the last part first, so that of a prefix the head is used last, as within a part.
+        last_first: handle the last part first, so that the head of a prefix is used last, as within a part.
     """
     starts = range(0, max(n, 1), KEYS_AT_ONCE)
     results: list[T] = []

@@ -1,8 +1,8 @@
-"""Who is at the other end of a connection, and how a request of theirs is refused. Pure.
+"""Peers of a server and their listings, and refusals of requests. Pure.
 
-A *peer* is a connection, whoever speaks over it. A client of ours has a *session*, named by its token, which outlives its
-connections; a peer over which it spoke last stands for it. A published client has no more than its connections: the
-directory numbers them, and knows which of them belong together by the instance_id of what they allocate.
+A *peer* is a connection, whichever client uses it. Our client has a *session*, named by its token, which outlives its
+connections; the peer over which it spoke last stands for it. A published client has only its connections: the directory
+numbers them, and knows which of them belong together by the instance_id of their allocations.
 """
 
 from __future__ import annotations
@@ -14,33 +14,42 @@ from typing import Final
 import attrs
 
 MAX_ANSWER_BYTES: Final = 3 << 19
-"""No answer is larger. The largest are BATCH_LOOKUP_KV of ``max_keys`` and LIST_ALLOCATIONS of ``max_regions``."""
+"""Bytes of the largest answer.
+
+The largest are BATCH_LOOKUP_KV of ``max_keys`` and LIST_ALLOCATIONS of ``max_regions``.
+"""
 
 
 class Word(enum.StrEnum):
-    """Why there is no answer, for programs: the ``code`` of an error reply."""
+    """Reason for an error reply, for programs: its ``code``."""
 
     NO_SESSION = "no_session"
-    """The token is unknown, or its lease is over: shake hands anew."""
+    """The token is unknown, or its lease is over: shake hands again."""
     FENCED = "fenced"
     """This attempt was resolved before it arrived."""
     REFUSED = "refused"
-    """Not with these rights, or not on this server."""
+    """Not permitted with these rights, or on this server."""
     TOO_MANY = "too_many"
-    """More at once than is taken."""
+    """More at once than permitted."""
     QUIET = "quiet"
-    """The server has restarted, and what its clients were reading may not go yet: ask again later."""
+    """The server has restarted; keys being read may not go yet.
+
+    Ask again later.
+    """
     MALFORMED = "malformed"
-    """No frame, or no message of its code."""
+    """Not a frame, or not a message of its code."""
     UNKNOWN_CODE = "unknown_code"
     NO_ROOM = "no_room"
-    """There is no memory for it."""
+    """The server has no memory for it."""
     CLOSED = "closed"
     """The server is leaving."""
 
 
 class Refused(Exception):
-    """A request is refused, with the text for its sender. It never leaves the service."""
+    """A request is refused, with the text for its sender.
+
+    It is always caught in the service.
+    """
 
     def __init__(self, word: Word, text: str) -> None:
         super().__init__(text)
@@ -49,22 +58,22 @@ class Refused(Exception):
 
 @attrs.define(eq=False)
 class Peer:
-    """One connection."""
+    """A connection to the server."""
 
     identity: bytes
-    """What the transport calls it."""
+    """Name of the connection in the transport."""
     session: int = 0
-    """Of ours: the session that shook hands or spoke over it last."""
+    """Our client's session that shook hands or spoke over it last."""
     opened: dict[int, None] = attrs.field(factory=dict)
-    """Sessions that were opened over it and live, of ours and published ones."""
+    """Live sessions opened over it, of our clients and published ones."""
     connection: int = 0
-    """Of a published client: its number in the directory, negative, given when it is first needed."""
+    """Number of a published client's connection: negative, or 0 until needed."""
     allocating: int = 0
     """Requests for memory that are not answered yet."""
     listing_due: float = -math.inf
-    """When a listing of keys may begin over it."""
+    """Time from which a listing of keys may begin over it."""
     complained: bool = False
-    """Whether it was told that a frame of its cannot be read; it is told once."""
+    """Whether it got its one reply about an unreadable frame."""
 
 
 @attrs.define(eq=False)
@@ -72,10 +81,10 @@ class Listing:
     """A listing of keys that is under way."""
 
     session_id: int
-    """The session that has begun it."""
+    """The session that began it."""
     names: list[str]
-    """All keys there were when it began."""
+    """All keys at its beginning."""
     begun: float
-    """When it began."""
+    """Time of its beginning."""
     asked: float = -math.inf
-    """When a page of it was asked for last."""
+    """Time at which its last page was requested."""

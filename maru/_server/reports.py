@@ -1,12 +1,12 @@
-"""What clients have reported of their operations (REPORT_STATS), as GET_STATS tells it. Pure.
+"""Clients' reports of their operations (REPORT_STATS), as GET_STATS returns them. Pure.
 
-Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key. The table is encoded when
-        it has changed, as long as what is encoded in ``INTERVAL`` is no more than the largest table: so a small one is always
-        that of now.
-Rule 2. Names come from outside, so the table is bounded: beyond ``MAX_CLIENTS`` whoever was silent for the longest goes,
-        of a client's operations the first ``MAX_OPERATIONS`` are told apart, and names are cut at ``MAX_NAME_BYTES``. All of it
-        takes ``MAX_BYTES`` at most.
-Rule 3. A number that cannot be (negative, infinite, none) is no report.
+Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key. The table is
+        encoded when it has changed, as long as the bytes encoded in ``INTERVAL`` are no more than the largest table: so
+        a small one is always current.
+Rule 2. Names come from outside, so the table is bounded: beyond ``MAX_CLIENTS`` the client that was silent for the
+        longest is removed, a client's first ``MAX_OPERATIONS`` operations are distinguished, and names are cut at
+        ``MAX_NAME_BYTES``. The whole table takes ``MAX_BYTES`` at most.
+Rule 3. An impossible number (negative, infinite, none) is no report.
 """
 
 from __future__ import annotations
@@ -22,27 +22,36 @@ import msgspec
 from .._wire import ClientStats, OperationStats, ReportEntry, StatsManagerStats
 
 MAX_CLIENTS: Final = 64
-"""A few kB each, in every answer."""
+"""Most clients in the table: a few kB each, in every answer."""
 MAX_OPERATIONS: Final = 16
-"""Published clients have a dozen."""
+"""Most operations of a client; published clients have a dozen."""
 MAX_NAME_BYTES: Final = 128
-"""A host's name and a number."""
+"""Bytes of a name at most: a host's name and a number."""
 MAX_BYTES: Final = 512 << 10
-"""Of the table, encoded: 65 clients, 16 operations each, at some 400 bytes an operation with its name."""
+"""Bytes of the encoded table at most.
+
+65 clients, 16 operations each, at some 400 bytes an operation with its name.
+"""
 INTERVAL: Final = 0.25
-"""Seconds in which ``MAX_BYTES`` are encoded at most; a larger table stands for so long."""
+"""Seconds in which ``MAX_BYTES`` are encoded at most.
+
+A larger table is kept for so long.
+"""
 _MOST_BYTES: Final = (1 << 63) - 1
-"""Sums stop here: what is more cannot be said in an answer."""
+"""Largest sum of bytes: an answer has no room for more."""
 _LONGEST: Final = 1e15
-"""Microseconds. Thirty years are no latency, and sums of what is shorter stay finite."""
+"""Longest latency accepted, in microseconds.
+
+Thirty years are no latency, and sums of shorter ones stay finite.
+"""
 _encode: Final = msgspec.msgpack.Encoder().encode
 ALL: Final = "_all"
-"""The name under which all clients together are told."""
+"""Name of the row of all clients together."""
 
 
 @attrs.define(eq=False)
 class _Span:
-    """Latencies of some time."""
+    """Latencies of a period."""
 
     count: int = 0
     total: float = 0.0
@@ -80,7 +89,7 @@ class _Operation:
         self.interval.add(entry.latency_us)
 
     def tell(self) -> OperationStats:
-        """The figures; the interval begins anew."""
+        """Return the figures, and begin a new interval."""
         ever, interval, self.interval = self.ever, self.interval, _Span()
         return OperationStats(
             ever.count,
@@ -108,13 +117,13 @@ class Reports:
         self._told = msgspec.Raw()
         self._has_changed = True
         self._credit: float = MAX_BYTES
-        """Bytes that may be encoded; the last table may have taken more."""
+        """Bytes that may be encoded; negative if the last table took more."""
         self._credited_at = 0.0
         self.encoded = 0
-        """How often the table was encoded."""
+        """Number of times the table was encoded."""
 
     def add(self, entries: Iterable[ReportEntry]) -> None:
-        """Note what a client says it did."""
+        """Add a client's report of its operations."""
         for entry in entries:
             if not (0 <= entry.latency_us < _LONGEST and 0 <= entry.size <= _MOST_BYTES):
                 continue
@@ -136,9 +145,9 @@ class Reports:
                 self._has_changed = True
 
     def tell(self, now: float) -> msgspec.Raw:
-        """Return the figures of each client and of all together, encoded: those of now, or of up to ``INTERVAL`` ago.
+        """Return the encoded figures of each client and of all together.
 
-        With those of now, every interval that clients are told of begins anew.
+        They are current, or up to ``INTERVAL`` old. Current figures begin every interval again.
         """
         earned = (now - self._credited_at) * MAX_BYTES / INTERVAL
         self._credit, self._credited_at = min(MAX_BYTES, self._credit + earned), now
@@ -161,6 +170,6 @@ class Reports:
 
 
 def _cut(name: str) -> str:
-    if len(name) * 4 <= MAX_NAME_BYTES:  # what a character takes at most
+    if len(name) * 4 <= MAX_NAME_BYTES:  # a character takes 4 bytes at most
         return name
     return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")

@@ -1,14 +1,17 @@
-"""The resource manager's endpoint: published clients ask it for regions, and for what they have to map. TCP, IPC v2.
+"""Endpoint of the resource manager: allocates and maps regions for published clients.
 
-Rule 1. One task per connection, one request at a time on each: what a connection waits for, no other one waits for.
-Rule 2. Nothing is believed that a peer says of a region: the handle must be the one it was given, token included, and only
-        who allocated a region frees it. (A *client id* is what the peer says it is: that stops mistakes, not lies.)
-Rule 3. A region that was asked for here belongs to its connection, which is its lease: it is freed with it. One whose answer
-        did not leave is freed at once: nobody knows of it.
-Rule 4. A bad frame costs its sender an ERROR_RESP. One of which nobody knows where it ends costs its connection.
-Rule 5. Who comes in is this user's, or root's. Connections, what they say, and how long they take to say it are bounded.
-        Silence between two requests is not a fault, and is allowed for long: published clients keep a connection open.
-        Whoever has a region may be silent for ever.
+TCP, IPC v2.
+
+Rule 1. One task per connection, one request at a time on each: no connection waits for the request of another.
+Rule 2. A peer's statements about a region are not trusted: the handle must be the one it was given, token included, and
+        only the client that allocated a region frees it. (A peer chooses its *client id*: that stops mistakes, not
+        lies.)
+Rule 3. A region that was requested here belongs to its connection, which is its lease: it is freed with it. One whose
+        reply did not leave is freed at once: no client knows it.
+Rule 4. A bad frame gets an ERROR_RESP. If its end is unknown, its connection is closed.
+Rule 5. Only this user's and root's processes are admitted. The number of connections, their bytes and the time to send
+        them are bounded. Silence between two requests is not a fault, and is allowed for long: published clients keep a
+        connection open. A connection that has a region may be silent for ever.
 """
 
 from __future__ import annotations
@@ -49,11 +52,17 @@ from ..base.relay.lookup import FindUser, may_enter
 from ..base.relay.tcp import address_of, is_loopback, open_listener
 
 MAX_CONNECTIONS: Final = 1_000
-"""Each is a task and a descriptor; a host has some hundred processes that map regions."""
+"""Most connections at once.
+
+Each is a task and a descriptor; a host has some hundred processes that map regions.
+"""
 IDLE: Final = 3_600.0
-"""Between two requests."""
+"""Seconds of silence between two requests."""
 FRAME_TIME: Final = 10.0
-"""From the first byte of a request to its last, and for its answer to leave."""
+"""Seconds from a request's first byte to its last.
+
+Its reply may take as long to leave.
+"""
 _UNDO_TIME: Final = 1.0
 _PARTING_BYTES: Final = 1 << 20
 _PARTING_TIME: Final = 1.0
@@ -62,28 +71,33 @@ _log = logging.getLogger(__name__)
 
 
 class Regions(Protocol):
-    """Who keeps account of whose region is whose, for all ways to ask for one."""
+    """Keeper of the owners of regions, for all ways to request one."""
 
     async def allocate(self, client_id: str, length: int) -> RegionFile:
-        """A region of at least ``length`` bytes for this client. Cancelled, it leaves nothing.
+        """Allocate a region of at least ``length`` bytes for this client.
+
+        If cancelled, nothing is left.
 
         Raises:
             PoolFull: there is no room for it.
-            PoolUnusable: there is a pool no more.
+            PoolUnusable: the pool is gone.
         """
         ...
 
     async def free(self, client_id: str, region_id: int) -> None:
-        """This client gives its region back.
+        """Free a region of this client.
 
         Raises:
-            NotOwner: it is not its own.
+            NotOwner: it belongs to another client.
         """
         ...
 
 
 class ByClient:
-    """Regions by who asked for them here: they belong to no instance, and to nobody after a restart."""
+    """Regions by the client that requested them here.
+
+    They belong to no instance, and to no client after a restart.
+    """
 
     def __init__(
         self, allocate: Callable[[int], Awaitable[RegionFile]], free: Callable[[int], Awaitable[None]]
@@ -92,13 +106,13 @@ class ByClient:
         self._owners: dict[int, str] = {}
 
     async def allocate(self, client_id: str, length: int) -> RegionFile:
-        """See :class:`Regions`."""
+        """Allocate a region; see :class:`Regions`."""
         region = await self._allocate(length)
         self._owners[region.region_id] = client_id
         return region
 
     async def free(self, client_id: str, region_id: int) -> None:
-        """See :class:`Regions`."""
+        """Free a region; see :class:`Regions`."""
         if self._owners.get(region_id) != client_id:
             raise NotOwner(f"region {region_id} is not one of {client_id!r}")
         del self._owners[region_id]
@@ -110,15 +124,15 @@ class ResourceManagerStatistics:
     """A snapshot of an endpoint. Counters count from its start."""
 
     connections: int
-    """That are open."""
+    """Number of open connections."""
     refused: int
-    """Connections closed for being too many: at once, or silent ones before newer ones."""
+    """Connections closed at the limit: new ones, or older silent ones."""
     requests: int
-    """Answered."""
+    """Requests answered."""
     bad: int
     """Frames that were no requests."""
     strangers: int
-    """Connections closed at once, being of other users."""
+    """Connections of other users, closed at once."""
 
 
 class ResourceManager:
@@ -138,11 +152,11 @@ class ResourceManager:
 
         Args:
             pool: the pool.
-            regions: who keeps account of them.
+            regions: the keeper of their owners.
             max_connections: at once.
             idle: how long a connection may be silent between two requests.
-            frame_time: from the first byte of a request to its last, and for its answer to leave.
-            find_user: whose process is at the other end of a connection; None: anybody may come in.
+            frame_time: from the first byte of a request to its last, and for its reply to leave.
+            find_user: returns the user of the process at the other end of a connection; None: any user is admitted.
         """
         self._pool = pool
         self._regions = regions
@@ -151,7 +165,10 @@ class ResourceManager:
         self._frame_time = frame_time
         self._find_user = find_user
         self._silent: dict[trio.CancelScope, None] = {}
-        """Connections that have not begun a request yet, the oldest first: it goes before a newer one is refused."""
+        """Connections without a request yet, the oldest first.
+
+        The oldest is closed before a newer one is refused.
+        """
         self._connections = self._refused = self._requests = self._bad = self._strangers = 0
 
     async def run(
@@ -162,7 +179,9 @@ class ResourceManager:
         insecure: bool = False,
         task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until cancelled. Started, it says its address: ``host:port``.
+        """Serve until cancelled.
+
+        ``task_status.started`` gets the address: ``host:port``.
 
         Args:
             host: of the loopback interface: the endpoint knows no keys.
@@ -181,7 +200,7 @@ class ResourceManager:
                 await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
 
     def statistics(self) -> ResourceManagerStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return ResourceManagerStatistics(self._connections, self._refused, self._requests, self._bad, self._strangers)
 
     # --- a connection ---------------------------------------------------------------------------------------------
@@ -206,7 +225,7 @@ class ResourceManager:
                 self._strangers += 1
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError, _Over):
             pass
-        except Exception:  # ours, and not to be paid by the other connections
+        except Exception:  # a fault of ours, which other connections must not suffer from
             _log.exception("a connection to the resource manager has failed")
         finally:
             self._connections -= 1
@@ -214,7 +233,10 @@ class ResourceManager:
             await self._release(leased)
 
     async def _release(self, leased: dict[int, str]) -> None:
-        """Free what was asked for over a connection that has ended. Cancelled, it is the next start that removes it."""
+        """Free the regions that were requested over a connection that ended.
+
+        If cancelled, the next start removes them.
+        """
         for region_id, client_id in leased.items():
             try:
                 await self._regions.free(client_id, region_id)
@@ -224,7 +246,10 @@ class ResourceManager:
     async def _talk(
         self, reader: _Reader, stream: trio.SocketStream, leased: dict[int, str], scope: trio.CancelScope
     ) -> None:
-        """Answer what comes; ``leased`` is kept: the regions of this connection, and who asked for them."""
+        """Answer requests until the connection ends; update ``leased``.
+
+        It has the regions of this connection, with the client ids that requested them.
+        """
         while True:
             with trio.move_on_after(math.inf if leased else self._idle):
                 await reader.wait()
@@ -279,11 +304,14 @@ class ResourceManager:
     async def _send(self, stream: trio.SocketStream, response: RmResponse) -> None:
         with trio.move_on_after(self._frame_time) as sending:
             await stream.send_all(encode_rm(response))
-        if sending.cancelled_caught:  # it does not read what it has asked for
+        if sending.cancelled_caught:  # the peer does not read its reply
             raise _Over
 
     async def _allocate_while_there(self, request: RmAllocRequest, stream: trio.SocketStream) -> RmAllocResponse:
-        """Allocate, or give it up when the peer leaves: it may take long, and published clients wait two seconds."""
+        """Allocate a region, or give it up if the peer leaves.
+
+        It may take long, and published clients wait two seconds.
+        """
         response = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
@@ -293,7 +321,7 @@ class ResourceManager:
             raise _Over
         return response
 
-    # --- what is asked --------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     async def _allocate(self, request: RmAllocRequest) -> RmAllocResponse:
         if not request.size:
@@ -340,7 +368,7 @@ class ResourceManager:
         )
 
     def _judge(self, handle: RmHandle) -> int:
-        """0, or what is wrong with a handle, as an errno."""
+        """Return 0, or the errno of a handle's fault."""
         region = self._pool.find(handle.region_id)
         if region is None:
             return errno.ENOENT
@@ -358,11 +386,14 @@ class ResourceManager:
 
 
 class _Over(Exception):
-    """The peer has gone, or does not play its part."""
+    """The peer has gone, or does not keep to the protocol."""
 
 
 class _Reader:
-    """Frames out of a stream. Holds at most what one call of receive brings beyond the frame."""
+    """Frames from a stream.
+
+    Holds at most the bytes of one call of receive beyond the frame.
+    """
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
@@ -389,7 +420,10 @@ class _Reader:
 
 
 async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-    """Cancel when the peer has gone. That it has sent more says nothing, and is left where it is."""
+    """Cancel the scope when the peer has gone.
+
+    Further bytes that it has sent are no end, and are left unread.
+    """
     await trio.lowlevel.wait_readable(stream.socket)
     try:
         gone = not await stream.socket.recv(1, trio.socket.MSG_PEEK)
@@ -400,7 +434,10 @@ async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
 
 
 async def _part(stream: trio.SocketStream) -> None:
-    """Let the last answer arrive: closing with bytes unread would make the kernel take it back (a reset)."""
+    """Let the last reply arrive before the connection is closed.
+
+    Closing with unread bytes would make the kernel take it back (a reset).
+    """
     with trio.move_on_after(_PARTING_TIME):
         await stream.send_eof()
         left = _PARTING_BYTES

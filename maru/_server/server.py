@@ -1,17 +1,19 @@
-"""MaruServer: one directory behind two sockets. The loop, the timer and the pool around the pure service.
+"""MaruServer: the loop, the timer and the pool around the pure service.
 
-Clients of ours on this host come over a channel (a Unix socket of packets), all others over ZeroMQ. Each is read by a task
-that runs the same loop, so that neither waits for the other; a frame means the same whichever way it came.
+One directory is served at two sockets. Our clients on this host come over a channel (a Unix socket of packets), all
+others over ZeroMQ. Each socket is read by a task that runs the same loop, so that neither waits for the other; a frame
+means the same whichever way it came.
 
-A *step* is one round: frames are handed to the service, what it wants written down is written, and then the answers leave.
-Nothing in a step waits: memory is got and freed in tasks of their own, which end with a step. What grows with keys is done in
-slices, one in a step of a task of its own, so that everybody else has a turn in between.
+A *step* is one round: frames are handed to the service, its records are written, and then the replies leave. Nothing in
+a step waits: memory is allocated and freed in tasks of their own, which end with a step. Work that grows with the
+number of keys is done in slices, one in a step of a task of its own, so that all other requests have a turn in between.
 
-Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
-Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
-Rule 3. The pool may stall: who waits for memory waits, and nobody else.
-Rule 4. Time that passes while nobody reads does not count (`maru.base.served_time`).
-Rule 5. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
+Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is
+        read.
+Rule 2. A region's memory is freed once the journal records that the region is gone, and only then.
+Rule 3. The pool may stall: only the requests for memory wait.
+Rule 4. Time that passes while no task reads does not count (`maru.base.served_time`).
+Rule 5. Closing the server takes at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
         do not.
 """
 
@@ -79,57 +81,72 @@ T = TypeVar("T")
 _log = logging.getLogger("maru.server")
 
 _LOOKS: Final = 2
-"""Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
+"""Timer intervals between two readings of the clock, at most.
+
+If more pass, the server stood still.
+"""
 _BATCH: Final = 64
 """Frames that are read at once."""
 _SHARE: Final = 4
-"""Weight of each kind of connections in the descriptors of this process; of those that last for a moment, 1."""
+"""Weight of each kind of lasting connections in the process's descriptors.
+
+Connections that last for a moment have weight 1.
+"""
 _ADMISSION: Final = 10.0
-"""Seconds until a connection over the channel must have said something that can be read."""
+"""Seconds until a new channel connection must send a readable frame."""
 _STEP_BYTES: Final = 256 << 10
-"""Asked and answered in a step, at most: so much memory."""
+"""Bytes of requests and replies in a step, at most.
+
+They bound the memory of a step.
+"""
 _STEP_SECONDS: Final = 0.5e-3
-"""What a step takes, and one request more. It is what a client at the other socket waits for, or a sign of life."""
+"""Seconds until a step ends after its current request.
+
+A client at the other socket, or its sign of life, waits for so long.
+"""
 _KEYS_AT_ONCE: Final = 256
-"""Keys that are drawn on a map between two steps: a quarter of a millisecond."""
+"""Keys drawn on a map between two steps.
+
+They take a quarter of a millisecond.
+"""
 
 
 @attrs.frozen
 class ServerStatistics:
-    """A snapshot of a server; reading it costs the same whatever it holds."""
+    """A snapshot of a server; its cost is constant."""
 
     service: ServiceStatistics
     pool: Totals
     journal: JournalStatistics | None
-    """None where nothing is written down."""
+    """The journal's; ``None`` without a journal."""
     resource_manager: ResourceManagerStatistics
     relay: RelayStatistics | None
-    """Of TCP connections without keys; None where there are none."""
+    """The relay's, for TCP connections without keys; ``None`` without a relay."""
     descriptors: DescriptorStatistics
     indexes: IndexesStatistics
-    """Of what clients on this host look up without a message."""
+    """Those of the indexes, which clients on this host read without messages."""
     socket: SocketStatistics
     channel: ChannelStatistics | None
-    """Of the channel for clients on this host; None where there is none."""
+    """The channel's, for clients on this host; ``None`` without a channel."""
     kv_events: PublisherStatistics | None
-    """Of what is told of keys; None where nothing is."""
+    """The KV-event publisher's; ``None`` without one."""
     unread_answers: int
-    """Given up, since who asked does not read."""
+    """Replies dropped because the client does not read."""
 
 
 class MaruServer:
-    """A running server. Made by :func:`open_server`; belongs to one trio run."""
+    """A running server, made by :func:`open_server`; belongs to one trio run."""
 
     def __init__(self, config: ServerConfig, storage: Storage) -> None:
         self.config = config
         self.endpoints: tuple[str, ...] = ()
-        """What clients connect to: ``ipc:///dev/shm/maru-0/maru.sock``, and before it what was asked for over TCP."""
+        """Addresses for clients: TCP, if configured, then ``ipc:///dev/shm/maru-0/maru.sock``."""
         self._storage, self._pool = storage, storage.pool
         self._began = trio.current_time()
         self._unlinked = ""
-        """Which files of this server are gone, in a sentence; empty if none are."""
+        """Sentence about this server's files that are gone; empty if none are."""
         self._descriptors_open = (0, 1)
-        """Descriptors that were open at the last look, and that may be."""
+        """Number of open descriptors at the last look, and the limit."""
         self._time = ServedTime(trio.current_time, _LOOKS * config.watermark_interval)
         storage.directory.restart(self._time.now())
         self._service = service = Service(
@@ -185,51 +202,60 @@ class MaruServer:
 
     @property
     def epoch(self) -> int:
-        """The number of this start of the server: random, and not 0."""
+        """Number of this start of the server: random, and not 0."""
         return self._service.epoch
 
     @property
     def rm_address(self) -> str:
-        """``host:port`` of the resource manager; empty where there is none."""
+        """``host:port`` of the resource manager; empty without one."""
         return self._service.rm_address
 
     @property
     def descriptors_path(self) -> str:
-        """The socket at which regions are handed out to clients of ours."""
+        """Path of the socket that hands out regions to our clients."""
         return self._service.descriptors
 
     @property
     def channel_path(self) -> str:
-        """The Unix socket for clients of ours on this host; empty without one."""
+        """Path of the channel's Unix socket; empty without a channel."""
         return "" if self._channel is None else self._channel.path
 
     @property
     def keys(self) -> KeyBook[str]:
-        """What it holds, and what comes and goes, for those in this process."""
+        """The stored keys, with their changes, for readers in this process."""
         return self._storage.directory
 
     @property
     def kv_events(self) -> tuple[str, str] | None:
-        """Where KV events are published, and where readers ask for what they missed; None where they are not."""
+        """Addresses of KV events and of requests for missed ones.
+
+        ``None`` if no events are published.
+        """
         return self._events.endpoints
 
     async def wait_stopping(self) -> None:
-        """Wait until a client that is allowed to has asked this server to end."""
+        """Wait until a permitted client has asked this server to end."""
         await self._stopping.wait()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that its regions may take; 0 for a pool on a disk or a device."""
+        """Memory that its regions may take, in bytes.
+
+        0 for a pool on a disk or a device.
+        """
         is_memory = self._pool.kind == "memfd" or self._pool.path.startswith("/dev/shm/")
         return self._pool.totals().total_bytes if is_memory else 0
 
     @property
     def journal_trouble(self) -> str:
-        """Reason why answers are kept back until the journal can be written; empty if they are not."""
+        """Reason why replies are held back; empty if they are not.
+
+        They are held back until the journal can be written.
+        """
         return self._committer.trouble
 
     def statistics(self) -> ServerStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         journal = self._storage.journal
         return ServerStatistics(
             self._service.statistics(),
@@ -246,10 +272,12 @@ class MaruServer:
         )
 
     async def map_pool(self, *, cells: int = 512) -> PoolMap:
-        """Draw the pool: whose the pages are, how full and how old. Always a checkpoint; requests are answered meanwhile.
+        """Draw the pool: its pages by owner, fill and age.
+
+        Always a checkpoint; requests are answered meanwhile.
 
         Args:
-            cells: into how many a region is divided at most.
+            cells: most cells per region.
         """
         await trio.lowlevel.checkpoint()
         drawing = self._storage.directory.map_pool(cells, _KEYS_AT_ONCE)
@@ -264,17 +292,19 @@ class MaruServer:
     # --- from start to end ----------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled or :meth:`aclose`. ``task_status.started`` means that it answers.
+        """Serve until cancelled or :meth:`aclose`.
+
+        ``task_status.started`` is called once requests are answered.
 
         Raises:
-            OSError: it cannot listen where it should.
+            OSError: it cannot listen at its address.
             PoolUnusable: the directory of the sockets is open to others.
-            JournalFailed: the journal will take nothing any more.
+            JournalFailed: the journal accepts no more records.
         """
         config = self.config
         descriptor, runtime = open_private(config.runtime_dir or self._pool.home)
         os.close(descriptor)
-        # The channel first: a client that finds ZeroMQ's socket and no channel takes it that there is none.
+        # The channel first: a client that finds ZeroMQ's socket and no channel assumes that there is none.
         try:
             with self._open_channel(f"{runtime}/{CHANNEL_NAME}") as self._channel:
                 if self._channel is not None:
@@ -290,7 +320,10 @@ class MaruServer:
             unlink_sockets([*self.endpoints, f"ipc://{runtime}/{RELAYED_NAME}"])
 
     def _open_channel(self, path: str) -> AbstractContextManager[ChannelServer | None]:
-        """The channel, where there is to be one. Not beside keys: who comes over it shows none."""
+        """Open the channel, unless it is off or clients must show keys.
+
+        A client over the channel shows no key.
+        """
         config = self.config
         if not config.ipc or config.curve_key_file:
             return nullcontext()
@@ -326,7 +359,7 @@ class MaruServer:
             nursery.start_soon(self._tick)
             nursery.start_soon(self._keep_files, runtime)
             nursery.start_soon(self._work)
-            # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
+            # Now, and in a thread: otherwise the first request for a description would block the loop for it.
             nursery.start_soon(_find_version)
             nursery.start_soon(self._indexes.run, self._committer)
             if config.kv_events:
@@ -340,7 +373,7 @@ class MaruServer:
                     await self._read(self._router)
 
     def _warn(self) -> None:
-        """Of what whoever runs the server should know from the start."""
+        """Log warnings that the operator should see from the start."""
         config, everywhere = self.config, ", ".join(self.endpoints)
         total, limit = self.memory_bytes, memory_limit()
         if limit is not None and total > limit:
@@ -371,7 +404,10 @@ class MaruServer:
         )
 
     async def aclose(self) -> None:
-        """Stop reading; wait for allocations and journal writes, for ``drain_timeout`` at most; then end all tasks."""
+        """Stop reading, drain for at most ``drain_timeout``, and end all tasks.
+
+        Draining waits for allocations, requests under way and journal writes.
+        """
         self._service.closed = True
         self._reading.cancel()
         with trio.move_on_after(self.config.drain_timeout, shield=True):
@@ -381,11 +417,11 @@ class MaruServer:
         self._nursery.cancel_scope.cancel()
 
     async def _read(self, source: TrioSocket | ChannelServer) -> None:
-        """The loop: frames come, and steps answer them. Between two steps all other tasks have their turn."""
+        """Read frames and answer them in steps, with checkpoints between."""
         service, receive, committer = self._service, source.receive_batch, self._committer
         handle = service.handle
-        # Whoever asks next waits for all that was read before. So no more is read at once than the last step that was
-        # too long had time for, and one more behind each batch that was short.
+        # The next client to ask waits for all frames read before. So no more are read at once than the last step that
+        # was too long had time for, and one more after each batch that was short.
         most = _BATCH
         while True:
             messages = await receive(most)
@@ -396,8 +432,8 @@ class MaruServer:
             answers: list[Answer] = []
             handled, size, ends = 0, 0, perf_counter() + _STEP_SECONDS
             for message in messages:
-                # Whoever loses its processor finds the time over before the first request: one is handled all the same, or
-                # none would be read any more.
+                # A task that loses its processor may find the time over before the first request: one is handled all
+                # the same, or none would be read any more.
                 if handled and (size > _STEP_BYTES or perf_counter() > ends):
                     self._step(answers)
                     answers, most = [], min(most, handled)
@@ -422,7 +458,7 @@ class MaruServer:
                 await self._less_under_way.park()
 
     async def _work(self) -> None:
-        """Go on with what takes several steps, one slice in each."""
+        """Run requests and chores under way, one slice in each step."""
         service, committer = self._service, self._committer
         while True:
             while not service.is_busy:
@@ -440,7 +476,7 @@ class MaruServer:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def _step(self, answers: Sequence[Answer] = ()) -> None:
-        """Write down what happened, let the answers leave, and begin what takes longer."""
+        """Journal the changes, send the replies, and start the longer work."""
         service = self._service
         written = self._committer.commit(service.take_records(), answers)
         for allocation in service.take_allocations():
@@ -458,7 +494,7 @@ class MaruServer:
         service.begin_chores()
         if service.is_busy:
             self._under_way.unpark_all()
-        # Half of the work of registering, on which no answer depends.
+        # Half of the work of registering, on which no reply depends.
         self._storage.directory.settle()
         self._storage.order.settle()
         if service.stored:
@@ -466,15 +502,15 @@ class MaruServer:
             self._committer.commit(service.take_records(), ())
 
     async def _tick(self) -> None:
-        """What happens without being asked for: leases end, and watermarks are looked at."""
+        """Expire leases and check watermarks, once per interval."""
         service, served = self._service, self._time
         while True:
             await trio.sleep(self.config.watermark_interval)
-            await self._committer.wait_writable()  # until then nothing is read, so nobody is silent
+            await self._committer.wait_writable()  # until then nothing is read, so no client counts as silent
             away = served.away
             now = served.look()
             if served.away > away:
-                # What was said meanwhile lies in the sockets: it is read before the next tick ends anything.
+                # Frames sent meanwhile are still in the sockets: they are read before the next tick ends anything.
                 _log.log(
                     logging.WARNING if served.away - away > 1.0 else logging.DEBUG,
                     "the server stood still for %.1f s: all leases last as much longer",
@@ -487,11 +523,13 @@ class MaruServer:
                     await self._committer.wait_writable()
             if service.filled:
                 service.trim(now)
-            self._storage.directory.note_uses()  # or else what is read for long while nothing is evicted overwrites itself
+            self._storage.directory.note_uses()  # or else long reads without an eviction overwrite themselves
             self._step()
 
     async def _keep_files(self, runtime: str) -> None:
-        """Make again what is removed under this server: logged once, and again when it can be made.
+        """Make files again that were removed under this server.
+
+        Each loss is logged once, and once more when the file can be made again.
 
         Raises:
             PoolInUse: another server has the pool by now.
@@ -537,7 +575,11 @@ class MaruServer:
         return [path for listener in listeners if listener is not None for path in listener.renew()]
 
     async def _renew_journal(self) -> bool:
-        """Write a snapshot from memory where files of the journal were removed; whether they were."""
+        """Write a snapshot from memory if files of the journal were removed.
+
+        Returns:
+            Whether they were removed and are written again.
+        """
         journal, directory = self._storage.journal, self._storage.directory
         if journal is None or not await run_in_thread(journal.is_lost):
             return False
@@ -549,16 +591,16 @@ class MaruServer:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     async def _allocate(self, allocation: Allocation) -> None:
-        """Get one region, and answer."""
+        """Allocate one region, and reply."""
         service, ticket = self._service, allocation.ticket
         answer: Answer | None = None
         region: RegionFile | None = None
         reason = "the server is leaving"
         try:
             region = await self._make_region(allocation.size)
-        except (MaruError, OSError, MemoryError) as exc:  # whatever it is: one request fails, and the server goes on
+        except (MaruError, OSError, MemoryError) as exc:  # on any error one request fails, and the server continues
             reason = str(exc) or "no memory is left"
-        finally:  # cancelled, too: whoever waits is told
+        finally:  # also if cancelled: the waiting client gets a reply
             if region is None:
                 answer = service.not_allocated(ticket, reason)
             else:
@@ -568,7 +610,7 @@ class MaruServer:
             self._freed.unpark_all()
 
     async def _make_region(self, length: int) -> RegionFile:
-        """A region out of the pool; where that is full, abandoned ones make room.
+        """Allocate a region from the pool; if full, abandoned regions make room.
 
         Raises:
             PoolFull: there is no room for it, and none that could be made.
@@ -592,7 +634,13 @@ class MaruServer:
             await trio.lowlevel.checkpoint()
 
     async def _make_room(self, wanted_bytes: int) -> bool:
-        """Have abandoned regions go, in slices, and their memory be freed; whether any went. One at a time: ``_freeing``."""
+        """Drop abandoned regions in slices, and free their memory.
+
+        Only one task drops regions at a time: ``_freeing``.
+
+        Returns:
+            Whether any was dropped.
+        """
         self._freeing += 1
         try:
             slices = self._service.make_room(wanted_bytes, self._time.now())
@@ -629,7 +677,10 @@ class MaruServer:
         )
 
     def _send(self, answers: Sequence[Answer]) -> None:
-        """Let answers leave. Who is gone misses nothing, and who does not read for thousands of them gets no more."""
+        """Send replies.
+
+        A client that is gone misses nothing; one that leaves thousands unread gets no more.
+        """
         send, channel = self._router.send_nowait, self._channel
         for identity, frame in answers:
             if channel is not None and is_channel_peer(identity):
@@ -648,7 +699,7 @@ class MaruServer:
         return totals.total_bytes, totals.free_bytes
 
     def _facts(self) -> dict[str, dict[str, Fact]]:
-        """What a description of the server says beyond what the service knows."""
+        """Return facts about the server that the service does not have."""
         pool, journal = self._pool, self._storage.journal
         sections: dict[str, dict[str, Fact]] = {
             "server": {
@@ -672,7 +723,10 @@ class MaruServer:
         return sections
 
     def _degraded(self) -> dict[str, Fact]:
-        """Return the degradations as a daemon names them. A journal that cannot be written keeps this answer back as well."""
+        """Return the degradations as a daemon names them.
+
+        A journal that cannot be written holds this reply back as well.
+        """
         found: dict[str, Fact] = {}
         if self._unlinked:
             found["unlinked_files"] = self._unlinked
@@ -683,13 +737,16 @@ class MaruServer:
 
 
 async def _find_version() -> None:
-    with suppress(OSError, MemoryError):  # there is no thread to be had: who asks first waits
+    with suppress(OSError, MemoryError):  # no thread is available: the first request for it waits
         await run_in_thread(_version, abandon_on_cancel=True)
 
 
 @functools.cache
 def _version() -> str:
-    """Of the distribution. Looking it up takes 15 ms and more, which neither a start nor the loop should wait for."""
+    """Return the version of the distribution.
+
+    Looking it up takes 15 ms and more, which neither a start nor the loop should wait for.
+    """
     import importlib.metadata
 
     try:
@@ -699,10 +756,13 @@ def _version() -> str:
 
 
 def _open_doors(config: ServerConfig) -> tuple[list[Door], int]:
-    """Reserve the descriptors of connections that this process does not accept itself; those over TCP, and how many.
+    """Reserve the descriptors of connections that this process does not accept itself.
 
-    ZeroMQ ends the process if it has no descriptor to accept a connection with. Over TCP, a relay counts connections; those of
-    this user at its Unix sockets are counted by nobody, so a share is left for each socket that was asked for.
+    ZeroMQ ends the process if it has no descriptor to accept a connection with. Over TCP, a relay counts connections;
+    those of this user at its Unix sockets are not counted, so a share is left for each socket that is configured.
+
+    Returns:
+        The reservations, and the most connections over TCP.
     """
     over_tcp = config.relayed or config.rm_host or config.kv_events_relayed
     tcp = DESCRIPTORS.open(_SHARE if over_tcp else 0, most=config.max_connections)
@@ -711,7 +771,7 @@ def _open_doors(config: ServerConfig) -> tuple[list[Door], int]:
     later = [
         DESCRIPTORS.open(_SHARE),
         DESCRIPTORS.open(1),
-    ]  # the channel, and those who ask for regions: they open their own
+    ]  # the channel, and requests for regions: their sockets open their own
     most = tcp.most
     for door in later:
         door.close()
@@ -720,19 +780,20 @@ def _open_doors(config: ServerConfig) -> tuple[list[Door], int]:
 
 @asynccontextmanager
 async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruServer]:
-    """Run a server for the length of an ``async with`` block. It answers when the block begins.
+    """Run a server for the length of an ``async with`` block.
 
-    Leaving the block reads no more, drains, and ends (see :meth:`MaruServer.aclose`). Regions and journal stay in the pool.
+    It answers when the block begins. Leaving the block reads no more, drains, and ends (see :meth:`MaruServer.aclose`).
+    Regions and journal stay in the pool.
 
     Args:
-        config: the knobs.
+        config: the settings.
 
     Raises:
         PoolInUse: another server has the pool.
         PoolUnusable: the pool or the directory of the sockets cannot be used.
         ForeignJournal: the journal is of another version, or of another pool.
-        JournalFailed: the journal cannot be read, or takes nothing any more.
-        OSError: it cannot listen where it should.
+        JournalFailed: the journal cannot be read, or accepts no more records.
+        OSError: it cannot listen at its address.
     """
     config = config or ServerConfig()
     async with open_storage(config) as storage:
@@ -749,12 +810,12 @@ async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruS
                 finally:
                     await server.aclose()
         except BaseExceptionGroup as group:
-            # An error that comes alone leaves as it came, without the groups that nurseries put around it.
+            # A single error is raised without the groups that nurseries put around it.
             alone: BaseException = group
             while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
                 alone = alone.exceptions[0]
                 if isinstance(came, BaseExceptionGroup) and getattr(alone, "exceptions", None) == came.exceptions:
-                    raise came from came.__cause__  # trio has made it anew
+                    raise came from came.__cause__  # trio has made a new group of it
             if alone is group:
                 raise
             raise alone from alone.__cause__

@@ -1,17 +1,20 @@
-"""The service: what every message means. A frame goes in, and what to answer comes out. Pure.
+"""The service: decides the reply to each frame. Pure.
 
-The directory knows keys; this knows who speaks: which connection stands for which session, what a request may ask for, how
-it is answered and what has to happen outside. The shell around it (`server`) has the sockets, the clock, the pool and the
-journal, and keeps an order: it hands in the frames that are there, writes down :meth:`Service.take_records`, and only then
-sends the replies and acts on the rest.
+The directory knows keys; the service knows connections: which connection stands for which session, which requests are
+permitted, how they are answered and which actions the shell has to take. The shell around it (`server`) has the
+sockets, the clock, the pool and the journal, and keeps an order: it hands in the frames that are there, writes
+:meth:`Service.take_records` to the journal, and only then sends the replies and performs the other actions.
 
-Rule 1. Every readable frame is answered once, under its own sequence; with an error where it cannot be served. What has to
-        wait for memory is answered when that is decided (:meth:`Service.allocated`, :meth:`Service.not_allocated`).
-Rule 2. A frame whose header cannot be read costs its sender what it has here, and is answered once (code 0x80, sequence 0).
-Rule 3. A published client is shown extra keys, and is never asked for anything that it does not know.
-Rule 4. A region nobody owns in the end is handed to the shell to be removed, once the records that say so are written.
+Rule 1. Every readable frame is answered once, with its own sequence; with an error if it cannot be served. A request
+        that has to wait for memory is answered when that is decided (:meth:`Service.allocated`,
+        :meth:`Service.not_allocated`).
+Rule 2. A frame whose header cannot be read ends its sender's session and connection here, and is answered once (code
+        0x80, sequence 0).
+Rule 3. A published client gets extra keys in its replies, and is never asked for anything that it does not know.
+Rule 4. A region that has no owner in the end is handed to the shell to be removed, once the records of that are
+        written.
 
-What each message does is a function in `service_v1` or `service_own`; ``_ACTIONS`` is the table of them.
+Each message is handled by a function in `service_v1` or `service_own`; ``_ACTIONS`` is the table of them.
 """
 
 from __future__ import annotations
@@ -48,27 +51,39 @@ from .peers import Listing, Peer, Refused, Word
 from .reports import Reports
 
 Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes | Slices[bytes] | None]"
-"""Does what a message asks for: gets the sender, the header, the message, its bytes and the time. Answers with a frame, later,
-or in slices: then the answer comes from :meth:`Service.go_on`."""
+"""Handler of a message: returns the reply frame, or answers later.
+
+It gets the sender, the header, the message, its bytes and the time. ``None``: the reply comes later. Slices: the reply
+comes from :meth:`Service.go_on`.
+"""
 
 _SESSIONS_SHARE: Final = 8
-"""Part of all sessions that are opened over one connection at most: ours opens one, a proxy of many perhaps more."""
+"""Largest part of all sessions opened over one connection.
+
+Our client opens one session, a proxy of many clients perhaps more.
+"""
 _SESSIONS_LEAST: Final = 16
-"""Sessions of one connection in any case: a server that is told to keep few is one client's own."""
+"""Sessions that one connection may open in any case.
+
+A server that is configured to keep few sessions belongs to one client.
+"""
 _MOST_PINS: Final = 2 << 20
-"""Pinned keys, each counted for each of its holders: some 100 bytes each."""
+"""Most pinned keys, counted once per holder: some 100 bytes each."""
 _PINS_SHARE: Final = 8
-"""Part of them that sessions of one connection have at most."""
+"""Largest part of all pins held by sessions of one connection."""
 _LOOKED_FOR_ROOM: Final = 64
-"""Sessions without a connection that are looked at for one that holds nothing, at once."""
+"""Sessions without a connection that are examined at once to free one."""
 
 MOST_UNDER_WAY: Final = 32 << 20
-"""Bytes of frames that are worked off in slices. Beyond, no frame is read: each is kept, decoded, until it is answered."""
+"""Bytes of frames under way in slices, beyond which none is read.
+
+Each such frame is kept, decoded, until it is answered.
+"""
 
 DEBUG: Final = 10
 INFO: Final = 20
 WARNING: Final = 30
-"""As in `logging`, which nothing pure imports."""
+"""Levels as in `logging`, which no pure module imports."""
 
 Fact: TypeAlias = bool | int | float | str | None
 Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
@@ -123,28 +138,28 @@ _LIMITS: Final = (
     "quota_instance_bytes",
     "quota_tenant_bytes",
 )
-"""The knobs that somebody who looks at a server asks for."""
+"""Settings that a description of the server lists."""
 
 
 class Allocation(NamedTuple):
-    """Memory that the shell is to get from the pool."""
+    """Request for memory, for the shell to pass to the pool."""
 
     ticket: int
-    """Under which it says what came of it."""
+    """Number under which the shell reports the result."""
     size: int
     """Bytes."""
 
 
 class Event(NamedTuple):
-    """Something worth a line in the log."""
+    """Line for the log."""
 
     level: int
-    """As in `logging`."""
+    """Level as in `logging`."""
     text: str
 
 
 class _UnderWay(NamedTuple):
-    """A request that is worked off in slices."""
+    """A request that is processed in slices."""
 
     identity: bytes
     header: Header
@@ -158,39 +173,40 @@ class _Waiting(NamedTuple):
     header: Header
     instance_id: str
     token: bytes | None
-    """Of a session of ours."""
+    """Token of the session, if it is one of our client's."""
 
 
 @attrs.frozen
 class ServiceStatistics:
-    """A snapshot; reading it costs the same whatever there is."""
+    """A snapshot of a service; its cost is constant."""
 
     peers: int
     """Connections that have sent something."""
     requests: int
     """Frames handed in."""
     refused: int
-    """Answered with an error."""
+    """Requests answered with an error."""
     bad_frames: int
-    """Of which not even the header could be read."""
+    """Frames with an unreadable header."""
     allocating: int
     """Requests that wait for memory."""
     directory: DirectoryStatistics
 
 
 class Service:
-    """All that a server knows and decides.
+    """State and decisions of a server, without I/O.
 
     Args:
-        config: the knobs.
-        directory: recovered, and told that the server has restarted.
+        config: the settings.
+        directory: recovered, with `restart` called.
         epoch: of this start of the server: random, not 0.
         secret: of the pool.
         new_token: makes the 16 random bytes of a session.
-        totals: the pool's bytes, and how many are free.
+        totals: returns the pool's bytes, and how many are free.
         version: of the server, for people.
-        anew_until: until when owners are told that something which an earlier start had acknowledged is not in the directory.
-            Owners that live come back within their leases. Later, a key may have been stored and deleted here meanwhile.
+        anew_until: time until which handshakes report that an earlier start may have acknowledged keys that are not in
+            the directory. Owners that live come back within their leases. Later, a key may have been stored and deleted
+            here meanwhile.
     """
 
     def __init__(
@@ -216,28 +232,34 @@ class Service:
         self.rm_address = ""
         """``host:port`` of the resource manager that published clients map through."""
         self.descriptors = ""
-        """The Unix socket that hands out regions to clients of ours."""
+        """Path of the Unix socket that hands out regions to our clients."""
         self.admit: Callable[[bytes], object] = bool
-        """Told of each connection that has begun to speak for a client: it may stay."""
+        """Called with each connection that begins to speak for a client.
+
+        It may then stay for longer than a new connection that sends nothing.
+        """
         self.dismiss: Callable[[bytes], object] = bool
-        """Told of each connection whose session is over."""
+        """Called with each connection whose session is over."""
         self.facts: Callable[[], Facts] = dict
-        """What the shell has to add to a description of the server."""
+        """Returns the shell's facts for a description of the server."""
         self.reports = Reports()
         self.filled: dict[int, None] = {}
-        """Sessions that have stored since the watermarks were looked at."""
+        """Sessions that have stored since the watermarks were checked."""
         self.stored: dict[int, None] = {}
-        """Sessions that have stored since room was made ahead of what they need next."""
+        """Sessions that have stored since the last eviction ahead of need."""
         self.stopping = False
-        """Somebody has asked this server to end, and may."""
+        """Whether a permitted client has asked this server to end."""
         self.closed = False
         self.listings: dict[Peer, Listing] = {}
-        """Listings under way, by connection; the one asked last is last."""
+        """Listings under way, by connection; the most recently used is last."""
         self._peers: dict[bytes, Peer] = {}
         self._peers_of: dict[int, dict[Peer, None]] = {}
-        """The connections that spoke last for each session; a session without any is not here."""
+        """Connections that last spoke for each session.
+
+        A session without any has no entry.
+        """
         self._silent: dict[int, None] = {}
-        """Sessions of ours for which no connection speaks, those that fell silent first at the beginning."""
+        """Our clients' sessions without a connection, the longest silent first."""
         self._openers: dict[int, Peer] = {}
         """The connection over which each session was opened."""
         self._handles: dict[int, Handle] = {}
@@ -254,7 +276,7 @@ class Service:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def handle(self, identity: bytes, frame: bytes, now: float) -> bytes | None:
-        """What this frame is answered with; ``None``: later, or not at all."""
+        """Return the reply to a frame; ``None``: later, or never."""
         self._requests += 1
         peer = self._peers.get(identity)
         if peer is None:
@@ -288,20 +310,24 @@ class Service:
         self._refused += 1
         return error_reply(code, sequence, text, word, self.epoch, flags)
 
-    # --- what takes several steps ---------------------------------------------------------------------------------
+    # --- requests in several steps ------------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way, to be gone on with in further steps."""
+        """Whether a request or chore is under way in slices."""
         return bool(self._under_way)
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so much is under way that no further frame is to be handed in."""
+        """Whether too many bytes are under way to take another frame."""
         return self._under_way_bytes > MOST_UNDER_WAY
 
     def go_on(self, now: float) -> tuple[bytes, bytes] | None:
-        """Do one slice of what has waited longest; whom to answer, and what, if that was the last one."""
+        """Run one slice of the longest-waiting request.
+
+        Returns:
+            Receiver and reply, if that slice was the last; else ``None``.
+        """
         one = self._under_way.popleft()
         peer = self._peers.get(one.identity)
         if peer is not None and peer.session:  # its client waits for the answer, and is not silent
@@ -328,20 +354,24 @@ class Service:
         return answer
 
     def _note_unanswered(self, code: int) -> None:
-        # Something may have been done, so "refused" could be a lie: without an answer its client finds out (RESOLVE, PINS).
+        # The request may have taken effect, so "refused" could be wrong: without a reply its client finds out (RESOLVE,
+        # PINS).
         self.note(WARNING, f"no memory left for a request of code {code:#04x}: it is not answered")
 
     def begin_chores(self) -> None:
-        """Have what the directory has left for later done in further steps."""
+        """Schedule the directory's postponed work as slices."""
         for chore in self.directory.take_chores():
             self._begin(chore)
 
     def _begin(self, slices: Slices[None]) -> None:
-        """Work this off, with nobody to answer."""
+        """Schedule slices whose result nobody waits for."""
         self._advance(_UnderWay(b"", Header(0, 0, 0, 0), slices), None)
 
     def disconnected(self, identity: bytes, now: float) -> None:
-        """This connection is gone. Sessions outlive it; what a published client has lasts as long as the directory says."""
+        """Forget a connection that has ended.
+
+        Sessions outlive it; a published client's pins and regions last as long as the directory's rules allow.
+        """
         peer = self._peers.pop(identity, None)
         if peer is None:
             return
@@ -367,7 +397,7 @@ class Service:
     # --- peers ----------------------------------------------------------------------------------------------------
 
     def speaker(self, peer: Peer) -> int:
-        """The number of whoever sends version 1 over this connection."""
+        """Return the number of the session or connection that speaks version 1."""
         if peer.session:
             return peer.session
         if not peer.connection:
@@ -376,7 +406,7 @@ class Service:
         return peer.connection
 
     def session_of(self, peer: Peer, token: bytes, now: float) -> int:
-        """The session of ours that sends this: a sign of life."""
+        """Return a token's session, renew its lease, and record its connection."""
         session_id = self.directory.session_of(token)
         if session_id is None:
             raise Refused(Word.NO_SESSION, "this session is not known, or its lease is over")
@@ -385,7 +415,7 @@ class Service:
         return session_id
 
     def _speak(self, peer: Peer, session_id: int) -> None:
-        """Note that this connection speaks for this session from now on."""
+        """Record that this connection speaks for this session from now on."""
         if peer.session == session_id:
             return
         self._fall_silent(peer)
@@ -395,7 +425,7 @@ class Service:
         self.admit(peer.identity)
 
     def _fall_silent(self, peer: Peer) -> None:
-        """Note that this connection speaks for no session any more."""
+        """Record that this connection speaks for no session any more."""
         session_id, peer.session = peer.session, 0
         peers = self._peers_of.get(session_id)
         if peers is not None:
@@ -405,17 +435,24 @@ class Service:
                 self._silent[session_id] = None
 
     def check_session(self, token: bytes, session_id: int) -> None:
-        """Refuse to go on for a session that has ended between two slices."""
+        """Refuse to continue for a session that has ended between two slices."""
         if self.directory.session_of(token) != session_id:
             raise Refused(Word.NO_SESSION, "this session has ended")
 
     def check_peer(self, peer: Peer) -> None:
-        """Refuse to go on for a connection that has ended between two slices: it would stand for a new one."""
+        """Refuse to continue for a connection that has ended between two slices.
+
+        It would be taken for a new one.
+        """
         if self._peers.get(peer.identity) is not peer:
             raise Refused(Word.CLOSED, "this connection has ended")
 
     def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
-        """Open or resume a session of a client of ours: token, whether it was there, how long it may be silent."""
+        """Open or resume a session of our client.
+
+        Returns:
+            Its token, whether it was resumed, and how long it may be silent.
+        """
         directory, config, token = self.directory, self.config, message.session
         session_id = None if token is None else directory.session_of(token)
         resumed = session_id is not None
@@ -444,11 +481,17 @@ class Service:
         self._openers[session_id] = peer
 
     def opener_of(self, session_id: int) -> Peer | None:
-        """Return the connection that opened a session, or after a restart one that uses it."""
+        """Return the connection that opened a session.
+
+        After a restart, return one that uses it.
+        """
         return self._openers.get(session_id) or next(iter(self._peers_of.get(session_id, ())), None)
 
     def why_no_session(self, peer: Peer, now: float) -> str:
-        """Return why this connection may open no session; empty if it may. If there is no room, a silent one ends for it."""
+        """Return why this connection may open no session; empty if it may.
+
+        If there is no room, a silent session is ended.
+        """
         most = self.config.max_sessions
         each = max(_SESSIONS_LEAST, most // _SESSIONS_SHARE)
         if len(peer.opened) >= each:
@@ -458,7 +501,10 @@ class Service:
         return ""
 
     def _end_silent(self, now: float) -> bool:
-        """End a session for which no connection speaks and which holds nothing; whether there was one."""
+        """End a silent session that holds nothing; return whether there was one.
+
+        A session is silent if no connection speaks for it.
+        """
         for _ in range(min(len(self._silent), _LOOKED_FOR_ROOM)):
             session_id = next(iter(self._silent))
             if self.directory.holds_nothing(session_id, now):
@@ -470,11 +516,14 @@ class Service:
         return False
 
     def why_no_standing(self, peer: Peer, instance_id: str, now: float) -> str:
-        """Return why a published client that says this name may not have a session; empty if it has one, or may."""
+        """Return why a published client may have no session; empty if allowed.
+
+        It may if a session of its name is there already.
+        """
         return "" if self.directory.is_there(instance_id) else self.why_no_session(peer, now)
 
     def end_session(self, session_id: int, now: float) -> None:
-        """It has closed, or misbehaved."""
+        """End a session that has closed or misbehaved."""
         self.directory.end_session(session_id, now)
         self._ended(session_id)
 
@@ -491,7 +540,10 @@ class Service:
             self.dismiss(peer.identity)
 
     def check_pins(self, peer: Peer, holder: int, more: int) -> None:
-        """Refuse so many pins if all holders, or those of one connection, would have too many."""
+        """Refuse a number of pins that exceeds a limit.
+
+        There is one for all holders together, and one for the holders of each connection.
+        """
         directory = self.directory
         pinned, each = directory.pin_entries() + more, _MOST_PINS // _PINS_SHARE
         if pinned <= each:  # nearly always
@@ -509,7 +561,7 @@ class Service:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, peer: Peer, header: Header, size: int, instance_id: str, token: bytes | None) -> None:
-        """Have the shell get memory; the answer comes when it has some."""
+        """Ask the shell for memory; the reply follows when it is decided."""
         if peer.allocating >= self.config.max_in_flight:
             raise Refused(Word.TOO_MANY, f"{peer.allocating} requests for memory wait already")
         if self.closed:
@@ -520,16 +572,23 @@ class Service:
         self._allocations.append(Allocation(self._last_ticket, size))
 
     def make_room(self, size: int, now: float) -> Slices[list[int]]:
-        """Have abandoned regions go, since the pool is full; those that went. If any did, asking again is of use."""
+        """Remove abandoned regions, since the pool is full, and return their numbers.
+
+        If any was removed, asking the pool again is of use.
+        """
         return self.directory.making_room(size, now)
 
     def allocated(
         self, ticket: int, region_id: int, offset: int, length: int, now: float
     ) -> tuple[bytes, bytes] | None:
-        """The pool has made a region: whom to answer, and what."""
+        """Give a new region to its requester.
+
+        Returns:
+            The receiver and the reply; ``None`` if the receiver is gone.
+        """
         peer, header, instance_id, token = self._waiting.pop(ticket)
         peer.allocating -= 1
-        if self._peers.get(peer.identity) is not peer:  # it would never learn what it has
+        if self._peers.get(peer.identity) is not peer:  # its client would never learn about the region
             self._unowned.append(region_id)
             return None
         directory = self.directory
@@ -539,7 +598,7 @@ class Service:
             return peer.identity, error_reply(
                 header.code, header.sequence, "this session has ended", Word.NO_SESSION, self.epoch, header.flags
             )
-        if token is None and by < 0:  # others may have come while the pool was asked
+        if token is None and by < 0:  # other sessions may have been opened while the pool was asked
             reason = self.why_no_standing(peer, instance_id, now)
             if reason:
                 self._unowned.append(region_id)
@@ -553,7 +612,7 @@ class Service:
         return peer.identity, v1.alloc_reply(self, header, self._handles[region_id])
 
     def not_allocated(self, ticket: int, reason: str) -> tuple[bytes, bytes] | None:
-        """The pool has made none: whom to answer, and what."""
+        """Return the receiver and the reply after the pool made no region."""
         peer, header, _, _ = self._waiting.pop(ticket)
         peer.allocating -= 1
         if self._peers.get(peer.identity) is not peer:
@@ -561,25 +620,28 @@ class Service:
         return peer.identity, v1.alloc_reply(self, header, None, reason)
 
     def place(self, region_id: int, offset: int, length: int) -> None:
-        """Where a region lies in its file, before anybody is told of it."""
+        """Record a region's place in its file, before any client learns it."""
         handle = Handle(region_id, offset, length, auth_token(self.secret, region_id, length))
         self._handles[region_id] = handle
         self._handle_bytes[region_id] = handle_bytes(handle)
 
     def handle_of(self, region_id: int) -> Handle:
-        """What clients are told of a region."""
+        """Return the handle of a region, as clients get it."""
         return self._handles[region_id]
 
     def permits(
         self, token: bytes, capability: bytes, region_id: int, offset: int, length: int, writable: bool
     ) -> bool:
-        """Whether whoever shows this capability may have that span: it was issued for exactly this, and its session lives."""
+        """Return whether a capability covers this span and its session lives.
+
+        The capability must have been issued for exactly this span.
+        """
         return self.directory.session_of(token) is not None and verify(
             self.secret, capability, region_id, offset, length, writable, self.epoch, token
         )
 
     def entry_of(self, location: Location) -> bytes:
-        """What a published client is told of a key: encoded once."""
+        """Encode a location for published clients, and keep the bytes."""
         entry = lookup_entry(
             self._handle_bytes[location.region_id],
             location.offset,
@@ -593,17 +655,20 @@ class Service:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def next_expiry(self) -> float:
-        """When :meth:`expire` has something to do; ``inf`` if nothing is pending."""
+        """Return when :meth:`expire` is due next; ``inf`` if nothing is pending."""
         return self.directory.next_expiry()
 
     def expire(self, now: float) -> None:
-        """End what is over, so much at once; :meth:`next_expiry` says whether there is more."""
+        """End expired sessions and pins, a bounded number at once.
+
+        :meth:`next_expiry` returns whether there are more.
+        """
         for session_id in self.directory.expire(now):
             self._ended(session_id)
             self.note(INFO, f"session {session_id} is over: its client was silent for its lease")
 
     def trim(self, now: float) -> None:
-        """Look at the watermarks of those who have stored."""
+        """Begin evictions for sessions that have stored beyond the watermarks."""
         while self.filled:
             session_id, _ = self.filled.popitem()
             self._begin(self._trim(session_id, now))
@@ -614,34 +679,34 @@ class Service:
             self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
 
     def keep_ahead(self, now: float) -> None:
-        """For those who have stored since this was called last: count what they have read, and evict ahead of what comes next.
+        """Record reads and evict ahead of need, for sessions that have stored.
 
-        What is evicted comes with their next answer.
+        These are the sessions that have stored since the last call. Their next reply reports the evicted pages.
         """
         most = USES_AT_ONCE // max(
             1, len(self.stored)
-        )  # of many that store in one step, much read is counted at the next look
+        )  # if many sessions store in one step, reads beyond this are counted the next time
         while self.stored:
             session_id, _ = self.stored.popitem()
-            # Behind what it has stored: so the head of a prefix is used later than the end of it, as it has to be.
+            # After it has stored: so the head of a prefix is used later than its end, as it has to be.
             self.directory.note_uses(session_id, max(1, most))
             self.directory.keep_ahead(session_id, now)
 
-    # --- what the shell takes -------------------------------------------------------------------------------------
+    # --- results for the shell -------------------------------------------------------------------------------------
 
     def take_records(self) -> list[bytes]:
-        """What is to be in the journal before anything is answered."""
+        """Return the records that must be journaled before any reply is sent."""
         return [encode(record) for record in self.directory.take_records()] if self.directory.records else []
 
     def take_allocations(self) -> list[Allocation]:
-        """For what the pool is to be asked."""
+        """Return the requests for memory, and forget them."""
         if not self._allocations:
             return []
         allocations, self._allocations = self._allocations, []
         return allocations
 
     def take_dropped(self) -> list[int]:
-        """Regions to be removed, once the records are written."""
+        """Return the regions to be removed once the records are written."""
         dropped = self.directory.take_dropped()
         if self._unowned:
             dropped += self._unowned
@@ -652,18 +717,21 @@ class Service:
         return dropped
 
     def note(self, level: int, text: str) -> None:
-        """Have a line written to the log."""
+        """Add a line for the log."""
         self._events.append(Event(level, text))
 
     def take_events(self) -> list[Event]:
-        """Lines for the log."""
+        """Return the lines for the log, and forget them."""
         if not self._events:
             return []
         events, self._events = self._events, []
         return events
 
     def describe(self, now: float, key: str | None = None) -> dict[str, dict[str, Fact]]:
-        """Facts for people, by section and name; those of a key, if one is named."""
+        """Return facts for people, by section and name.
+
+        If a key is named, its facts are added.
+        """
         mine = self.statistics()
         server: dict[str, Fact] = {
             "version": self.version,
@@ -689,7 +757,7 @@ class Service:
         return sections
 
     def statistics(self) -> ServiceStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return ServiceStatistics(
             len(self._peers),
             self._requests,

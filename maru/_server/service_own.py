@@ -1,8 +1,8 @@
-"""What the messages between our client and our server do, one function each, in the order of their codes. Pure.
+"""Handlers of messages between our client and our server. Pure.
 
-Each is told the service, who asks, the header, the message, its bytes and the time, and answers with a whole frame. Every
-one but DESCRIBE is a sign of life of a session, acknowledges the pages its client has got back, and takes further ones
-along in the answer.
+They are in the order of their codes. Each gets the service, the sender, the header, the message, its bytes and the
+time, and returns a whole frame. Every message but DESCRIBE renews its session, acknowledges the pages its client has
+got back, and its reply hands over further ones.
 """
 
 from __future__ import annotations
@@ -56,22 +56,28 @@ if TYPE_CHECKING:
 
 _INFO: Final = 20  # as in `logging`
 _LOOKED: Final = 1_024
-"""Names that are looked at for one page of a listing: a MiB of the longest."""
-_LISTINGS: Final = 4
-"""Listings at once, one for a connection. Eight bytes a key each."""
-_LISTING_REST: Final = 1.0
-"""Seconds without a question after which a listing gives way to another one."""
-_LISTING_PAGE: Final = 1e-2
-"""Seconds for each page after which a listing gives way, too.
+"""Names examined for one page of a listing.
 
-Without it, slow questions could keep a place for hours.
+The longest take a MiB.
+"""
+_LISTINGS: Final = 4
+"""Most listings at once, one per connection. Eight bytes per key each."""
+_LISTING_REST: Final = 1.0
+"""Seconds without a request after which another listing may end one."""
+_LISTING_PAGE: Final = 1e-2
+"""Seconds per page after which a listing may be ended as well.
+
+Without it, slow requests could keep a place for hours.
 """
 _LISTING_PAUSE: Final = 1e-3
-"""Seconds until a connection may begin another listing, for each ``_LOOKED`` keys: all names are copied for one."""
+"""Seconds per ``_LOOKED`` keys until a connection may begin another listing.
+
+A listing copies all names.
+"""
 
 
 Answered: TypeAlias = bytes | Slices[bytes]
-"""An answer now; or in slices, for what has more keys than are handled in one step."""
+"""A reply frame, or slices if there are many keys."""
 
 
 def store(service: Service, peer: Peer, header: Header, message: StoreRequest, payload: bytes, now: float) -> Answered:
@@ -96,7 +102,10 @@ def store(service: Service, peer: Peer, header: Header, message: StoreRequest, p
 def _store_in_parts(
     service: Service, header: Header, message: StoreRequest, session_id: int, now: float
 ) -> Slices[bytes]:
-    """Register part by part, each with a record of its own, as if the client had sent so many requests of one attempt."""
+    """Register in parts, each with its own record.
+
+    The effect is as if the client had sent as many requests of one attempt.
+    """
     directory = service.directory
     regions, lengths, checksums, depths = message.regions, message.lengths, message.checksums, message.depths
 
@@ -131,7 +140,7 @@ def _store_in_parts(
 
 
 def find(service: Service, peer: Peer, header: Header, message: FindRequest, payload: bytes, now: float) -> Answered:
-    """Where keys lie, and hold them."""
+    """Find the locations of keys, and pin them on request."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
     if message.pin:
@@ -155,7 +164,7 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
 def _find_in_parts(
     service: Service, header: Header, message: FindRequest, session_id: int, now: float
 ) -> Slices[bytes]:
-    """Find part by part; with ``prefix`` no further than the first miss."""
+    """Find in parts; with ``prefix`` no further than the first miss."""
     found: list[int] = []
     misses = 0
 
@@ -184,7 +193,7 @@ def _find_in_parts(
 
 
 def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, payload: bytes, now: float) -> Answered:
-    """One pin of this session less for each key."""
+    """Remove one of this session's pins from each key."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
     if len(message.keys) <= KEYS_AT_ONCE:
@@ -208,7 +217,10 @@ def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, p
 def drop(
     service: Service, peer: Peer, header: Header, message: DropRequest, payload: bytes, now: float
 ) -> Slices[bytes]:
-    """Keys go, unless somebody holds them. Asked again, it is answered again."""
+    """Delete keys, unless they are held.
+
+    A repeated request gets the same answer again.
+    """
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
     asked, meant = message.request_id, message.generations
@@ -221,7 +233,10 @@ def drop(
 def reclaim(
     service: Service, peer: Peer, header: Header, message: ReclaimRequest, payload: bytes, now: float
 ) -> Slices[bytes]:
-    """The least recently used keys of this owner go, and their pages come back to it."""
+    """Evict this owner's least recently used keys.
+
+    Their pages return to the owner.
+    """
     session_id = _enter(service, peer, message, now)
     if service.directory.quiet(now):
         raise Refused(Word.QUIET, "the server has restarted: what was being read may not go yet")
@@ -235,7 +250,10 @@ def reclaim(
 def resolve(
     service: Service, peer: Peer, header: Header, message: ResolveRequest, payload: bytes, now: float
 ) -> Slices[bytes]:
-    """What became of an attempt; from now on nothing any more."""
+    """Return which pages an attempt has registered, and end the attempt.
+
+    It can register nothing from now on.
+    """
     session_id = _enter(service, peer, message, now)
 
     def handle(at: slice, now: float) -> list[int]:
@@ -250,10 +268,14 @@ def resolve(
 
 
 def beat(service: Service, peer: Peer, header: Header, message: BeatRequest, payload: bytes, now: float) -> bytes:
-    """Alive. What was handed back and is not acknowledged comes again: its answer may have been lost."""
+    """Renew the session, and resend returned pages that are not acknowledged.
+
+    The answer that carried them may have been lost.
+    """
     session_id = _enter(service, peer, message, now)
     if message.epoch == service.epoch:
-        # It has heard of us. Any other message, and a handshake too, may have left before it knew that there was a restart.
+        # The client knows this start. Any other message, even a handshake, may have been sent before it knew of the
+        # restart.
         service.directory.attach(session_id, now)
     pending = service.directory.pending(session_id, now, resend=True)
     lease = service.directory.remaining(session_id, now)
@@ -261,14 +283,20 @@ def beat(service: Service, peer: Peer, header: Header, message: BeatRequest, pay
 
 
 def close(service: Service, peer: Peer, header: Header, message: CloseRequest, payload: bytes, now: float) -> bytes:
-    """The session ends; its regions stay readable for as long as there is room."""
+    """End the session.
+
+    Its regions stay readable for as long as there is room.
+    """
     session_id = _enter(service, peer, message, now)
     service.end_session(session_id, now)
     return reply(header.code, header.sequence, CloseReply(service.epoch, None), header.flags)
 
 
 def region(service: Service, peer: Peer, header: Header, message: RegionRequest, payload: bytes, now: float) -> bytes:
-    """A capability for a region, to be shown where descriptors are handed out. Only its owner may write."""
+    """Return a capability for a region; only its owner may write.
+
+    The client presents it at the socket that hands out descriptors.
+    """
     session_id = _enter(service, peer, message, now)
     there = service.directory.region(message.region_id)
     if there is None:
@@ -290,7 +318,10 @@ def region(service: Service, peer: Peer, header: Header, message: RegionRequest,
 def describe(
     service: Service, peer: Peer, header: Header, message: DescribeRequest, payload: bytes, now: float
 ) -> bytes:
-    """What there is to know about this server and, if one is named, about a key: for people. No use of the key."""
+    """Describe this server and, if named, a key, for people.
+
+    This does not count as a use of the key.
+    """
     return reply(
         header.code,
         header.sequence,
@@ -302,7 +333,10 @@ def describe(
 def pins(
     service: Service, peer: Peer, header: Header, message: PinsRequest, payload: bytes, now: float
 ) -> Slices[bytes]:
-    """What this session holds pinned. What it has besides goes: the answer that said so never came to its client."""
+    """Compare a session's pins with its client's, and drop any others.
+
+    The replies that reported those never reached the client.
+    """
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
 
@@ -325,7 +359,7 @@ def pins(
 def list_keys(
     service: Service, peer: Peer, header: Header, message: ListKeysRequest, payload: bytes, now: float
 ) -> bytes:
-    """List a page of the keys that begin with a prefix, as far as they are the tenant's own."""
+    """List one page of the tenant's keys that begin with a prefix."""
     session_id = _enter(service, peer, message, now)
     directory, listings = service.directory, service.listings
     if not message.cursor:
@@ -355,8 +389,8 @@ def list_keys(
 
 
 def _end_slow_listing(listings: dict[Peer, Listing], now: float) -> bool:
-    """End a listing that rests or has lasted for long; whether there was one."""
-    for peer, listing in listings.items():  # those asked for least lately first
+    """End a resting or long-lasting listing; return whether there was one."""
+    for peer, listing in listings.items():  # the least recently used first
         longest = _LISTING_REST + len(listing.names) // _LOOKED * _LISTING_PAGE
         if now - listing.asked >= _LISTING_REST or now - listing.begun >= longest:
             del listings[peer]
@@ -365,7 +399,7 @@ def _end_slow_listing(listings: dict[Peer, Listing], now: float) -> bool:
 
 
 def place_of(location: Location) -> bytes:
-    """What a client of ours is told of a key: made once."""
+    """Encode a location for our clients, and keep the bytes."""
     made = place(location.region_id, location.offset, location.length, location.generation, location.checksum)
     location.place = made
     return made

@@ -1,10 +1,10 @@
-"""What the messages of the published protocol do, one function each, in the order of their codes. Pure.
+"""Handlers of the published protocol's messages, by code. Pure.
 
-Each is told the service, who asks, the header, the message, its bytes and the time, and answers with a whole frame; or with
-``None``, if the answer comes later.
+Each gets the service, the sender, the header, the message, its bytes and the time, and returns a whole frame; or
+``None``, if the reply comes later.
 
-A client of ours may use them, too: what it pins or looks up over a connection on which it has shaken hands is its
-session's, and REQUEST_ALLOC, RETURN_ALLOC and LIST_ALLOCATIONS name the session.
+Our client may use them, too: keys that it pins or looks up over a connection on which it has shaken hands belong to its
+session, and REQUEST_ALLOC, RETURN_ALLOC and LIST_ALLOCATIONS name the session.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_INSTANCES: Final = 1_024
-"""In one answer to GET_USAGE, which is then at most about a MiB."""
+"""Most instances in one answer to GET_USAGE, which is about a MiB."""
 _NEW, _DUPLICATE = int(StoreStatus.NEW), int(StoreStatus.DUPLICATE)
 _REASONS = {
     StoreStatus.PINNED: "its offset holds another key, which is pinned or may be",
@@ -81,7 +81,7 @@ _REASONS = {
 def request_alloc(
     service: Service, peer: Peer, header: Header, message: AllocRequest, payload: bytes, now: float
 ) -> bytes | None:
-    """A region of this size: the answer comes from the pool."""
+    """Request a region; the reply follows once the pool decides."""
     token = message.session
     if token is not None:
         service.session_of(peer, token, now)
@@ -98,7 +98,7 @@ def request_alloc(
 
 
 def alloc_reply(service: Service, header: Header, handle: Handle | None, error: str = "") -> bytes:
-    """The answer to REQUEST_ALLOC."""
+    """Encode the reply to REQUEST_ALLOC."""
     return reply(
         header.code, header.sequence, AllocReply(handle is not None, handle, error, service.epoch), header.flags
     )
@@ -107,7 +107,7 @@ def alloc_reply(service: Service, header: Header, handle: Handle | None, error: 
 def return_alloc(
     service: Service, peer: Peer, header: Header, message: ReturnRequest, payload: bytes, now: float
 ) -> bytes:
-    """A region goes back: at once if it is empty, or with its last key."""
+    """Give back a region: at once, or with its last key."""
     by = service.speaker(peer) if message.session is None else service.session_of(peer, message.session, now)
     outcome = service.directory.give_back_region(by, message.region_id, instance_id=message.instance_id)
     if outcome is GivenBack.REFUSED:
@@ -122,7 +122,7 @@ def return_alloc(
 def list_allocations(
     service: Service, peer: Peer, header: Header, message: ListRequest, payload: bytes, now: float
 ) -> bytes:
-    """All regions that are not handed back, but for those of one instance."""
+    """List the regions that are not given back, except one instance's."""
     if message.session is not None:
         service.session_of(peer, message.session, now)
     regions = service.directory.regions(message.exclude_instance_id)[:MAX_REGIONS]
@@ -150,20 +150,20 @@ def register(
 
 
 def lookup(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
-    """Where a key lies."""
+    """Return the location of a key."""
     (location,) = service.directory.find(service.speaker(peer), [message.key], now)
     entry = MISS if location is None else location.entry or service.entry_of(location)
     return lookup_reply(header.sequence, service.epoch, entry, header.flags)
 
 
 def exists(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
-    """Whether a key is there."""
+    """Return whether a key is there."""
     (there,) = service.directory.exists([message.key])
     return reply(header.code, header.sequence, ExistsReply(there, service.epoch), header.flags)
 
 
 def delete(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
-    """A key goes, unless somebody holds it."""
+    """Delete a key, unless it is held."""
     (answer,) = service.directory.delete(service.speaker(peer), [message.key], now)
     error = (
         "" if answer in (DropAnswer.DELETED, DropAnswer.MISSING) else f"the key is {DropAnswer(answer).name.lower()}"
@@ -177,7 +177,7 @@ def delete(service: Service, peer: Peer, header: Header, message: KeyRequest, pa
 
 
 def pin(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
-    """One more pin, if the key is there."""
+    """Add a pin to a key, if it is there."""
     holder = service.speaker(peer)
     service.check_pins(peer, holder, 1)
     (pinned,) = service.directory.pin(holder, [message.key])
@@ -185,7 +185,7 @@ def pin(service: Service, peer: Peer, header: Header, message: KeyRequest, paylo
 
 
 def unpin(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
-    """One pin less, if there is one."""
+    """Remove a pin from a key, if it has one."""
     (dropped,) = service.directory.unpin(service.speaker(peer), [message.key])
     return reply(header.code, header.sequence, SuccessReply(dropped, "", service.epoch), header.flags)
 
@@ -193,7 +193,10 @@ def unpin(service: Service, peer: Peer, header: Header, message: KeyRequest, pay
 def batch_register(
     service: Service, peer: Peer, header: Header, message: BatchRegisterRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
-    """Keys, in their order. One that is refused refuses all, since a bool for each has no room for a reason."""
+    """Register keys in their order, all or none.
+
+    One that is refused refuses all, since a bool for each has no room for a reason.
+    """
     entries = message.entries
     columns = columns_of(message)
     service.check_keys(columns.keys)
@@ -213,10 +216,10 @@ def batch_register(
 def _register_in_parts(
     service: Service, peer: Peer, header: Header, entries: list[RegisterRequest], columns: Columns, now: float
 ) -> Slices[bytes]:
-    """Look at all entries, part by part, and register them, part by part, if none is refused.
+    """Check all entries in parts; if none is refused, register them.
 
-    One that is refused only then, by a quota or since something has happened meanwhile, is answered as not new, as a duplicate
-    is: its page stays its owner's, and nobody finds the key there.
+    Registering is done in parts, too. An entry that is refused only then, by a quota or since something has happened
+    meanwhile, is reported as not new, like a duplicate: its page stays its owner's, and no lookup finds the key there.
     """
     directory = service.directory
     for start in range(0, len(entries), KEYS_AT_ONCE):
@@ -249,7 +252,7 @@ def _nothing_registered(service: Service, header: Header, n: int, key: str, stat
 def batch_lookup(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
-    """Where keys lie."""
+    """Return the locations of keys."""
     if len(message.keys) <= KEYS_AT_ONCE:
         service.check_keys(message.keys)
         entries = _entries_of(service, peer, message.keys, now)
@@ -271,7 +274,7 @@ def _entries_of(service: Service, peer: Peer, keys: list[str], now: float) -> li
 def batch_exists(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
-    """Which keys are there: all of them are looked at."""
+    """Return whether each key is there, without stopping at a miss."""
     if len(message.keys) <= KEYS_AT_ONCE:
         service.check_keys(message.keys)
         return _results(service, header, service.directory.exists(message.keys))
@@ -285,7 +288,7 @@ def batch_exists(
 def batch_pin(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
-    """One more pin for each key up to the first that is not there."""
+    """Pin each key up to the first that is missing."""
     service.check_pins(peer, service.speaker(peer), len(message.keys))
     is_over = False
 
@@ -303,7 +306,7 @@ def batch_pin(
 def batch_unpin(
     service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
 ) -> bytes | Slices[bytes]:
-    """One pin less for each key that has one."""
+    """Remove one pin from each key that has one."""
 
     def handle(keys: list[str], now: float) -> list[bool]:
         return service.directory.unpin(service.speaker(peer), keys)
@@ -315,32 +318,32 @@ def batch_unpin(
 
 
 def get_stats(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
-    """Counts, and what clients have reported. Intervals begin anew."""
+    """Return counts, and the clients' reports, whose intervals begin again."""
     there = service.directory.statistics()
     answer = StatsReply(
         KvManagerStats(there.entries, there.used_bytes),
         AllocationManagerStats(there.regions, there.allocated_bytes, there.sessions),
-        cast("StatsManagerStats", service.reports.tell(now)),  # encoded, which goes into the answer as it is
+        cast("StatsManagerStats", service.reports.tell(now)),  # encoded already, and goes into the reply as it is
         service.epoch,
     )
     return reply(header.code, header.sequence, answer, header.flags)
 
 
 def heartbeat(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
-    """Here."""
+    """Reply that the server is alive."""
     return reply(header.code, header.sequence, HeartbeatReply(service.epoch), header.flags)
 
 
 def report_stats(
     service: Service, peer: Peer, header: Header, message: ReportRequest, payload: bytes, now: float
 ) -> bytes:
-    """What a client has timed."""
+    """Add a client's timings to the reports."""
     service.reports.add(message.entries)
     return reply(header.code, header.sequence, SuccessReply(True, "", service.epoch), header.flags)
 
 
 def get_usage(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
-    """What each instance has of the pool."""
+    """Return each instance's use of the pool."""
     instances = [
         InstanceUsage(usage.instance_id, usage.regions, usage.allocated_bytes, usage.used_bytes)
         for usage in service.directory.usage()[:_MAX_INSTANCES]
@@ -355,7 +358,7 @@ def get_usage(service: Service, peer: Peer, header: Header, message: EmptyReques
 def handshake(
     service: Service, peer: Peer, header: Header, message: HandshakeRequest, payload: bytes, now: float
 ) -> bytes:
-    """Who the server is; for a client that knows our codes, a session as well: its old one, if that lives."""
+    """Describe the server; open or resume a session for our client."""
     session, resumed, lease = None, False, 0.0
     if message.extensions >= 1:
         session, resumed, lease = service.open_session(peer, message, now)
@@ -377,7 +380,7 @@ def handshake(
 
 
 def shutdown(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
-    """The end, if whoever may send messages may also end the server."""
+    """Stop the server, if its configuration allows clients to."""
     if not service.config.allow_shutdown:
         raise Refused(Word.REFUSED, "this server is ended by a signal; its allow_shutdown is off")
     service.stopping = True
@@ -395,7 +398,10 @@ def _each(
     answer: Callable[[list[T]], bytes],
     now: float,
 ) -> bytes | Slices[bytes]:
-    """Answer what comes of each key: at once, or part by part for as long as the peer is there."""
+    """Handle keys and reply, in parts if there are many.
+
+    The parts end with the peer's connection.
+    """
     service.check_keys(keys)
     if len(keys) <= KEYS_AT_ONCE:
         return answer(handle(keys, now))

@@ -1,10 +1,10 @@
-"""Why a server with this configuration would not start, or what that would cost, found without starting it.
+"""Checks of whether a server would start, and with which losses.
 
-It is what ``maru doctor`` asks.
+``maru doctor`` runs them.
 
-Rule 1. Each check calls what the server calls, or raises what it raises: both say the same words. A loss that lets a server
-        start is a finding as well.
-Rule 2. Nothing is changed. A directory that had to be made to find out, a port, a device's lock are let go at once.
+Rule 1. Each check calls the server's own function, or raises the same error: both use the same words. A loss that does
+        not keep a server from starting is a finding as well.
+Rule 2. Nothing is changed. A directory that had to be made for a check, a port, a device's lock are released at once.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .storage import limits_of
 
 
 class Refusal(NamedTuple):
-    """Why a server would not start, or what it would lose by that."""
+    """An error that would keep a server from starting, or a loss."""
 
     what: str
-    """What it is about."""
+    """Name of the check, such as ``start: pool``."""
     text: str
-    """What the server would say."""
+    """Message that the server would log."""
     way_out: str
-    """What to do about it."""
+    """Advice for the operator."""
     refuses: bool = True
-    """Whether it keeps a server from starting; else a start loses something by it."""
+    """Whether it keeps a server from starting; otherwise a start loses data."""
 
 
 async def refusals(config: ServerConfig, *, is_served: bool = False) -> list[Refusal]:
-    """Find all for which a server would end at once, or lose something, in the order in which it would.
+    """Find all errors and losses of a start, in the server's order.
 
     Args:
         config: valid in itself.
-        is_served: a server has this pool already. Then only what does not change while one runs is looked at.
+        is_served: a server has this pool already. Then only checks whose result does not change meanwhile are run.
     """
     found = []
     for what, check, way_out in _CHECKS:
@@ -83,7 +83,7 @@ async def _check_journal(config: ServerConfig) -> str:
     def check() -> str:
         if not config.journal or not os.path.isdir(home):
             return ""
-        # A pool whose identity is lost or damaged gets a new one, of which a journal that is there is not.
+        # A pool whose identity is lost or damaged gets a new one, to which an existing journal does not belong.
         pool_id = identity_of(home) or secrets.token_bytes(ID_BYTES)
         return str(foresee(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy))
 

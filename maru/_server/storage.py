@@ -1,8 +1,8 @@
-"""What a server stands on: the pool it has locked, the directory as the journal left it, and the journal that goes on.
+"""Storage of a server: locked pool, recovered directory, and journal.
 
-Rule 1. Nothing is served before the directory and the pool agree: a region without its memory is dropped with its keys, and
-        memory without a region is removed. What was dropped is journaled before anything else is.
-Rule 2. Whoever fails on the way has let go of the pool.
+Rule 1. Nothing is served before the directory and the pool agree: a region without its memory is dropped with its keys,
+        and memory without a region is removed. Dropped regions are journaled before anything else is.
+Rule 2. On any failure the pool is released.
 """
 
 from __future__ import annotations
@@ -29,33 +29,38 @@ from ..base.errors import PoolUnusable
 from ..base.threads import run_in_thread
 
 _PATIENCE: Final = 0.1
-"""For threads of the pool that are stuck: they let go of it when they are done, or with the process."""
+"""Seconds to wait for stuck threads of the pool.
+
+They release the pool when they are done, or with the process.
+"""
 
 _log = logging.getLogger("maru.server")
 
 
 @attrs.define(eq=False)
 class Storage:
-    """Open, and in agreement."""
+    """The open pool, directory and journal of a server, in agreement."""
 
     pool: Pool
     directory: Directory
     order: LazyOrder
-    """Of the keys of its owners; to be settled after each step."""
+    """Order of its owners' keys; to be settled after each step."""
     journal: Journal | None
-    """None: nothing is written down."""
+    """The journal; ``None`` if none is written."""
     recovered: Recovered | None
-    """How the directory came back; None where nothing is written down."""
+    """Result of the recovery; ``None`` without a journal."""
 
     @property
     def begins_anew(self) -> bool:
-        """Whether something that was acknowledged before this start may be unknown."""
+        """Whether something acknowledged before this start may be unknown."""
         return self.recovered is None or bool(self.recovered.lost)
 
 
 @asynccontextmanager
 async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
-    """Lock the pool, recover, and make both agree; let go of everything afterwards. Regions and journal stay.
+    """Lock the pool, recover the directory, and make both agree.
+
+    Afterwards all are released. Regions and journal stay.
 
     Raises:
         PoolInUse: another server has the pool.
@@ -75,7 +80,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
         keep_free=keep_free,
     ) as pool:
         try:
-            # Before anything else: from here on it shows nothing of what happens.
+            # Before anything else: from here on an index left by an earlier server would be out of date.
             await run_in_thread(retire_left, pool.home)
         except OSError as exc:
             raise PoolUnusable(f"an index that an earlier server has left cannot be retired: {exc}") from exc
@@ -83,7 +88,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
         order = LazyOrder()
         directory = Directory(limits, order.policy)
         if config.journal:
-            # In a thread, since there may be much to read; nothing else is to be done meanwhile.
+            # In a thread, since there may be much to read; no other work is to be done meanwhile.
             recovered = await run_in_thread(
                 functools.partial(
                     recover,
@@ -118,7 +123,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
 
 
 def limits_of(config: ServerConfig) -> Limits:
-    """The knobs of the directory."""
+    """Return the directory's settings."""
     instance_quotas, tenant_quotas = config.quotas
     return Limits(
         lease_grace=config.lease_grace,
@@ -143,4 +148,4 @@ async def _agree(pool: Pool, directory: Directory) -> None:
         _log.warning("region %d has no memory any more: %d keys went with it", region_id, keys)
     if adoption.swept:
         _log.info("%d regions that nobody knows were removed", adoption.swept)
-    directory.take_dropped()  # all of this is gone already
+    directory.take_dropped()  # all of these are gone already
