@@ -1,1 +1,4 @@
-"""The client: what a handler does (pure generators), who drives it in trio and in threads, and its two faces."""
+"""The client: operations as pure generators, their drivers, and two handlers.
+
+One driver and handler is for trio, the other for threads.
+"""

@@ -1,14 +1,16 @@
-"""The blocking handler, for the threads of an engine. Any number of threads may use one at once.
+"""The blocking handler, for the threads of an engine.
 
-It stands on the same operations as the trio handler, and on sockets of its own: no call goes through a trio thread. A step of
-an operation runs under one lock, and nothing that takes time does: not waiting for the server, not copying, not mapping.
+Any number of threads may use one at once. It uses the same operations as the trio handler, and sockets of its own: no
+call goes through a trio thread. A step of an operation runs under one lock, and nothing that takes time does: not
+waiting for the server, not copying, not mapping.
 
 Rule 1. Every call ends: with its answer, with a typed error, or when the handler is closed. None waits longer than
         ``timeout_ms`` for one answer.
-Rule 2. A small thread of its own renews the lease, over a socket of its own, also while the engine's threads are busy. It holds
-        the handler weakly: a handler that was forgotten ends, and its lease with it.
-Rule 3. Closing says farewell within half a second or not at all, closes what nobody uses, and has whoever waits raise.
-Rule 4. A handler belongs to the process that made it. A forked child is told so, and touches nothing of it.
+Rule 2. A small thread of its own renews the lease, over a socket of its own, also while the engine's threads are busy.
+        It holds the handler weakly: a handler that was forgotten ends, and its lease with it.
+Rule 3. Closing takes leave of the server within half a second or not at all, closes all unused sockets, and makes
+        waiting calls raise.
+Rule 4. A handler belongs to the process that made it. In a forked child every call raises, and touches nothing of it.
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 JOIN_TIME = 0.5
-"""Seconds that closing waits for the thread that renews the lease: it looks up several times in between."""
+"""Seconds that closing waits for the thread that renews the lease.
+
+That thread looks up several times in between.
+"""
 
 
 class Begin:
-    """Begins calls of a handler without waiting for them: each method returns a :class:`PendingCall`."""
+    """Begins calls of a handler: each method returns a :class:`PendingCall`."""
 
     def __init__(self, handler: MaruHandler) -> None:
         self._handler = handler
@@ -99,12 +104,14 @@ class Begin:
 
 
 class MaruHandler(HandlerBase):
-    """A client of the page store, for threads: with the published names, and more. A context manager.
+    """A client of the page store, for threads. A context manager.
+
+    It has the published names, and more.
 
     Args:
-        config: its knobs; also as keywords: ``MaruHandler(server_url="ipc:///run/maru.sock")``.
+        config: its settings; also as keywords: ``MaruHandler(server_url="ipc:///run/maru.sock")``.
 
-    Every call that asks the server may raise :class:`~maru.NoAnswer` (nobody knows whether it was done: never a miss),
+    Every call that asks the server may raise :class:`~maru.NoAnswer` (it is unknown whether it was done: never a miss),
     :class:`~maru.ServerLost`, :class:`~maru.ServerRefused` and :class:`~maru.HandlerClosed`.
     """
 
@@ -117,7 +124,7 @@ class MaruHandler(HandlerBase):
         self._connecting = threading.Lock()
         self._is_forked = False
         self.begin: Begin = Begin(self)
-        """The same calls, begun and not waited for."""
+        """Same calls, begun without waiting for them."""
         self._pid = os.getpid()
         watch_forks(self, MaruHandler._after_fork)
         weakref.finalize(self, _close_connections, self._driver.connections, self._pid)  # its sockets end with it
@@ -125,10 +132,12 @@ class MaruHandler(HandlerBase):
     # --- its life -------------------------------------------------------------------------------------------------
 
     def connect(self) -> bool:
-        """Connect to the server and, if so configured, map the regions of others. Does nothing if connected.
+        """Connect and, if so configured, map the regions of others.
+
+        Does nothing if connected.
 
         Returns:
-            True: what goes wrong is raised.
+            True: any error is raised.
         """
         self._check_process()
         with self._connecting:
@@ -140,17 +149,17 @@ class MaruHandler(HandlerBase):
                 heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
                 try:
                     start_thread(heart)
-                except BaseException:  # nothing would renew the lease: it greets anew when there is a thread
+                except BaseException:  # nothing would renew the lease: it greets again when there is a thread
                     self._state.is_connected, self._state.unsettled = False, True
                     raise
                 self._heart = heart
         return True
 
     def close(self) -> None:
-        """End the session. Waiting calls raise, handles become invalid, what is held counts until its lease ends. Idempotent.
+        """End the session. Idempotent.
 
-        Within about a second, whatever the server does; never raises for what the server does. In a forked child it does
-        nothing.
+        Waiting calls raise, handles become invalid, held pins count until the lease ends. Takes about a second at most,
+        whatever the server does; never raises because of the server. In a forked child it does nothing.
         """
         if self._is_forked:
             return
@@ -166,7 +175,7 @@ class MaruHandler(HandlerBase):
             if heart is not None and heart is not threading.current_thread():
                 heart.join(JOIN_TIME)
             with driver.lock:
-                driver.state.spans.clear()  # what views hold stays mapped
+                driver.state.spans.clear()  # spans that views hold stay mapped
 
     def __enter__(self) -> MaruHandler:
         self.connect()
@@ -179,11 +188,14 @@ class MaruHandler(HandlerBase):
 
     @property
     def connected(self) -> bool:
-        """Whether it was connected and not closed. :meth:`healthcheck` asks the server."""
+        """Whether it was connected and not closed.
+
+        :meth:`healthcheck` asks the server.
+        """
         return super().connected and not self._is_forked
 
     def healthcheck(self) -> bool:
-        """Whether the server answers now."""
+        """Return whether the server answers now."""
         try:
             self._ready()
             self._driver.run(operations.simply(self._state, Code.HEARTBEAT))
@@ -194,14 +206,18 @@ class MaruHandler(HandlerBase):
     # --- storing --------------------------------------------------------------------------------------------------
 
     def alloc(self, size: int) -> AllocHandle | None:
-        """Take a page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
+        """Take a page to fill with ``size`` bytes, at most ``chunk_size_bytes``.
+
+        ``None`` if there is no room for it now.
+        """
         return self._run("alloc", handler_operations.alloc(self._state, size))
 
     def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
-        """Take ``n`` pages to fill, adjacent where possible; ``None`` if there is no room for so many.
+        """Take ``n`` pages to fill, adjacent if possible.
 
-        Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
-        another region is taken, if ``auto_expand`` is on, and as large a one as there is where ``pool_size`` asks for more.
+        ``None`` if there is no room for so many. No message is sent while there are enough free pages. If not, the
+        server evicts this instance's least recently used keys; then another region is taken, if ``auto_expand`` is on,
+        as large as available if ``pool_size`` asks for more.
 
         Raises:
             PoolFull: there never will be: the server's pool is smaller than that.
@@ -209,14 +225,16 @@ class MaruHandler(HandlerBase):
         return self._run("batch_alloc", handler_operations.batch_alloc(self._state, n, size))
 
     def free(self, handle: AllocHandle) -> None:
-        """Give a page back that was not stored."""
+        """Give back a page that was not stored."""
         self._ready()
         with self._lock:
             self._state.check_open()
             handler_operations.free(self._state, [handle])
 
     def store(self, key: str, handle: AllocHandle) -> Stored:
-        """Register a filled page under a key. The handle cannot be used afterwards, whatever the answer.
+        """Register a filled page under a key.
+
+        The handle cannot be used afterwards, whatever the answer.
 
         Raises:
             NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known.
@@ -224,30 +242,40 @@ class MaruHandler(HandlerBase):
         return self._run("store", handler_operations.store_one(self._state, key, handle))
 
     def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> list[Stored]:
-        """Register filled pages: what is a duplicate, in the batch or at the server, frees its page. One round trip."""
+        """Register filled pages in one round trip.
+
+        A duplicate, in the batch or at the server, frees its page.
+        """
         return self._run("batch_store", handler_operations.batch_store(self._state, keys, handles))
 
     def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Stored]:
         """Copy buffers into pages, without the interpreter's lock, and register them.
 
-        What there is no room for is answered ``FULL``; the first of them go in first.
+        Buffers without room are reported as ``FULL``; the first ones are stored first.
         """
         return self._run("batch_put", handler_operations.batch_put(self._state, keys, buffers))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def retrieve(self, key: str) -> MemoryInfo | None:
-        """Pin what is stored under a key, to be read in place; ``None`` if it is missing."""
+        """Pin the page of a key, to be read in place.
+
+        ``None`` if the key is missing.
+        """
         return self._run("retrieve", handler_operations.retrieve(self._state, key, self._give_back))
 
     def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
-        """Retrieve many keys; see :meth:`retrieve`. Keys that this handler has pinned need no message."""
+        """Retrieve many keys; see :meth:`retrieve`.
+
+        Keys that this handler has pinned need no message.
+        """
         return self._run("batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._give_back))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
-        """Copy what is stored under these keys into buffers, verified. No message, where the shared index tells enough.
+        """Copy the pages of these keys into buffers, verified.
 
-        Buffers of keys that are missing stay as they are, unless the key went while it was copied.
+        No message is sent if the shared index has all it needs. Buffers of keys that are missing stay as they are,
+        unless the key was removed while it was copied.
 
         Raises:
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
@@ -256,23 +284,33 @@ class MaruHandler(HandlerBase):
         return self._run("batch_get_into", handler_operations.batch_get_into(self._state, keys, buffers))
 
     def exists(self, key: str) -> bool:
-        """Whether this key is there now. Does not count as a use."""
+        """Return whether this key is there now.
+
+        Does not count as a use.
+        """
         return self._run("exists", operations.exists(self._state, key))
 
     def batch_exists(self, keys: Iterable[str]) -> list[bool]:
-        """Which of these keys are there now."""
+        """Return whether each of these keys is there now."""
         return self._run("batch_exists", operations.exist(self._state, list_keys(keys)))
 
     def pin(self, key: str) -> bool:
-        """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
+        """Keep a key until :meth:`unpin`, or the end of the session.
+
+        It is neither evicted nor deleted. Pins are counted.
+        """
         return self._run("pin", handler_operations.pin_one(self._state, key))
 
     def batch_pin(self, keys: Iterable[str]) -> list[bool]:
-        """Pin these keys up to the first that is missing: True for each pinned one, False from there on."""
+        """Pin these keys up to the first that is missing.
+
+        Returns:
+            True for each pinned key, False from the first missing one on.
+        """
         return self._run("batch_pin", operations.pin(self._state, list_keys(keys)))
 
     def unpin(self, key: str) -> bool:
-        """Undo one :meth:`pin`. False if there was none."""
+        """Undo one :meth:`pin`; return False if there was none."""
         return self._run("unpin", handler_operations.unpin_one(self._state, key))
 
     def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
@@ -290,7 +328,10 @@ class MaruHandler(HandlerBase):
         return self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
     def list_stored(self, prefix: str = "") -> list[str] | None:
-        """List this tenant's keys that begin with a prefix; see the handler for trio."""
+        """List this tenant's keys that begin with a prefix.
+
+        See the handler for trio.
+        """
         listing = operations.Listing()
         while True:
             try:
@@ -306,14 +347,14 @@ class MaruHandler(HandlerBase):
     # --- watching -------------------------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, Any]:
-        """The server's statistics, as the published server has them."""
+        """Return the server's statistics, as the published server has them."""
         self._ready()
         reply = self._driver.run(operations.simply(self._state, Code.GET_STATS))
         stats: dict[str, Any] = msgspec.to_builtins(reply)
         return stats
 
     def statistics(self) -> HandlerStatistics:
-        """An immutable snapshot of this handler."""
+        """Return an immutable snapshot of this handler."""
         return self._snapshot(self._driver.connections.statistics())
 
     # --- below ----------------------------------------------------------------------------------------------------
@@ -343,14 +384,20 @@ class MaruHandler(HandlerBase):
             raise HandlerClosed(belongs_to(self._pid, repr(self)))
 
     def _after_fork(self) -> None:
-        """In a forked child: whoever held a lock is not in this process, and its sockets are none here."""
+        """Reset the handler in a forked child.
+
+        A holder of a lock is not in this process, and its sockets are not usable here.
+        """
         self._is_forked = True
-        self._state.is_connected = False  # so that every call looks why
+        self._state.is_connected = False  # so that every call checks, and raises
         self._lock = threading.RLock()
         self._driver.after_fork(self._lock, belongs_to(self._pid, repr(self)))
 
     def _give_back(self, pins: Iterable[Pin]) -> None:
-        """One user of each pin less. The server is told at once, and nobody waits for its answer."""
+        """Remove one user of each pin, and report that to the server.
+
+        It is reported at once, without waiting for the answer.
+        """
         if self._is_forked:
             return
         state = self._state
@@ -358,7 +405,7 @@ class MaruHandler(HandlerBase):
             state.pinned.release(pins, state.era)
             tell = bool(state.pinned.due) and not state.unsettled and not state.is_closed
         if tell:
-            with contextlib.suppress(MaruError):  # then the next call tells it
+            with contextlib.suppress(MaruError):  # then the next call reports it
                 self._driver.run(operations.give_back_pins(state, wait=False))
 
 
@@ -385,5 +432,5 @@ def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: f
 
 
 def _close_connections(connections: ConnectionPool, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has copies of them, which are no sockets
+    if os.getpid() == pid:  # a forked child has copies of them, which are not usable
         connections.close()

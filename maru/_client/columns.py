@@ -1,9 +1,12 @@
-"""Pages in columns: for who moves many at once and wants no object for each. Beside `views`, which are one page each.
+"""Batches of pages as columns, without an object for each page.
 
-Rule 1. What is allocated belongs to its :class:`AllocBatch` until it is stored or freed; forgotten, it is free again. Memory
-        stays mapped for as long as somebody may still write there, whatever became of the session.
-Rule 2. What is held is pinned until its :class:`HeldBatch` is released or forgotten. Whether it still holds,
-        :meth:`HeldBatch.check` tells without asking anybody.
+For one page each, see `views`.
+
+Rule 1. Allocated pages belong to their :class:`AllocBatch` until they are stored or freed; if it is forgotten, they are
+        free again. Memory stays mapped for as long as some thread may still write there, whatever became of the
+        session.
+Rule 2. Held pages are pinned until their :class:`HeldBatch` is released or forgotten. :meth:`HeldBatch.check` raises
+        once they do not hold any more, without a message.
 """
 
 from __future__ import annotations
@@ -30,19 +33,25 @@ from .operations import (
 
 
 class AllocBatch:
-    """Pages to fill, as columns: write at :attr:`addresses`, then hand it to ``store_pages``. Made by ``alloc_pages``."""
+    """Pages to fill, as columns. Made by ``alloc_pages``.
+
+    Write at :attr:`addresses`, then pass it to ``store_pages``.
+    """
 
     __slots__ = ("__weakref__", "_memory", "_pages", "_state", "addresses", "page_bytes")
 
     def __init__(self, state: Any, pages: list[int]) -> None:
-        """Not to be called: a handler makes them."""
+        """Set up the columns. Not to be called: a handler makes them."""
         self._pages = pages
         self._state: ClientState = state
         self._memory = [span.owner for span in state.spans.values() if span.writable] if pages else []
         self.page_bytes: int = state.pages.page_bytes
-        """Of every page."""
+        """Size of every page, in bytes."""
         self.addresses: Sequence[int] = addresses(state, pages) if pages else ()
-        """Where each page begins, a ``range`` where they are neighbours. Valid while this is held."""
+        """Address of each page, a ``range`` if they are neighbours.
+
+        Valid while this is held.
+        """
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -51,7 +60,7 @@ class AllocBatch:
         return f"<AllocBatch of {len(self._pages)} pages of {self.page_bytes} bytes>"
 
     def keep(self, positions: Sequence[int]) -> None:
-        """Give back all pages but those at these positions, ascending."""
+        """Give back all pages except those at these positions, ascending."""
         kept = [self._pages[at] for at in positions]
         staying = set(kept)
         back = [page for page in self._pages if page not in staying]
@@ -62,13 +71,16 @@ class AllocBatch:
         self._state.free(back)
 
     def free(self) -> None:
-        """Give back what was not stored. Idempotent; no thread may still be writing there."""
+        """Give back the pages that were not stored. Idempotent.
+
+        No thread may still be writing there.
+        """
         pages, self._pages = self._pages, []
         if pages:
             self._state.free(pages)
 
     def _use(self, state: ClientState, n: int) -> list[int]:
-        """Its pages, which somebody else cares for from now on."""
+        """Hand over its pages: the caller gives them back or stores them."""
         if self._state is not state or len(self._pages) != n:
             raise HandlerClosed(f"{self!r} was stored or freed, is another handler's, or is not for {n} keys")
         pages, self._pages = self._pages, []
@@ -81,7 +93,10 @@ class AllocBatch:
 
 
 class HeldBatch:
-    """The pinned pages of the longest prefix that was found, as columns. Made by ``hold_pages``."""
+    """The pinned pages of the longest prefix found, as columns.
+
+    Made by ``hold_pages``.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -102,32 +117,41 @@ class HeldBatch:
         give_back: Callable[[list[Pin]], object],
         unresolved: Exception | None = None,
     ) -> None:
-        """Not to be called: a handler makes them."""
+        """Set up the columns. Not to be called: a handler makes them."""
         self.unresolved: Exception | None = unresolved
-        """Why the first that is not held could not be mapped, if that is the reason; asked for with ``partial``."""
+        """Error in mapping the first page not held; ``None`` without one.
+
+        Only with ``partial``.
+        """
         spans = {region_id: state.spans[region_id] for region_id in {pin.region_id for pin in pins}}
         self._state: ClientState = state
         self._give_back = give_back
         self._pins = self._columns = pins
         self._memory = [span.owner for span in spans.values()]
         self.addresses: Sequence[int] = [spans[pin.region_id].address + pin.offset for pin in pins]
-        """Where each begins. To be read only, and valid while this is held."""
+        """Address of each page.
+
+        To be read only, and valid while this is held.
+        """
         self.lengths: Sequence[int] = [pin.length for pin in pins]
-        """Bytes of each."""
+        """Bytes of each page."""
 
     @property
     def checksums(self) -> Sequence[int | None]:
-        """The xxh3-64 of each, where its writer has taken one."""
+        """The xxh3-64 of each page, if its writer has taken one."""
         return [pin.checksum for pin in self._columns]
 
     @property
     def generations(self) -> Sequence[int]:
-        """The registration of each: what is stored anew under the key has another one."""
+        """Registration number of each page.
+
+        A page that is stored again under the key has another one.
+        """
         return [pin.generation for pin in self._columns]
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
-        """Where each lies in the pool: its region, and the offset there in bytes."""
+        """Region and offset in bytes of each page."""
         return [(pin.region_id, pin.offset) for pin in self._columns]
 
     def __len__(self) -> int:
@@ -138,14 +162,19 @@ class HeldBatch:
 
     @property
     def expires(self) -> float:
-        """When these bytes become invalid unless the server answers before, on the monotonic clock."""
+        """Time at which these bytes become invalid unless the server answers before.
+
+        On the monotonic clock.
+        """
         return self._state.deadline
 
     def check(self) -> None:
-        """Raise unless the bytes are still what was found. Sends no message; any thread. To be called before and after a copy.
+        """Raise unless the bytes are still those that were found.
+
+        Sends no message; any thread. Call it before and after a copy.
 
         Raises:
-            LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pins.
+            LeaseLost: released; or the server restarted, or was silent for so long that it may have dropped the pins.
         """
         if not self._pins and self.lengths:
             raise LeaseLost(f"{self!r}")
@@ -153,11 +182,11 @@ class HeldBatch:
             self._state.check_era(era)
 
     def keep_first(self, n: int) -> None:
-        """Give back all but the first ``n``."""
+        """Give back all except the first ``n``."""
         self.keep(range(min(n, len(self))))
 
     def keep(self, positions: Sequence[int]) -> None:
-        """Give back all but those at these positions, ascending."""
+        """Give back all except those at these positions, ascending."""
         staying = set(positions)
         back = [pin for at, pin in enumerate(self._pins) if at not in staying]
         if not back:
@@ -168,7 +197,7 @@ class HeldBatch:
         self._give_back(back)
 
     def release(self) -> None:
-        """Give the pins back. Idempotent; the server is told at once."""
+        """Give back the pins; the server learns of it at once. Idempotent."""
         pins, self._pins = self._pins, []
         if pins:
             self._give_back(pins)
@@ -180,9 +209,9 @@ class HeldBatch:
 
 
 def alloc_pages_nowait(s: ClientState, n: int) -> AllocBatch | None:
-    """``n`` pages, if so many are known to be free."""
+    """Take ``n`` pages, if so many are known to be free."""
     if not s.is_connected and s.config.auto_connect and not s.is_closed:
-        return None  # who asks the server connects
+        return None  # a call that asks the server connects
     s.check_open()
     if s.forgotten:
         s.collect()
@@ -191,7 +220,7 @@ def alloc_pages_nowait(s: ClientState, n: int) -> AllocBatch | None:
 
 
 def alloc_pages(s: ClientState, n: int, evict: bool, partial: bool) -> Operation[AllocBatch | None]:
-    """``n`` pages, or with ``partial`` as many as there is room for."""
+    """Take ``n`` pages, or with ``partial`` as many as possible."""
     pages = yield from (allocate_most if partial else allocate)(s, n, evict=evict)
     return None if pages is None else AllocBatch(s, pages)
 
@@ -204,7 +233,7 @@ def store_pages(
     checksums: list[int] | None,
     depths: Sequence[int | None] | None = None,
 ) -> Operation[list[Stored | None]]:
-    """Register pages that are filled."""
+    """Register filled pages."""
     keys = list_keys(keys)
     if not 0 < size <= batch.page_bytes:
         raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {batch.page_bytes}")
@@ -219,7 +248,10 @@ def store_pages(
 def hold_pages(
     s: ClientState, keys: Sequence[str], give_back: Callable[[list[Pin]], object], partial: bool
 ) -> Operation[HeldBatch]:
-    """What lies under the first of these keys up to the first that is missing; ``partial``, or cannot be mapped."""
+    """Hold pages up to the first missing key.
+
+    With ``partial``, up to the first that is missing or cannot be mapped.
+    """
     if not partial:
         pins = yield from hold(s, list_keys(keys), prefix=True)
         return HeldBatch(s, [pin for pin in pins if pin is not None], give_back)
@@ -230,19 +262,22 @@ def hold_pages(
 
 
 def hold_pages_here(s: ClientState, keys: Sequence[str], give_back: Callable[[list[Pin]], object]) -> HeldBatch | None:
-    """What lies under the first of these keys up to the first that is missing, if that can be told and held here."""
+    """Hold pages up to the first missing key, without a message.
+
+    ``None`` if that is not possible.
+    """
     pins, left = hold_nowait(s, s.names(list_keys(keys)), prefix=True)
     held = [pin for pin in pins if pin is not None]
     if not left:
         try:
             return HeldBatch(s, held, give_back)
-        except KeyError:  # a region that is not mapped here: to ask for it takes a message
+        except KeyError:  # a region that is not mapped here: asking for it takes a message
             pass
     give_back(held)
     return None
 
 
 def exist_here(s: ClientState, keys: Sequence[str]) -> list[bool] | None:
-    """Which of these keys are there, if that can be told here."""
+    """Return whether each key is there, if the index here can decide."""
     there = [False] * len(keys)
     return None if exist_nowait(s, s.names(list_keys(keys)), there) else there

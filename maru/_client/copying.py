@@ -1,7 +1,7 @@
-"""Bytes from and to pages: where a buffer lies, and copies between columns of addresses. Any thread.
+"""Copies between buffers and pages, as columns of addresses. Any thread.
 
-What is adjacent on both sides is copied as one run. Copies let go of the interpreter's lock, sums do not, so both together
-go through in portions: a portion is summed while it is still in the core's own cache.
+Pieces that are adjacent on both sides are copied as one run. Copies release the interpreter's lock, sums do not, so
+both together are done in portions: a portion is summed while it is still in the core's own cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, Final, TypeAlias
 import xxhash
 
 Buffer: TypeAlias = Any
-"""Anything that holds bytes in one run: with the buffer protocol, or a tensor on the CPU."""
+"""Object with its bytes in one run.
+
+It has the buffer protocol, or is a tensor on the CPU.
+"""
 
 _WARM_BYTES: Final = 256 * 1024
 _memmove = ctypes.memmove
@@ -46,12 +49,12 @@ _SIMPLE, _WRITABLE = 0, 1
 
 
 class Places:
-    """Where buffers lie: two columns, and what keeps them there. Closing it lets go of the buffers.
+    """Addresses and sizes of buffers, which are kept in place until closed.
 
     Raises:
         TypeError: not a buffer.
         ValueError: a tensor that is not contiguous or not on the CPU.
-        BufferError: not contiguous, or read-only where it is to be written.
+        BufferError: not contiguous, or read-only although it is to be written.
     """
 
     __slots__ = ("_held", "_tensors", "addresses", "sizes")
@@ -84,7 +87,7 @@ class Places:
         self.sizes.append(view.len)
 
     def close(self) -> None:
-        """Let go of the buffers. Idempotent."""
+        """Release the buffers. Idempotent."""
         held, self._held = self._held, []
         self._tensors.clear()
         for view in held:
@@ -112,12 +115,12 @@ def copy(to: Sequence[int], at: Sequence[int], sizes: Sequence[int]) -> None:
 
 
 def sums(at: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """xxh3-64 of each."""
+    """Return the xxh3-64 of each run of bytes."""
     return [_digest((ctypes.c_char * size).from_address(address)) for address, size in zip(at, sizes, strict=True)]
 
 
 def copy_and_sum(to: Sequence[int], at: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """:func:`copy`, and the xxh3-64 of each as it arrived."""
+    """Copy like :func:`copy`; return the xxh3-64 of each as it arrived."""
     arrived: list[int] = []
     start, portion = 0, 0
     for stop, size in enumerate(sizes, start=1):
@@ -133,7 +136,10 @@ def copy_and_sum(to: Sequence[int], at: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def _copy_and_sum_one(to: int, at: int, size: int) -> int:
-    """In portions, too: of a MiB, the beginning has left the cache when the end has come."""
+    """Copy one run in portions, and return its sum.
+
+    The beginning of a MiB has left the cache when its end has come.
+    """
     state = xxhash.xxh3_64()
     for begin in range(0, size, _WARM_BYTES):
         n = min(_WARM_BYTES, size - begin)

@@ -1,9 +1,9 @@
-"""Driving operations from any thread: what they ask for is done here, over blocking sockets.
+"""Driver of operations for any thread, over blocking sockets.
 
-Rule 1. A step of an operation runs under one lock, and nothing that takes time does: not waiting for the server, not copying,
-        not mapping.
-Rule 2. Whatever goes wrong is thrown into the operation, which leaves everything in order and raises it on.
-Rule 3. What runs alone waits for nobody who waits for it: an operation that is run alone runs others inside at once.
+Rule 1. A step of an operation runs under one lock, and nothing that takes time does: not waiting for the server, not
+        copying, not mapping.
+Rule 2. Any error is thrown into the operation, which leaves everything in order and raises it on.
+Rule 3. An exclusive operation never waits for one that waits for it: it runs others inside itself at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Performs what operations ask for, in whatever thread calls."""
+    """Performs the effects of operations, in the calling thread."""
 
     def __init__(
         self, state: ClientState, lock: AbstractContextManager[object], connect: Callable[[], BlockingSocket]
@@ -36,20 +36,26 @@ class Driver:
         self.state = state
         self.timeout = state.config.timeout_ms / 1e3
         self.lock = lock
-        """Held while an operation takes a step. Whoever has it may take it again."""
+        """Lock held while an operation takes a step; reentrant."""
         self._alone, self._alone_for_memory = threading.RLock(), threading.RLock()
         self.abandoned: deque[tuple[Operation[Any], Call]] = deque()
         """Operations that wait for an answer, and whose ticket was forgotten."""
         self.connections = ConnectionPool(connect, state.config.max_inflight, lock, state.heard_late, state.gave_up)
 
     def after_fork(self, lock: AbstractContextManager[object], why: str) -> None:
-        """In a forked child: nothing is sent and nothing is waited for any more; what was begun ends with this reason."""
+        """Reset the driver in a forked child.
+
+        Nothing is sent and nothing is waited for any more; calls under way end with this reason.
+        """
         self.lock = lock
         self._alone, self._alone_for_memory = threading.RLock(), threading.RLock()
         self.connections.after_fork(why)
 
     def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
-        """Drive it to its end; one that was begun, on from there with what it waits for."""
+        """Drive an operation to its end.
+
+        One that was begun continues with the value or the error that it waits for.
+        """
         send, throw, lock = operation.send, operation.throw, self.lock
         try:
             while True:
@@ -88,7 +94,11 @@ class Driver:
         )
 
     def begin(self, operation: Operation[T]) -> Call | T:
-        """Drive it until it has sent something whose answer it needs."""
+        """Drive an operation until it has sent a call to wait for.
+
+        Returns:
+            The call, or the result of an operation that needs none.
+        """
         value: Any = None
         error: BaseException | None = None
         try:
@@ -118,7 +128,7 @@ class Driver:
         return call
 
     def finish(self, call: Call) -> Any:
-        """The answer to what was begun."""
+        """Return the answer to a call that was begun."""
         if call.reply is None:
             connection, connections = call.connection, self.connections
             connections.take_that(connection, call.deadline)
@@ -129,7 +139,7 @@ class Driver:
         return self._answer(call)
 
     def end_abandoned(self) -> None:
-        """End what was forgotten, as if it had not been answered."""
+        """End forgotten operations, as if they had not been answered."""
         while self.abandoned:
             operation, call = self.abandoned.popleft()
             with contextlib.suppress(MaruError):
@@ -153,7 +163,7 @@ class Driver:
         return self._answer(call)
 
     def _start(self, call: Call) -> None:
-        """Send a call for whose answer nobody waits. What it brings is heard all the same."""
+        """Send a call without waiting for its answer, which is still applied."""
         now = monotonic()
         try:
             connection = self.connections.take(now)
@@ -182,7 +192,7 @@ class Driver:
 
     def _answer(self, call: Call) -> Any:
         reply = call.reply
-        if isinstance(reply, MaruError):  # it cannot be read, or will not come
+        if isinstance(reply, MaruError):  # the reply cannot be read, or will not come
             self.state.counters.unanswered += isinstance(reply, NoAnswer)
             raise reply
         with self.lock:
@@ -193,15 +203,16 @@ class Driver:
 
 
 class PendingCall(Generic[T]):
-    """A call that was begun without waiting. Made by :attr:`MaruHandler.begin`. Its result can be taken once.
+    """A call that was begun without waiting. Made by :attr:`MaruHandler.begin`.
 
-    A store that was begun has copied its buffers; one that is forgotten counts as not answered.
+    Its result can be taken once. A store that was begun has copied its buffers; one that is forgotten counts as not
+    answered.
     """
 
     __slots__ = ("__weakref__", "_driver", "_operation", "_value", "_waiting")
 
     def __init__(self, driver: Any, operation: Any) -> None:
-        """Not to be called: a handler makes them."""
+        """Begin the operation. Not to be called: a handler makes them."""
         self._waiting: Call | None = None
         self._driver: Driver | None = driver
         self._operation = operation
@@ -213,7 +224,10 @@ class PendingCall(Generic[T]):
             self._value = begun
 
     def result(self) -> T:
-        """Wait for the call, with the timeout that it began with, and return its result or raise its error."""
+        """Wait for the call, and return its result or raise its error.
+
+        The timeout is that with which it began.
+        """
         driver, self._driver = self._driver, None
         if driver is None:
             raise HandlerClosed("the result of this call was asked for before")

@@ -1,12 +1,12 @@
-"""Driving operations in a trio run: what they ask for is done here, over one socket for all tasks.
+"""Driver of operations in a trio run, with one shared socket.
 
-No task stands between a call and its answer: who waits reads the socket. Beside the callers run a few small tasks: one ends
-waits that are over, one renews the lease, one tells the server of views that were left.
+No task stands between a call and its answer: the waiting caller reads the socket. Next to the callers run a few small
+tasks: one ends expired waits, one renews the lease, one reports released views to the server.
 
-Rule 1. Whatever goes wrong, a cancellation included, is thrown into the operation, which leaves everything in order and raises
-        it on.
-Rule 2. One task watches over all waits, since a deadline of its own would cost each call a third.
-Rule 3. What may block, does so in a thread: mapping, and copies that take longer than a thread costs.
+Rule 1. Any error, a cancellation included, is thrown into the operation, which leaves everything in order and raises it
+        on.
+Rule 2. One task watches all waits, since a deadline of its own would cost each call a third.
+Rule 3. Work that may block is done in a thread: mapping, and copies that take longer than a thread costs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 INLINE_BYTES = 1 << 20
-"""A copy up to here is made in place: it takes as long as waking a thread and being woken by it."""
+"""Bytes up to which a copy is made in place.
+
+It takes as long as waking a thread and being woken by it.
+"""
 COPIES = 2
 """Copies in threads at once: two fill a memory bus."""
 
 
 class Driver:
-    """Performs what operations ask for, in a trio run."""
+    """Performs the effects of operations, in a trio run."""
 
     def __init__(self, state: ClientState) -> None:
         self.state = state
@@ -62,21 +65,21 @@ class Driver:
         self.connecting = trio.Lock()
 
     def use(self, socket: MessageSocket) -> None:
-        """Talk over this socket from now on."""
+        """Use this socket from now on."""
         self._socket = socket
         self._closed = False
 
     def close(self) -> None:
-        """No further calls. Those that wait end when the socket is closed."""
+        """Refuse further calls. Waiting calls end when the socket is closed."""
         self._closed = True
         self._room.unpark_all()
         self._keeping.cancel()
 
     async def keep(self) -> None:
-        """What goes on beside the callers, until closed.
+        """Run the background tasks, until closed.
 
-        Cancelling what is around the handler does not end it: a caller may go on for a while, in a shield, and must not wait
-        for ever, nor lose what it reads.
+        Cancelling the scope around the handler does not end them: a caller may go on for a while, in a shield, and must
+        not wait for ever, nor lose an answer.
         """
         with self._keeping:
             async with trio.open_nursery() as nursery:
@@ -86,10 +89,10 @@ class Driver:
                 nursery.start_soon(self.keep_unpinning)
 
     async def run(self, operation: Operation[T], *, alone: tuple[trio.Lock, ...] = ()) -> T:
-        """Drive it to its end. Always a checkpoint.
+        """Drive an operation to its end. Always a checkpoint.
 
         Args:
-            operation: what is to be done.
+            operation: the operation.
             alone: the locks that are held for it.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -138,7 +141,10 @@ class Driver:
         return await self.map(effect)
 
     async def identify(self) -> Listener:
-        """Who listens at the server's address, asked in a thread: a name may have to be looked up."""
+        """Find the process that listens at the server's address.
+
+        In a thread, since a name may have to be looked up.
+        """
         try:
             return await run_in_thread(identify, self.state.config, abandon_on_cancel=True)
         except NoThread as exc:
@@ -156,10 +162,10 @@ class Driver:
             timeout=self.timeout,
             device=s.config.dax_path,
         )
-        # Left alone when cancelled: what it has mapped then is referred to by nobody, and unmaps itself.
+        # Left alone when cancelled: its mapping is then referred to by no object, and unmaps itself.
         try:
             return await run_in_thread(fetch, abandon_on_cancel=True)
-        except NoThread as exc:  # this must not end who keeps the lease
+        except NoThread as exc:  # this must not end the task that keeps the lease
             raise CannotMap(f"nothing can be mapped now: {exc}") from exc
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -186,7 +192,10 @@ class Driver:
         return reply
 
     async def _send_late(self, call: Call, frames: tuple[bytes, bytes]) -> None:
-        """Send it once there is room: the server is away for long, or takes nothing in. Waits as long as for an answer."""
+        """Send a call's frames once there is room in the socket.
+
+        There is none if the server is away for long, or reads nothing. Waits as long as for an answer.
+        """
         self._queueing.add(call.sequence)
         try:
             with trio.move_on_after(max(0.0, call.deadline - self.state.clock())) as patience:
@@ -198,7 +207,7 @@ class Driver:
             raise NoAnswer(f"{self.state!r}: nothing more can be sent to it")
 
     def _start(self, call: Call) -> None:
-        """Send a call for whose answer nobody waits. What it brings is heard all the same."""
+        """Send a call without waiting for its answer, which is still applied."""
         if self.correlation.is_full or self._closed:
             return
         frames = self._begin(call)
@@ -210,7 +219,7 @@ class Driver:
             self._give_up(call)
 
     def _begin(self, call: Call) -> tuple[bytes, bytes]:
-        """A call becomes frames that may leave now."""
+        """Encode a call as frames that may leave now."""
         if self._closed:
             raise HandlerClosed(f"{self.state!r}")
         call.sequence = sequence = self.correlation.begin(call)
@@ -228,7 +237,7 @@ class Driver:
         return b"", frame
 
     def _give_up(self, call: Call) -> None:
-        """Nobody waits for this call any more. Its answer may be there all the same."""
+        """Stop waiting for a call; apply its answer if it came already."""
         if not call.is_over:
             call.is_over = True
             self.correlation.give_up(call.sequence)
@@ -242,7 +251,10 @@ class Driver:
             self._room.unpark()
 
     def on_messages(self, messages: list[Message]) -> None:
-        """Answers have come. Never raises: it is called by whoever reads the socket, for all."""
+        """Apply answers that have come.
+
+        Never raises: it is called by whichever task reads the socket, for all.
+        """
         correlation, state = self.correlation, self.state
         for message in messages:
             frame = message[-1]
@@ -281,8 +293,8 @@ class Driver:
     async def keep_time(self) -> None:
         """End every wait that is over.
 
-        All of them are equally long, or longer. So whoever sleeps for that long at most, and then until the first of those
-        that wait is over, is never late; and no call has to wake him, or has a deadline of its own.
+        All waits are equally long, or longer. So a task that sleeps for that long at most, and then until the first of
+        the waits is over, is never late; and no call has to wake it, or has a deadline of its own.
         """
         while True:
             now = self.state.clock()
@@ -295,14 +307,17 @@ class Driver:
             await trio.sleep(first - now)
 
     def on_lost(self, unsent: Collection[bytes]) -> None:
-        """The connection is lost: what was sent over it is never answered, so nobody waits for that any longer."""
+        """End all calls that were sent over a lost connection.
+
+        They will never be answered.
+        """
         to_send = self._queueing.union(read_header(frame).sequence for frame in unsent)
         for call in self.correlation.calls():
             if call.sequence not in to_send:
                 self._end_unanswered(call, "the connection was lost before there was an answer")
 
     def on_shortage(self, frame: bytes, shortage: Shortage) -> None:
-        """End the call whose frame has waited, and cannot be sent."""
+        """End the call whose queued frame cannot be sent."""
         sequence = read_header(frame).sequence
         for call in self.correlation.calls():
             if call.sequence == sequence:
@@ -317,7 +332,7 @@ class Driver:
         call.expected.fail(NoAnswer(f"{self.state!r}: {why} to {Code(call.code).name}"))
 
     async def keep_lease(self) -> None:
-        """Renew the lease, and do what has waited for that."""
+        """Renew the lease, and do the work that waits for it."""
         state = self.state
         while True:
             await trio.sleep(beat_of(state))
@@ -332,18 +347,21 @@ class Driver:
                 _log.exception("%r could not renew its lease", state)
 
     async def keep_unpinning(self) -> None:
-        """Tell the server of pins whose views were left."""
+        """Report pins of released views to the server."""
         while True:
             await self._released.wait()
             self._released = trio.Event()
             try:
                 with contextlib.suppress(MaruError):
                     await self.run(operations.settle(self.state))
-            except Exception:  # likewise: the next call settles it, and is told
+            except Exception:  # likewise: the next call settles it, and gets the error
                 _log.exception("%r could not tell the server of what was left", self.state)
 
     def give_back(self, pins: Iterable[Pin]) -> None:
-        """One user of each pin less. The server is told at once, in one message, and nobody waits for its answer."""
+        """Remove one user of each pin, and report that to the server.
+
+        It is reported at once, in one message, without waiting for the answer.
+        """
         state = self.state
         state.pinned.release(pins, state.era)
         if state.pinned.due and not self._closed:

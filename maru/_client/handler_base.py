@@ -1,4 +1,4 @@
-"""What both handlers are without waiting for anybody: who they are, and which memory they see."""
+"""Common base of both handlers: identity, settings and mapped memory. Never waits."""
 
 from __future__ import annotations
 
@@ -19,44 +19,50 @@ from .views import MemoryInfo
 
 @attrs.frozen
 class CallStatistics:
-    """A snapshot of the calls of a handler; counters since it was made."""
+    """A snapshot of a handler's calls; counters count from its creation."""
 
     sockets: int
-    """Open."""
+    """Number of open sockets."""
     waiting: int
     """Calls without an answer."""
     late: int
     """Answers to calls given up, in all."""
     unknown: int
-    """Answers to nothing, in all."""
+    """Answers to no known call, in all."""
     unreadable: int
-    """Frames or answers that were none, in all."""
+    """Unreadable frames and answers, in all."""
 
 
 @attrs.frozen
 class HandlerStatistics:
-    """A snapshot of a handler; counters since it was made."""
+    """A snapshot of a handler; counters count from its creation."""
 
     pages: PageStatistics
-    """Its own."""
+    """Statistics of its own pages."""
     calls: CallStatistics
-    """On the way to the server."""
+    """Statistics of calls to the server."""
     counters: Counters
-    """What happened to it."""
+    """Counts of events, such as unanswered calls."""
     board: BoardCounters
-    """What it held without a message, and what it could not."""
+    """Counts of keys held by its board, and of failures to hold."""
     pinned: int
-    """Keys it holds pinned, by message or by its board."""
+    """Number of keys it holds pinned, by message or by its board."""
     regions: int
-    """Mapped, its own and others'."""
+    """Number of mapped regions, its own and others'."""
     shortfall: Shortfall | None = None
-    """The last region that the server had not so many bytes for; ``None`` if it had all that was asked for."""
+    """The last region for which the server lacked bytes.
+
+    ``None`` if the server had all that was requested.
+    """
     why_no_index: str = ""
-    """Why keys are looked up by message and not in the shared index; empty if they are, or nothing was looked up yet."""
+    """Reason why the shared index is not used for lookups.
+
+    Empty if it is used, or nothing was looked up yet.
+    """
 
 
 class HandlerBase:
-    """The part of a handler that is the same in trio and in threads."""
+    """Common part of the handlers for trio and for threads."""
 
     def __init__(
         self,
@@ -65,10 +71,10 @@ class HandlerBase:
         clock: Callable[[], float],
         lock: AbstractContextManager[object],
     ) -> None:
-        """See the two handlers."""
+        """Set up the settings and the state; see the two handlers."""
         config = MaruConfig() if config is None else config
         self.config: MaruConfig = attrs.evolve(config, **knobs)
-        """Its knobs."""
+        """Settings of the handler."""
         self._instance_id = self.config.instance_id or uuid.uuid4().hex
         self._reports = self.config.enable_stats
         self._lock = lock
@@ -83,35 +89,50 @@ class HandlerBase:
 
     @property
     def connected(self) -> bool:
-        """Whether it was connected and not closed. Says nothing of the server's health: see ``healthcheck``."""
+        """Whether it was connected and not closed.
+
+        Shows nothing about the server's health: see ``healthcheck``.
+        """
         return self._state.is_connected and not self._state.is_closed
 
     @property
     def era(self) -> int:
-        """Grows when what was known of keys is over: the server has restarted or ended the session, or this was opened anew."""
+        """Number that grows when all knowledge of keys is void.
+
+        That is: the server has restarted or ended the session, or this handler was opened again.
+        """
         return self._state.era
 
     @property
     def instance_id(self) -> str:
-        """Who owns its regions."""
+        """Id of the owner of its regions."""
         return self._instance_id
 
     @property
     def max_key_bytes(self) -> int:
-        """Bytes of a key in UTF-8 at most: what the server takes, less the salt of tenant and namespace."""
+        """Most bytes of a key in UTF-8.
+
+        The server's limit, less the salt of tenant and namespace.
+        """
         return self._state.max_key_bytes - len(self._state.salt.encode())
 
     def get_chunk_size(self) -> int:
-        """Bytes of a page."""
+        """Return the bytes of a page."""
         return self.config.chunk_size_bytes
 
     def get_owned_region_ids(self) -> list[int]:
-        """Regions of its own. The first is taken by the first ``alloc``: a handler that only reads takes none."""
+        """Return the ids of its own regions.
+
+        The first is taken by the first ``alloc``: a handler that only reads takes none.
+        """
         with self._lock:
             return [region.region_id for region in self._state.pages.regions]
 
     def get_owned_keys(self) -> list[str]:
-        """What is stored in its regions, as far as it has heard. Asks nobody."""
+        """Return the keys stored in its regions, as far as known.
+
+        Sends no message.
+        """
         state = self._state
         with self._lock:
             pages, stored, salt = state.pages, state.stored, len(state.salt)
@@ -119,15 +140,16 @@ class HandlerBase:
             return [stored[page][0][salt:] for page in owned if page in stored]
 
     def get_region_page_count(self, region_id: int) -> int | None:
-        """Pages of a region that is mapped here; ``None`` if it is not."""
+        """Return the number of a mapped region's pages; else ``None``."""
         with self._lock:
             span = self._state.spans.get(region_id)
         return None if span is None else span.length // self.config.chunk_size_bytes
 
     def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
-        """Some bytes of a region that is mapped here, read-only if it is another's; ``None`` if it is not mapped.
+        """Return some bytes of a mapped region; else ``None``.
 
-        Nothing keeps these bytes from changing: what is read under a pin comes from ``retrieve``.
+        They are read-only if the region is another owner's. Nothing keeps these bytes from changing: pinned bytes come
+        from ``retrieve``.
 
         Raises:
             ValueError: they are not inside.
@@ -137,9 +159,10 @@ class HandlerBase:
         return None if span is None else span.view(offset, size)
 
     def set_on_region_added(self, callback: Callable[[int, int], object] | None) -> None:
-        """Have ``callback(region_id, pages)`` called when a region was mapped: an own one, or another's.
+        """Call ``callback(region_id, pages)`` whenever a region was mapped.
 
-        It is called inside the call that needed the region, and must not call for another one.
+        Own regions and others' count. It is called inside the call that needed the region, and must not call for
+        another one.
         """
         size = self.config.chunk_size_bytes
 
@@ -150,36 +173,48 @@ class HandlerBase:
         self._state.on_region_added = None if callback is None else added
 
     def hold_pages_here(self, keys: Sequence[str]) -> HeldBatch | None:
-        """Hold what is stored under these keys up to the first that is missing, without a message. Any thread; never waits.
+        """Hold pages up to the first missing key, without a message.
+
+        May be called from any thread; never waits.
 
         Returns:
-            What is held, as ``hold_pages`` does; it may be released in any thread, too. ``None`` where the shared index, or our
-            board, cannot tell or hold all of it, or a region is not mapped here yet: then ``hold_pages`` can.
+            The held pages, as from ``hold_pages``; they may be released in any thread, too. ``None`` if the shared
+            index, or our
+            board, cannot decide or hold all of them, or a region is not mapped here yet: then ``hold_pages`` can.
         """
         return columns.hold_pages_here(self._state, keys, self._release_here)
 
     def exist_here(self, keys: Sequence[str]) -> list[bool] | None:
-        """Which of these keys are there, without a message. Any thread; never waits. ``None``: the shared index cannot tell."""
+        """Return whether each key is there, without a message.
+
+        ``None`` if the shared index cannot decide. May be called from any thread; never waits.
+        """
         return columns.exist_here(self._state, keys)
 
     def _release_here(self, pins: Sequence[Pin]) -> None:
-        """One user of each pin less. Any thread."""
+        """Remove one user of each pin. Any thread."""
         left = list(pins)
         for board in {pin.board for pin in pins} - {None}:
             left = board.release(left)
-        self._state.pinned.dropped.extend(left)  # the server counts them since a restart: the next call tells it
+        self._state.pinned.dropped.extend(left)  # since a restart, the server counts them: the next call reports them
 
     def _begin_anew(self) -> None:
-        """It is not connected (any more): nothing is known of a server, and what was counted and asked for stays."""
+        """Begin with a new state, not connected (any more).
+
+        Nothing is known of a server; counters and callbacks are kept.
+        """
         was = self._state
         self._state = now = ClientState(self.config, self._instance_id, self._clock)
         now.counters, now.on_region_added = was.counters, was.on_region_added
         now.index.counters = was.index.counters
-        now.era = was.era + 1  # what was held is of an era that is over
+        now.era = was.era + 1  # held pages are of an era that is over
         now.pages.go_on_from(was.pages)
 
     def _observe(self, what: str, answer: object, latency: float) -> None:
-        """Note what a call did, for the server's statistics. Sent with the next sign of life."""
+        """Record a call for the server's statistics.
+
+        It is sent with the next beat.
+        """
         answers = answer if isinstance(answer, list) else [answer]
         hits = sum(map(bool, answers))
         result = "none" if not answers else "hit" if hits == len(answers) else "partial" if hits else "miss"
@@ -204,11 +239,14 @@ class HandlerBase:
 
 
 def beat_of(state: ClientState) -> float:
-    """Seconds between two signs of life."""
+    """Return the seconds between two beats."""
     return state.lease / BEATS_PER_LEASE if state.own else PUBLISHED_BEAT
 
 
 BEATS_PER_LEASE = 3
-"""Two may be lost."""
+"""Beats in one lease: two may be lost."""
 PUBLISHED_BEAT = 10.0
-"""A published server has no lease; its beat only shows whether it still knows this handler's regions."""
+"""Seconds between two beats to a published server.
+
+It has no lease; a beat only shows whether it still knows this handler's regions.
+"""

@@ -1,4 +1,7 @@
-"""What both handlers do: the operations, over handles, views and buffers. Pure, but for where buffers lie in memory."""
+"""Operations of both handlers, over handles, views and buffers.
+
+Pure, except for the addresses of buffers.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from .views import AllocHandle, MemoryInfo
 T = TypeVar("T")
 
 GiveBack: TypeAlias = Callable[[Sequence[Pin]], object]
-"""Takes pins that have one user less."""
+"""Callback that takes pins with one user less."""
 
 
 # --- storing ------------------------------------------------------------------------------------------------------
 
 
 def alloc(s: ClientState, size: int) -> Operation[AllocHandle | None]:
-    """A page to fill."""
+    """Allocate a page to fill."""
     handles = yield from batch_alloc(s, 1, size)
     return None if handles is None else handles[0]
 
 
 def batch_alloc(s: ClientState, n: int, size: int | None) -> Operation[list[AllocHandle] | None]:
-    """Pages to fill."""
+    """Allocate pages to fill."""
     page_bytes = s.pages.page_bytes
     size = page_bytes if size is None else size
     if not 0 < size <= page_bytes:
@@ -40,7 +43,10 @@ def batch_alloc(s: ClientState, n: int, size: int | None) -> Operation[list[Allo
 
 
 def free(s: ClientState, handles: Iterable[AllocHandle]) -> None:
-    """Give pages back that were not stored. Once: a handle that was stored or freed is refused."""
+    """Give back pages that were not stored.
+
+    Once: a handle that was stored or freed is refused.
+    """
     handles = list(handles)
     for handle in handles:
         handle._check(s)
@@ -88,20 +94,20 @@ def batch_put(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer]) ->
 
 
 def retrieve(s: ClientState, key: str, give_back: GiveBack) -> Operation[MemoryInfo | None]:
-    """What lies under a key, pinned."""
+    """Pin the page of a key."""
     [found] = yield from batch_retrieve(s, [key], give_back)
     return found
 
 
 def batch_retrieve(s: ClientState, keys: Iterable[str], give_back: GiveBack) -> Operation[list[MemoryInfo | None]]:
-    """What lies under these keys, pinned."""
+    """Pin the pages of these keys."""
     keys = list_keys(keys)
     pins = yield from hold(s, keys)
     return [None if one is None else MemoryInfo(s, key, one, give_back) for key, one in zip(keys, pins, strict=True)]
 
 
 def batch_get_into(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Loaded]]:
-    """Copy what lies under these keys into buffers."""
+    """Copy the pages of these keys into buffers."""
     keys = list_keys(keys)
     with Places(buffers, write=True) as places:
         to, sizes = places.addresses, places.sizes
@@ -125,7 +131,7 @@ def batch_get_into(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer
 
 
 def first(operation: Operation[list[T]]) -> Operation[T]:
-    """The only answer."""
+    """Return the only answer of an operation."""
     [answer] = yield from operation
     return answer
 

@@ -1,4 +1,7 @@
-"""What a key is for a client: a text that a message can carry. Checked where it comes in, before anything is taken for it."""
+"""Checks of a client's keys: texts that a message can carry.
+
+Keys are checked on entry, before anything is allocated for them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable
 
 
 def list_keys(keys: Iterable[str]) -> list[str]:
-    """These keys, as a list.
+    """Return the keys as a list, after a check.
 
     Raises:
         TypeError: one of them is no text; or this is one key, and not several.

@@ -1,18 +1,18 @@
-"""The pages of an owner: which are free, and which wait for an answer. Pure.
+"""States of an owner's pages: free, used, or awaiting answers. Pure.
 
-The columns here move along the arrows of :mod:`maru._client.page_states` only.
+Pages move along the arrows of :mod:`maru._client.page_states` only.
 
-Rule 1. A page is used again only once the fate of its last registration is known. One that was sent and not answered is in
-        IN_DOUBT until the server has fenced that attempt and said what became of it; a published server cannot be asked, so
-        there it is QUARANTINED until the region ends.
-Rule 2. A page that comes back from the server is free only once its number can be acknowledged, that is once every return
-        before it has come, too. The request that stores into it anew carries that acknowledgement.
-Rule 3. A return may overtake the answer to the STORE it undoes (they travel on two sockets). It names the attempt, so it is
-        never taken for a return of what the page held before or holds after.
-Rule 4. Free pages are handed out ascending, and as neighbours where possible, so that a copy into them is one run.
+Rule 1. A page is used again only once the fate of its last registration is known. One that was sent and not answered is
+        IN_DOUBT until the server has fenced that attempt and reported its outcome; a published server cannot be asked,
+        so there it is QUARANTINED until the region ends.
+Rule 2. A page that comes back from the server is free only once its number can be acknowledged, that is once every
+        return before it has come, too. The request that stores into it again carries that acknowledgement.
+Rule 3. A return may overtake the answer to the STORE it undoes (they travel on two sockets). It names the attempt, so
+        it is never taken for a return of an earlier or later content of the page.
+Rule 4. Free pages are handed out ascending, and as neighbours if possible, so that a copy into them is one run.
 
-A page is a number. The numbers of a region are consecutive, and no two regions are neighbours, so that a run of numbers is a
-run of memory. Every method takes and gives whole columns; for a run its moves are slices.
+A page is a number. The numbers of a region are consecutive, and no two regions are neighbours, so that a run of numbers
+is a run of memory. Every method takes and returns whole columns; for a run its moves are slices.
 """
 
 from __future__ import annotations
@@ -35,39 +35,42 @@ class OwnedRegion:
     """A region of this owner."""
 
     region_id: int
-    """Its number at the server."""
+    """Number of the region at the server."""
     first: int
-    """The number of its first page."""
+    """Number of its first page."""
     pages: int
-    """How many it has."""
+    """Number of its pages."""
 
 
 @attrs.frozen
 class PageStatistics:
-    """A snapshot of an owner's pages; counters since it was made."""
+    """A snapshot of an owner's pages; counters count from its creation."""
 
     regions: int
     """Regions held."""
     pages: int
-    """Pages in them."""
+    """Pages in these regions."""
     free: int
-    """Can be handed out."""
+    """Pages that can be handed out."""
     allocated: int
-    """Being filled."""
+    """Pages being filled."""
     registering: int
-    """On the way to the server."""
+    """Pages on the way to the server."""
     registered: int
-    """Found by their key, as far as the owner has heard."""
+    """Registered pages, as far as the owner has heard."""
     in_doubt: int
-    """Sent and not answered."""
+    """Pages sent and not answered."""
     returning: int
-    """Came back, behind a return that has not come yet."""
+    """Pages that came back before an earlier return, which is missing."""
     quarantined: int
-    """Lost until the region ends."""
+    """Pages lost until their region ends."""
     returned: int
-    """Came back, in all."""
+    """Pages that came back, in all."""
     strays: int
-    """Returns that named no page held under that attempt, in all. There should be none."""
+    """Returns of pages not held under that attempt, in all.
+
+    There should be none.
+    """
 
 
 class OwnedPages:
@@ -93,10 +96,16 @@ class OwnedPages:
         self._early: dict[int, int] = {}  # number -> page of the returns that came before one that is missing
         self._returned = self._strays = 0
         self.on_freed: list[Callable[[], object]] = []
-        """Called whenever pages have become free, with everything in order. Each must only note it."""
+        """Callbacks for freed pages, called with all columns in order.
+
+        Each must only take note of it.
+        """
 
     def go_on_from(self, was: OwnedPages) -> None:
-        """These take the place of others, of a session that is over: who is told goes on to be, and counters go on."""
+        """Continue from the pages of an ended session.
+
+        Callbacks and counters are taken over.
+        """
         self.on_freed, self._returned, self._strays = was.on_freed, was._returned, was._strays
 
     def __repr__(self) -> str:
@@ -106,11 +115,14 @@ class OwnedPages:
 
     @property
     def regions(self) -> Sequence[OwnedRegion]:
-        """Those that are held, in the order in which they were added."""
+        """Held regions, in the order in which they were added."""
         return list(self._by_id.values())
 
     def add_region(self, region_id: int, length: int) -> OwnedRegion:
-        """A region of ``length`` bytes is ours: its pages are free. What does not fill a page is not used."""
+        """Add a region of ``length`` bytes, with free pages.
+
+        A rest that does not fill a page is not used.
+        """
         if region_id in self._by_id:
             raise ValueError(f"region {region_id} is held already")
         first = len(self._states)
@@ -128,7 +140,7 @@ class OwnedPages:
         return region
 
     def end_region(self, region_id: int) -> None:
-        """This region is not ours any more: all its pages are orphans, whatever they were."""
+        """End a region: all its pages become orphans, in any state."""
         region = self._by_id.pop(region_id)
         ended = range(region.first, region.first + region.pages)
         column = slice(ended.start, ended.stop)
@@ -140,17 +152,23 @@ class OwnedPages:
             self._set_in_doubt(attempt, [page for page in pages if page not in ended])
 
     def new_session(self) -> None:
-        """A new session counts its returns from 1. The regions of the old one have been ended."""
+        """Begin a new session, which counts its returns from 1.
+
+        The regions of the old one have been ended.
+        """
         assert not self._by_id
         self._acknowledged = 0
         self._early.clear()
 
     def region_of(self, page: int) -> OwnedRegion:
-        """The region of a page, also of one that has ended."""
+        """Return the region of a page, even of an ended one."""
         return self._regions[bisect_right(self._firsts, page) - 1]
 
     def locations(self, pages: Sequence[int]) -> tuple[int | list[int], list[int]]:
-        """Region and offset of each page; one region stands for all where there is only one."""
+        """Return region and offset of each page.
+
+        If all are in one region, its number stands for all.
+        """
         size = self.page_bytes
         region = self.region_of(pages[0])
         first, end = region.first, region.first + region.pages
@@ -161,30 +179,33 @@ class OwnedPages:
         return [region.region_id for region in regions], offsets
 
     def state(self, page: int) -> PageState:
-        """Where this page is; PINNED reads REGISTERED."""
+        """Return the state of a page; PINNED reads REGISTERED."""
         return PageState(self._states[page])
 
     def has_ended(self, pages: Sequence[int]) -> bool:
-        """Whether one of these pages has ended with its region."""
+        """Return whether one of these pages has ended with its region."""
         return _S.ORPHAN in bytes(map(self._states.__getitem__, pages))
 
     def registered(self, region_id: int) -> Iterator[int]:
-        """The pages of this region that are registered."""
+        """Yield the registered pages of a region."""
         region = self._by_id[region_id]
         page, end = region.first, region.first + region.pages
         while (page := self._states.find(_S.REGISTERED, page, end)) >= 0:
             yield page
             page += 1
 
-    # --- the way of a page ----------------------------------------------------------------------------------------
+    # --- moves of a page ------------------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """How many can be handed out."""
+        """Number of pages that can be handed out."""
         return len(self._free)
 
     def allocate(self, n: int) -> list[int] | None:
-        """``n`` free pages, ascending; ``None`` if there are not so many. They are ALLOCATED from now on."""
+        """Take ``n`` free pages, ascending, which become ALLOCATED.
+
+        ``None`` if there are not so many.
+        """
         free = self._free
         if n > len(free):
             return None
@@ -197,19 +218,19 @@ class OwnedPages:
         return pages
 
     def cancel(self, pages: Sequence[int]) -> None:
-        """Allocated pages of which nothing was sent are free again."""
+        """Free allocated pages that were not sent."""
         self._move(pages, _E.CANCEL)
         self._free_again(pages)
 
     def sent(self, pages: Sequence[int], attempt: int) -> None:
-        """Allocated pages are sent to the server, under this attempt."""
+        """Mark allocated pages as sent to the server, under this attempt."""
         self._move(pages, _E.SEND)
         self._set_attempt(pages, attempt)
 
     def answered(self, pages: Sequence[int], attempt: int, events: Sequence[PageEvent] | None = None) -> None:
-        """The server has answered: NEW, REFUSED or DISPUTED for each page; without ``events`` all are NEW.
+        """Apply the server's answer: NEW, REFUSED or DISPUTED for each page.
 
-        A page whose return came first, and one that has ended, stay as they are.
+        Without ``events`` all are NEW. A page whose return came first, and one that has ended, stay as they are.
         """
         waiting = self._under(attempt, pages, _REGISTERING)
         if events is None:
@@ -223,7 +244,10 @@ class OwnedPages:
                 self._free_again(moved)
 
     def unanswered(self, pages: Sequence[int], attempt: int, *, can_resolve: bool) -> None:
-        """No answer came: IN_DOUBT, or QUARANTINED where the server cannot be asked."""
+        """Mark pages without an answer as IN_DOUBT.
+
+        They become QUARANTINED if the server cannot be asked.
+        """
         lost = self._under(attempt, pages, _REGISTERING)
         self._move(lost, _E.UNANSWERED)
         if can_resolve:
@@ -233,11 +257,14 @@ class OwnedPages:
 
     @property
     def in_doubt(self) -> Mapping[int, Sequence[int]]:
-        """The attempts that must be resolved, each with its pages."""
+        """Pages of each attempt that must be resolved."""
         return self._in_doubt
 
     def resolved(self, attempt: int, pages: Sequence[int], held: Sequence[int]) -> None:
-        """The server has fenced this attempt and says of each page whether it is held under it (0: it is not)."""
+        """Apply the outcome of a fenced attempt to its pages.
+
+        ``held`` has a number for each page: 0 if it is not held under this attempt.
+        """
         due = {*self._under(attempt, pages, _IN_DOUBT)}
         kept = [page for page, by in zip(pages, held, strict=True) if by and page in due]
         freed = [page for page, by in zip(pages, held, strict=True) if not by and page in due]
@@ -247,7 +274,10 @@ class OwnedPages:
         self._free_again(freed)
 
     def dropped(self, pages: Sequence[int]) -> None:
-        """The server that numbers no returns has dropped these registered keys of ours: their pages are free."""
+        """Free registered pages whose keys the server has dropped.
+
+        For a server that numbers no returns.
+        """
         self._move(pages, _E.DROP)
         self._move(pages, _E.ACKNOWLEDGE)
         self._returned += len(pages)
@@ -257,18 +287,26 @@ class OwnedPages:
 
     @property
     def acknowledged(self) -> int:
-        """The highest number up to which every return was applied: what the server is told with each request."""
+        """The highest number up to which every return was applied.
+
+        Each request to the server carries it.
+        """
         return self._acknowledged
 
     @property
     def behind(self) -> bool:
-        """Whether a return is missing before one that has come: a BEAT brings it."""
+        """Whether a return is missing before one that has come.
+
+        A BEAT brings it.
+        """
         return bool(self._early)
 
     def returned(
         self, first_number: int, regions: Sequence[int], offsets: Sequence[int], attempts: Sequence[int]
     ) -> int:
-        """Pages that come back, numbered ``first_number`` and on. What was applied before changes nothing.
+        """Apply returns of pages, numbered from ``first_number`` on.
+
+        Returns that were applied before change nothing.
 
         Returns:
             How many pages of these are free now.
@@ -302,7 +340,7 @@ class OwnedPages:
         return len(self._free) - before
 
     def _acknowledge(self) -> None:
-        """Whatever has no gap before it is acknowledged from now on, and its pages are free."""
+        """Acknowledge all returns without a gap before them, and free their pages."""
         early, number = self._early, self._acknowledged
         back: list[int] = []
         while (page := early.pop(number + 1, None)) is not None:
@@ -324,7 +362,7 @@ class OwnedPages:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def statistics(self) -> PageStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         count = self._states.count
         return PageStatistics(
             regions=len(self._by_id),
@@ -341,7 +379,10 @@ class OwnedPages:
         )
 
     def _under(self, attempt: int, pages: Sequence[int], state: PageState) -> Sequence[int]:
-        """Those of these pages that are in this state under this attempt. Mostly all of them."""
+        """Return the pages that are in this state under this attempt.
+
+        Mostly these are all of them.
+        """
         states, attempts = self._states, self._attempts
         if pages and _is_run(pages):
             run, n = slice(pages[0], pages[-1] + 1), len(pages)
@@ -350,7 +391,7 @@ class OwnedPages:
         return [page for page in pages if attempts[page] == attempt and states[page] == state]
 
     def _move(self, pages: Sequence[int], event: PageEvent) -> None:
-        """Move all of these, or raise and move none."""
+        """Move all of these pages, or raise and move none."""
         if not pages:
             return
         states = self._states
@@ -399,6 +440,9 @@ class OwnedPages:
 
 
 def _is_run(pages: Sequence[int]) -> bool:
-    """Whether these are consecutive and ascending. Told for sorted columns at once, for others after a look at each."""
+    """Return whether these pages are consecutive and ascending.
+
+    Sorted columns are decided at once, others after a look at each page.
+    """
     n = len(pages)
     return pages[-1] - pages[0] == n - 1 and (n < 3 or list(pages) == list(range(pages[0], pages[0] + n)))

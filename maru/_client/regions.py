@@ -1,7 +1,8 @@
-"""A region into this process's memory: by a descriptor from our server, or by the path that a resource manager tells.
+"""Mapping of regions, by a descriptor or by a resource manager's path.
 
-Blocking: it opens, maps and, where the region is our own, puts every page in place. To be called in a thread, or where
-blocking is right. What it is given up over ends with its result: an unused mapping unmaps itself.
+Our server hands out descriptors. Blocking: it opens, maps and, if the region is our own, puts every page in place. Call
+it in a thread, or where blocking is acceptable. If a call is abandoned, its mapping ends with its result: an unused
+mapping unmaps itself.
 """
 
 from __future__ import annotations
@@ -39,28 +40,31 @@ if TYPE_CHECKING:
 
 
 INDEX_TIME: Final = 0.5
-"""Seconds. Whoever waits for an index could ask by message meanwhile; and is not to be held up when its handler is closed."""
+"""Most seconds for fetching an index.
+
+Meanwhile the waiting task could ask by message; and closing its handler must not take long.
+"""
 
 
 def fetch_region(
     wanted: Map | MapIndex, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
 ) -> Mapping | tuple[IndexReader, BoardPins | None]:
-    """Map what an operation wants, if it may be mapped.
+    """Map the region or index that an operation needs, if permitted.
 
     Args:
-        wanted: the region, and with what to ask for it; or the shared index and a board.
+        wanted: the region, and the capability or handle to ask for it; or the shared index and a board.
         session: the token of the session that has the capability.
-        descriptors: the socket of our server's that hands out descriptors.
-        rm_address: ``host:port`` of a resource manager, asked where there is no capability.
-        timeout: for the asking; mapping takes as long as it takes.
+        descriptors: our server's socket that hands out descriptors.
+        rm_address: ``host:port`` of a resource manager, asked if there is no capability.
+        timeout: for the request; mapping takes as long as it takes.
         device: the path of the device that the configuration names.
 
     Raises:
-        NotOwner: the region is somebody else's to write.
-        NotAnIndex: what the server hands out as one is none.
+        NotOwner: the region is to be written, and belongs to another owner.
+        NotAnIndex: the server hands out an index that is none.
         CannotMap: it is gone, there is no memory behind it, or it is no file that may be mapped.
-        NoAnswer: nobody answered in time.
-        ServerLost: nobody is there to ask.
+        NoAnswer: no answer came in time.
+        ServerLost: no server is there to ask.
     """
     if isinstance(wanted, MapIndex):
         return fetch_index(wanted, session, descriptors, min(timeout, INDEX_TIME))
@@ -70,7 +74,8 @@ def fetch_region(
         )
         fd, offset, length = fetch_descriptor(descriptors, request, timeout)
         try:
-            # Of a device, the descriptor tells servers that somebody may write or read there: see `maru._pool.writers`.
+            # An open descriptor of a device shows servers that a process may write or read there: see
+            # `maru._pool.writers`.
             keep = wanted.write or bool(device and not os.path.isdir(device))
             return map_region(fd, length, offset, write=wanted.write, pin=None, keep=keep, device=device)
         finally:
@@ -85,7 +90,10 @@ def fetch_region(
 def fetch_index(
     wanted: MapIndex, session: bytes, descriptors: str, timeout: float
 ) -> tuple[IndexReader, BoardPins | None]:
-    """Map the shared index, and a board unless there is one. Raises as :func:`fetch_region`."""
+    """Map the shared index, and a board unless there is one.
+
+    Raises as :func:`fetch_region`.
+    """
     fd = fetch_index_descriptor(descriptors, session, timeout)
     try:
         reader = IndexReader(map_index(fd))
@@ -99,17 +107,17 @@ def fetch_index(
     finally:
         os.close(fd)
     pins = BoardPins(board, threading.Lock(), wanted.era, wanted.counters)
-    watch_forks(pins, BoardPins.after_fork)  # or else a child would let go of what its parent holds
+    watch_forks(pins, BoardPins.after_fork)  # or else a child would release pins that its parent holds
     return reader, pins
 
 
 def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:
-    """Raise unless a resource manager names memory that can be that region's. Pure.
+    """Raise unless a resource manager names memory that can be that region's.
 
-    A file of ours that has another name than a region's is something else of ours: a key, a journal. It is not written.
+    Pure. A file of ours that has another name than a region's is a key or a journal, for example. It is not written.
 
     Raises:
-        CannotMap: it names something else, or less than was granted.
+        CannotMap: it names another file, or less than was granted.
     """
     name = region_file_name(handle.region_id)
     if access.length < handle.length:
@@ -123,10 +131,10 @@ def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:
 
 
 def ask_for_access(rm_address: str, handle: Handle, timeout: float) -> RmAccessResponse:
-    """Where a region is, says the resource manager at ``host:port``.
+    """Ask the resource manager at ``host:port`` where a region is.
 
     Raises:
-        UntrustedServer: it is another user's process. (Its answer is judged besides: see :func:`check_access`.)
+        UntrustedServer: it is another user's process. (Its answer is checked as well: see :func:`check_access`.)
     """
     host, _, port = rm_address.rpartition(":")
     deadline = time.monotonic() + timeout
