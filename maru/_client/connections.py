@@ -1,15 +1,16 @@
-"""The blocking connections of one handler, and which thread uses which.
+"""Blocking connections of one handler, and their assignment to threads.
 
-Each is a socket with its own sequence numbers. A call takes a connection that no other thread uses, sends, and waits on it. So
-threads do not wait for each other, and a lone thread always talks over the same warm socket. There are as many as threads that
-call at once.
+Each is a socket with its own sequence numbers. A call takes a connection that no other thread uses, sends, and waits on
+it. So threads do not wait for each other, and a lone thread always talks over the same warm socket. There are as many
+as threads that call at once.
 
 Rule 1. Only the thread that has taken a connection touches its socket.
-Rule 2. A thread that waits on a connection hands out what else arrives there: answers to calls that were begun there and are
-        waited for later. Answers to calls that were given up are told to the operations, and wake no thread.
-Rule 3. A connection whose handler was closed is closed by the thread that has it last: it is closed under none.
-Rule 4. No wait without an end: every one has a deadline, and notices within a moment that the handler was closed, or that
-        the connection over which it asked is lost.
+Rule 2. A thread that waits on a connection distributes all other replies that arrive there: answers to calls that were
+        begun there and are waited for later. Answers to calls that were given up are passed to the operations, and wake
+        no thread.
+Rule 3. A connection whose handler was closed is closed by the last thread that has it, never under one that uses it.
+Rule 4. Every wait ends: it has a deadline, and notices within a moment that the handler was closed, or that the
+        connection over which it asked is lost.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from .handler_base import CallStatistics
 from .operations import Call
 
 LOOK_UP = 0.1
-"""Seconds after which a wait looks whether the handler was closed."""
+"""Seconds after which a wait checks whether the handler was closed."""
 
 
 class Connection:
-    """One socket."""
+    """A socket with its calls."""
 
     __slots__ = ("_dealer", "_gave_up", "_is_closed", "_late", "_lock", "_losses", "correlation", "unreadable")
 
@@ -57,12 +58,12 @@ class Connection:
         self.unreadable = 0
 
     def send(self, call: Call, deadline: float) -> None:
-        """Send a call. What it has to say right before is said.
+        """Send a call, after calling its ``sending``.
 
         Raises:
-            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in, or is not there,
-                or there is no descriptor or memory for so large a request.
-            HandlerClosed: the handler was closed while this waited for a server that takes it in.
+            NoAnswer: the window is full, and no answer came in time, or the server reads nothing, or is not there, or
+                there is no descriptor or memory for so large a request.
+            HandlerClosed: the handler was closed while this waited for a server that reads it.
         """
         correlation = self.correlation
         while len(correlation) >= correlation.window:
@@ -81,7 +82,7 @@ class Connection:
         call.sent_at = now = monotonic()
         try:
             left = deadline - now
-            # In short waits: a server that was killed takes nothing in, and a handler may be closed meanwhile (rule 4).
+            # In short waits: a server that was killed reads nothing, and a handler may be closed meanwhile (rule 4).
             while not self._dealer.send((b"", frame), LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0):
                 left = deadline - monotonic()
                 if left <= 0.0:
@@ -97,7 +98,7 @@ class Connection:
             self._note_loss(call)
 
     def receive(self, deadline: float) -> None:
-        """Take what has arrived, or what arrives within a moment.
+        """Take replies that have arrived, or that arrive within a moment.
 
         Raises:
             NoAnswer: nothing came before the deadline.
@@ -112,13 +113,13 @@ class Connection:
                 raise NoAnswer("the server did not answer in time")
             return
         self._take(message[-1])
-        # Answers to what was begun here come in crowds. Taken together, each costs less, and whoever asks for one later finds
-        # it there. Where one call waits at a time, there is nothing to look for.
+        # Answers to calls that were begun here come in crowds. Taken together, each costs less, and a thread that asks
+        # for one later finds it there. If one call waits at a time, there is no other to look for.
         while len(self.correlation) and (message := self._dealer.receive(0.0)) is not None:
             self._take(message[-1])
 
     def give_up(self, call: Call) -> None:
-        """Nobody waits for this call any more. Its answer may be there all the same."""
+        """Stop waiting for a call; apply its answer if it came already."""
         if call.reply is None:
             self._give_up(call)
         elif not isinstance(call.reply, MaruError):
@@ -126,7 +127,10 @@ class Connection:
                 self._late(call, call.reply)
 
     def look(self) -> None:
-        """Take what has arrived, without waiting: answers that nobody waits for lie there until somebody reads."""
+        """Take replies that have arrived, without waiting.
+
+        Answers that no thread waits for stay there until one reads.
+        """
         while (message := self._dealer.receive(0.0)) is not None:
             self._take(message[-1])
 
@@ -135,7 +139,10 @@ class Connection:
         self._dealer.close()
 
     def _note_loss(self, sent: Call | None = None) -> None:
-        """The connection is lost, and made anew by whoever sends next. All calls are over, but for the one just sent."""
+        """End all calls of a lost connection, except the one just sent.
+
+        The next send makes a new connection.
+        """
         self._losses = self._dealer.losses
         for call in self.correlation.calls():
             if call is not sent:
@@ -178,13 +185,14 @@ class ConnectionPool:
 
     Args:
         connect: makes a socket.
-        window: how many connections there may be, and calls on each.
-        lock: under which operations take their steps, and are told what this has to tell them.
-        late: told of answers to calls that were given up.
-        gave_up: told of calls that were given up, or whose answer cannot be read.
+        window: most connections, and most calls on each.
+        lock: held while operations take their steps, and while the callbacks below run.
+        late: called with each answer to a call that was given up.
+        gave_up: called with each call that was given up, or whose answer cannot be read.
 
-    The free ones are a deque, whose ends are taken and put without a lock. A taker that finds none counts itself and looks
-    again before it sleeps; a giver puts first, and then looks whether any is counted. So none sleeps beside a free connection.
+    The free ones are a deque, whose ends are taken and put without a lock. A taker that finds none counts itself and
+    looks again before it sleeps; a giver puts first, and then checks whether any is counted. So none sleeps while a
+    connection is free.
     """
 
     def __init__(
@@ -208,10 +216,10 @@ class ConnectionPool:
         self._why_closed = "the handler was closed"
 
     def take(self, deadline: float) -> Connection:
-        """A connection that nobody uses: the one that was used last.
+        """Take the unused connection that was used last, or a new one.
 
         Raises:
-            NoAnswer: as many as may wait do so already, and none came to its end in time.
+            NoAnswer: as many calls as may wait do so already, and none came to its end in time.
             HandlerClosed: the handler was closed.
         """
         try:
@@ -220,10 +228,10 @@ class ConnectionPool:
             return self._take(deadline, None)
 
     def take_that(self, connection: Connection, deadline: float) -> None:
-        """This connection, on which a call was begun.
+        """Take this connection, on which a call was begun.
 
         Raises:
-            NoAnswer: somebody else uses it for too long.
+            NoAnswer: another thread uses it for too long.
             HandlerClosed: the handler was closed.
         """
         try:
@@ -232,7 +240,7 @@ class ConnectionPool:
             self._take(deadline, connection)
 
     def give_back(self, connection: Connection) -> None:
-        """This connection is not used any more."""
+        """Give back a connection that is not used any more."""
         self._free.append(connection)
         if self._sleepers:
             with self._given_back:
@@ -241,8 +249,11 @@ class ConnectionPool:
             self._close_free()
 
     def look(self) -> None:
-        """Take what has arrived on the connections that nobody uses. The others are looked at by who does."""
-        for connection in self._free.copy():  # in this order, so that the one that was used last is so again
+        """Take replies that have arrived on unused connections.
+
+        The threads that use the others look at these.
+        """
+        for connection in self._free.copy():  # in this order, so that the one that was used last is last again
             try:
                 self._free.remove(connection)
             except ValueError:
@@ -253,21 +264,27 @@ class ConnectionPool:
                 self.give_back(connection)
 
     def close(self) -> None:
-        """Close those that nobody uses. The others follow when they are given back. Idempotent."""
+        """Close the unused connections. Idempotent.
+
+        The others follow when they are given back.
+        """
         self.is_closed = True
         self._close_free()
         with self._given_back:
             self._given_back.notify_all()
 
     def after_fork(self, why: str) -> None:
-        """In a forked child: no connection can be had any more, and none is closed: its socket is the parent's."""
+        """Refuse all connections in a forked child.
+
+        None is closed: its socket is the parent's.
+        """
         self._given_back = threading.Condition(threading.Lock())
         self._free.clear()
         self._why_closed = why
         self.is_closed = True
 
     def statistics(self) -> CallStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         with self._given_back:
             connections = list(self._all)
         each = [connection.correlation.statistics() for connection in connections]

@@ -1,9 +1,11 @@
-"""Which call an answer belongs to: sequence numbers of one socket. Pure.
+"""Assignment of answers to calls by the sequence numbers of one socket.
 
-Rule 1. An answer goes to the call whose sequence it bears, or to nobody. Nobody's answers are counted: *late* if the call
-        was given up, *unknown* if there never was one.
-Rule 2. A sequence is not used again while its call waits, nor while its late answer may still come. Sequences are u32 and
-        start at 1: 0 stands in the server's answer to what it could not read.
+Pure.
+
+Rule 1. An answer goes to the call with its sequence, or to none. Those for none are counted: *late* if the call was
+        given up, *unknown* if there never was one.
+Rule 2. A sequence is not used again while its call waits, nor while its late answer may still come. Sequences are u32
+        and start at 1: 0 stands in the server's answer to a frame that it could not read.
 Rule 3. At most ``window`` calls wait. One given up does not count: it is the server's burden, not ours.
 """
 
@@ -18,12 +20,15 @@ C = TypeVar("C")
 
 _LAST: Final = 0xFFFF_FFFF
 _REMEMBERED: Final = 4_096
-"""Calls given up that are remembered: more answers than that are not on the way on one socket."""
+"""Most calls given up that are remembered.
+
+Never more answers than that are on the way on one socket.
+"""
 
 
 @attrs.frozen
 class CorrelationStatistics:
-    """A snapshot of the calls of one socket; counters since it was made."""
+    """A snapshot of a socket's calls; counters count from its creation."""
 
     waiting: int
     """Calls without an answer."""
@@ -61,11 +66,14 @@ class Correlation(Generic[C]):
         return len(self._waiting) >= self.window
 
     def calls(self) -> list[C]:
-        """Those that wait, oldest first."""
+        """Return the waiting calls, oldest first."""
         return list(self._waiting.values())
 
     def begin(self, call: C) -> int:
-        """A sequence for this call, which waits from now on. Only if the window is not full."""
+        """Return a sequence for this call, which waits from now on.
+
+        Only if the window is not full.
+        """
         waiting, given_up = self._waiting, self._given_up
         assert len(waiting) < self.window
         sequence = self._next
@@ -76,21 +84,27 @@ class Correlation(Generic[C]):
         return sequence
 
     def unsent(self, sequence: int) -> None:
-        """This call never left: nothing will answer it."""
+        """Forget a call that never left: nothing will answer it."""
         del self._waiting[sequence]
 
     def give_up(self, sequence: int) -> None:
-        """Nobody waits for this call any more. Its answer may still come."""
+        """Stop waiting for a call. Its answer may still come."""
         self._given_up[sequence] = self._waiting.pop(sequence)
         if len(self._given_up) > _REMEMBERED:
             self._given_up.popitem(last=False)
 
     def answered(self, sequence: int) -> C | None:
-        """The call that waits for this answer; ``None`` if none does: see :meth:`late`."""
+        """Return the call that waits for this answer; else ``None``.
+
+        For ``None`` see :meth:`late`.
+        """
         return self._waiting.pop(sequence, None)
 
     def late(self, sequence: int) -> C | None:
-        """The call that was given up and is answered after all. ``None``: there never was one. Either is counted."""
+        """Return the call given up that this answers after all.
+
+        ``None`` if there never was one. Both cases are counted.
+        """
         call = self._given_up.pop(sequence, None)
         if call is None:
             self._unknown += 1
@@ -99,12 +113,15 @@ class Correlation(Generic[C]):
         return call
 
     def lost(self) -> list[C]:
-        """The connection is gone: all calls that wait, oldest first, are over. No answer can come any more."""
+        """End all waiting calls of a lost connection; return them, oldest first.
+
+        No answer can come any more.
+        """
         calls = list(self._waiting.values())
         self._waiting.clear()
         self._given_up.clear()
         return calls
 
     def statistics(self) -> CorrelationStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return CorrelationStatistics(len(self._waiting), len(self._given_up), self._late, self._unknown)

@@ -1,11 +1,12 @@
-"""The states of a page, what moves it, and the one table of legal moves. Pure.
+"""States and events of a page, and the legal moves. Pure.
 
-An owner chooses the page for a key by itself, without asking anybody. That is what makes a store one round trip, and it is
-what can go wrong: a page that is used again while the server still tells readers that it holds the old key gives them
-another key's bytes. Hence IN_DOUBT, and the ways out of it.
+An owner chooses the page for a key by itself, without asking the server. That makes a store one round trip, and it is a
+danger: a page that is used again while the server still reports the old key there gives readers another key's bytes.
+Hence IN_DOUBT, and the ways out of it.
 
-The owner decides FREE and ALLOCATED, the server every other state. What a pin is only the server knows: in the columns of an
-owner (:mod:`maru._client.pages`) a pinned page reads REGISTERED. The diagram in the documentation is drawn from ``MOVES``.
+The owner decides FREE and ALLOCATED, the server every other state. Only the server knows pins: in the columns of an
+owner (:mod:`maru._client.pages`) a pinned page reads REGISTERED. The diagram in the documentation is drawn from
+``MOVES``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 
 class PageState(enum.IntEnum):
-    """Where a page is on its way round."""
+    """State of a page."""
 
     FREE = 0
     ALLOCATED = 1
@@ -30,10 +31,13 @@ class PageState(enum.IntEnum):
 
 
 class PageEvent(enum.Enum):
-    """What moves a page."""
+    """Event that moves a page."""
 
     leads_to: bytes
-    """Its column of ``MOVES``: the state that follows each state, by number, and ``NOWHERE`` where no arrow leads."""
+    """Column of ``MOVES``: the next state for each state, by number.
+
+    ``NOWHERE`` if the event is illegal in that state.
+    """
 
     ALLOCATE = "allocated"
     CANCEL = "cancelled before anything was sent"
@@ -90,4 +94,7 @@ for _event in PageEvent:
 
 
 class IllegalMove(AssertionError):
-    """A page was asked to move where no arrow leads. A bug of this package; nothing was changed."""
+    """A page got an event that is illegal in its state.
+
+    A bug of this package; nothing was changed.
+    """

@@ -1,9 +1,10 @@
-"""How a client reaches its server: over the channel of a server on this host, where there is one, otherwise over ZeroMQ.
+"""Sockets of a client: a local server's channel, or ZeroMQ.
 
-Rule 1. The channel is beside the Unix socket of ZeroMQ that ``server_url`` names, under a name of its own. Where that file is
-        not, and ZeroMQ's is, the server has none: it speaks the published protocol only, wants CURVE keys, or is older.
-Rule 2. A client that was told to use keys, or the published protocol, speaks ZeroMQ: what is asked for is not replaced by
-        something else, even if that would do.
+Rule 1. The channel is next to the Unix socket of ZeroMQ that ``server_url`` names, under a name of its own. If that
+        file is missing, and ZeroMQ's is there, the server has no channel: it speaks the published protocol only, wants
+        CURVE keys, or is older.
+Rule 2. A client that is configured for keys, or for the published protocol, speaks ZeroMQ: its choice is not replaced
+        by another, even if that would do.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ def open_dealer(
     on_lost: OnLost = lambda unsent: None,
     on_shortage: Callable[[bytes, Shortage], object] = lambda frame, shortage: None,
 ) -> AbstractAsyncContextManager[MessageSocket]:
-    """A trio socket to the server. A channel tells of a lost connection; ZeroMQ keeps that to itself."""
+    """Open a trio socket to the server.
+
+    A channel reports a lost connection; ZeroMQ does not.
+    """
     channel = channel_path(config)
     if channel:
         return open_channel(channel, on_messages, on_lost, on_shortage)
-    from ..transport import open_socket  # and with it ZeroMQ, which a client of this host does without
+    from ..transport import open_socket  # imports ZeroMQ, which a client on this host does without
 
     return open_socket("dealer", connect=[config.server_url], options=options_of(config), on_messages=on_messages)
 
 
 def blocking_dealer(config: MaruConfig) -> BlockingSocket:
-    """A blocking socket to the server."""
+    """Open a blocking socket to the server."""
     channel = channel_path(config)
     if channel:
         return BlockingChannel(channel)
@@ -52,13 +56,14 @@ def blocking_dealer(config: MaruConfig) -> BlockingSocket:
 
 
 def channel_path(config: MaruConfig) -> str:
-    """The channel to talk to the server over; empty where ZeroMQ is to be used."""
+    """Return the path of the server's channel; empty for ZeroMQ."""
     kind, _, path = config.server_url.partition("://")
     directory, name = os.path.split(path)
     if kind != "ipc" or name != IPC_NAME or config.curve_key_file or config.protocol == "published":
         return ""
     channel = f"{directory}/{CHANNEL_NAME}"
-    # A server makes its channel before the socket of ZeroMQ. So where neither is, there is no server yet, and ours is to come.
+    # A server makes its channel before the socket of ZeroMQ. So if neither is there, there is no server yet, and ours
+    # is to come.
     return channel if _is_socket(channel) or not _is_socket(path) else ""
 
 
@@ -70,14 +75,16 @@ def _is_socket(path: str) -> bool:
 
 
 def identify(config: MaruConfig) -> Listener:
-    """Who listens where this client talks to its server. Blocking, but briefly."""
+    """Find the process that listens at the server's address. Blocking, but briefly."""
     channel = channel_path(config)
-    # The channel itself is asked: beside ZeroMQ's socket of this user there might be a channel of somebody else's.
+    # The channel itself is asked: next to ZeroMQ's socket of this user there might be a channel of another user.
     return find_unix_listener(channel, socket.SOCK_SEQPACKET) if channel else find_listener(config.server_url)
 
 
 def options_of(config: MaruConfig) -> SocketOptions:
-    """The server may be started later, or again: what is sent meanwhile waits for it, as long as its sender does.
+    """Return the options of a ZeroMQ socket to the server.
+
+    The server may be started later, or again: frames sent meanwhile wait for it, as long as their senders do.
 
     Raises:
         ConfigError: the key file is none, or others may read it.

@@ -1,10 +1,11 @@
-"""What a handler gives out: pages to fill, and bytes to read in place.
+"""Handles of a client: pages to fill, and pages to read.
 
-Rule 1. What is read is pinned: until the :class:`MemoryInfo` is left (it is a context manager) or released or, if it was
-        forgotten, until it and the last view of its bytes are garbage.
-Rule 2. A finalizer may run anywhere, also inside a lock of ours. It only appends to a list, and the next call does the rest.
-Rule 3. A view shows memory that stays mapped for as long as the view lives. What it cannot promise is that the bytes are still
-        the same once the pin is gone: :meth:`MemoryInfo.check` tells, without asking anybody.
+Rule 1. Bytes that are read are pinned: until the :class:`MemoryInfo` is left (it is a context manager) or released or,
+        if it was forgotten, until it and the last view of its bytes are garbage.
+Rule 2. A finalizer may run anywhere, also inside a lock of ours. It only appends to a list, and the next call does the
+        rest.
+Rule 3. A view shows memory that stays mapped for as long as the view lives. It cannot promise that the bytes are still
+        the same once the pin is gone: :meth:`MemoryInfo.check` finds out, without a message.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from .operations import ClientState, Pin, Span
 
 
 def bytes_at(address: int, length: int, owner: object, *, write: bool) -> memoryview:
-    """Memory as a view that keeps ``owner`` alive, and so does whatever is made of it."""
+    """Return a view of memory that keeps ``owner`` alive.
+
+    So does every view made of it.
+    """
     whole: Any = (ctypes.c_char * length).from_address(address)
     whole.owner = owner
     view = memoryview(whole).cast("B")
@@ -28,25 +32,26 @@ def bytes_at(address: int, length: int, owner: object, *, write: bool) -> memory
 
 
 class AllocHandle:
-    """A page to fill: write into :attr:`buf`, then hand it to ``store``. Made by ``alloc`` and ``batch_alloc``.
+    """A page to fill. Made by ``alloc`` and ``batch_alloc``.
 
-    Stored or freed, it is of no use any more. Forgotten, its page is free again once no view of it is left.
+    Write into :attr:`buf`, then pass it to ``store``. Once stored or freed, it is of no use any more. If it is
+    forgotten, its page is free again once no view of it is left.
     """
 
     __slots__ = ("__weakref__", "_memory", "_state", "offset", "page", "region_id", "size")
 
     def __init__(self, state: Any, page: int, size: int) -> None:
-        """Not to be called: a handler makes them."""
+        """Set up the handle. Not to be called: a handler makes them."""
         region = state.pages.region_of(page)
         self._state: ClientState | None = state
         self._memory: Span = state.spans[region.region_id]
         self.page: int = page
-        """Its number among the pages of this handler."""
+        """Number of the page among this handler's pages."""
         self.region_id: int = region.region_id
         self.offset: int = (page - region.first) * state.pages.page_bytes
-        """In the region, in bytes."""
+        """Offset in the region, in bytes."""
         self.size: int = size
-        """How many bytes are stored."""
+        """Number of bytes that are stored."""
 
     def __repr__(self) -> str:
         state = "" if self._state is not None else " (used)"
@@ -61,7 +66,10 @@ class AllocHandle:
 
     @property
     def address(self) -> int:
-        """The address of the first byte. Valid while this handle, or a view of it, is held."""
+        """Address of the first byte.
+
+        Valid while this handle, or a view of it, is held.
+        """
         return self._memory.address + self.offset
 
     @property
@@ -75,7 +83,7 @@ class AllocHandle:
             raise HandlerClosed(f"{self!r}" if self._state is None else f"{self!r} is another handler's")
 
     def _use(self) -> int:
-        """Its page, which somebody else cares for from now on."""
+        """Hand over its page: the caller frees or stores it."""
         if self._state is None:
             raise HandlerClosed(f"{self!r}")
         self._state = None
@@ -88,7 +96,10 @@ class AllocHandle:
 
 
 class _Grip:
-    """Holds one user of a pin, and the memory. What it held is put into a list when nobody refers to it any more."""
+    """Holds one user of a pin, and the memory.
+
+    When it is garbage, its finalizer appends the pin to a list.
+    """
 
     __slots__ = ("__weakref__", "_dropped", "memory", "pin")
 
@@ -107,9 +118,9 @@ class _Grip:
 
 
 class MemoryInfo:
-    """The bytes stored under a key, to be read in place. A context manager: leaving it releases the pin.
+    """The bytes stored under a key, to be read in place.
 
-    Made by ``retrieve`` and ``batch_retrieve``.
+    A context manager: leaving it releases the pin. Made by ``retrieve`` and ``batch_retrieve``.
     """
 
     __slots__ = (
@@ -126,7 +137,7 @@ class MemoryInfo:
     )
 
     def __init__(self, state: Any, key: str, pin: Any, give_back: Callable[[tuple[Any]], object]) -> None:
-        """Not to be called: a handler makes them."""
+        """Set up the view. Not to be called: a handler makes them."""
         memory = state.spans[pin.region_id]
         self._state: ClientState = state
         self._give_back = give_back
@@ -135,13 +146,19 @@ class MemoryInfo:
         self.key: str = key
         self.region_id: int = pin.region_id
         self.offset: int = pin.offset
-        """In the region, in bytes."""
+        """Offset in the region, in bytes."""
         self.length: int = pin.length
-        """Bytes."""
+        """Length in bytes."""
         self.generation: int = pin.generation
-        """Of its registration: never the same again in the life of the pool. 0 from a published server."""
+        """Generation of its registration, unique in the life of the pool.
+
+        0 from a published server.
+        """
         self.address: int = memory.address + pin.offset
-        """Of the first byte. Valid while this, or a view, is held."""
+        """Address of the first byte.
+
+        Valid while this, or a view, is held.
+        """
 
     def __repr__(self) -> str:
         state = "" if self._grip.pin is not None else " (released)"
@@ -149,11 +166,13 @@ class MemoryInfo:
 
     @property
     def view(self) -> memoryview:
-        """The bytes, read-only and without a copy. The first time their checksum is verified, if there is one.
+        """The bytes, read-only and without a copy.
+
+        The first time their checksum is verified, if there is one.
 
         Raises:
-            Damaged: they are not what was stored.
-            LeaseLost: they may not be that any more; see :meth:`check`.
+            Damaged: they are not the bytes that were stored.
+            LeaseLost: they may have changed; see :meth:`check`.
         """
         self.check()
         if not self._checked:
@@ -161,10 +180,12 @@ class MemoryInfo:
         return bytes_at(self.address, self.length, self._grip, write=False)
 
     def check(self) -> None:
-        """Raise unless the bytes are still what was found. Sends no message; any thread. To be called after a copy, too.
+        """Raise unless the bytes are still those that were found.
+
+        Sends no message; any thread. Call it after a copy, too.
 
         Raises:
-            LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pin.
+            LeaseLost: released; or the server restarted, or was silent for so long that it may have dropped the pin.
         """
         pin = self._grip.pin
         if pin is None:
@@ -172,7 +193,10 @@ class MemoryInfo:
         self._state.check(pin)
 
     def release(self) -> None:
-        """Release the pin. Idempotent. Views stay readable, but their bytes may be another key's."""
+        """Release the pin. Idempotent.
+
+        Views stay readable, but their bytes may be another key's.
+        """
         pin = self._grip.let_go()
         if pin is not None:
             self._give_back((pin,))

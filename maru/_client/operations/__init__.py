@@ -1,7 +1,8 @@
-"""The client's core: every operation as a generator, which asks for what it needs and never waits itself. Pure.
+"""Operations of a client as generators, which never wait themselves. Pure.
 
-One file per idea: connecting (and coming back), pinning, storing, reclaiming, reading, deleting. `state` is the state they
-share, `effects` what they ask for; what drives them is a face (`handler`, `blocking`).
+They yield the effects that they need. One file per idea: connecting (and coming back), pinning, storing, reclaiming,
+reading, deleting. `state` is the state they share, `effects` are their requests; a face drives them (`handler`,
+`blocking`).
 """
 
 from .board_pins import BoardCounters as BoardCounters

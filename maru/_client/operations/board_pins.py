@@ -1,10 +1,12 @@
-"""What this client holds by its board, without a message: in any thread. Pure.
+"""Pins on a client's board, taken without a message in any thread.
 
-Rule 1. Everything here happens under one lock, and nothing that waits or lets another thread run does. To release that lock is
-        a full fence on x86: what was written under it is seen by others before what is loaded behind it.
-Rule 2. What is held is looked at again behind the fence, also where another thread has put it on the board.
-Rule 3. A board belongs to an *era* (see `pinned`). When that ends, nothing is held by it any more, and what was is pinned
-        again by message: :meth:`BoardPins.end` hands it over.
+Pure.
+
+Rule 1. Everything here happens under one lock, and nothing that waits or lets another thread run does. To release that
+        lock is a full fence on x86: writes under it are seen by others before loads after it.
+Rule 2. Held pages are checked again after the fence, also if another thread has put them on the board.
+Rule 3. A board belongs to an *era* (see `pinned`). When that ends, nothing is held by it any more, and its pins are
+        taken again by message: :meth:`BoardPins.end` hands them over.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from .pinned import Pin
 
 @attrs.define
 class BoardCounters:
-    """What happened to the boards of a client, in all."""
+    """Counts of events of a client's boards, in all."""
 
     held: int = 0
     """Keys that were held without a message."""
     changed: int = 0
-    """Keys that went, or were about to, between the look that found them and the one behind the fence: asked for by message."""
+    """Keys that went, or were about to, before the second check.
+
+    That is the one after the fence. They were found before it, and are then requested by message.
+    """
     full: int = 0
     """Keys for which there was no cell: pinned by message."""
 
@@ -35,9 +40,9 @@ class BoardPins:
     """The pins on one board.
 
     Args:
-        board: which nobody else writes.
+        board: written by no other object.
         lock: a plain one.
-        era: of the client, in which the board was had.
+        era: of the client, to which the board belongs.
         counters: are added to.
     """
 
@@ -54,12 +59,15 @@ class BoardPins:
         return len(self._pins)
 
     def hold(self, names: Sequence[str], found: Found, reader: IndexReader) -> list[Pin | None]:
-        """Hold what was found: a pin with one more user for each; ``None`` where it went, or has no cell. Any thread.
+        """Hold found pages, with one more user of each pin. Any thread.
 
         Args:
-            names: those that were looked for.
-            found: where they lie.
-            reader: which has found them, to look again.
+            names: of the lookup.
+            found: their places.
+            reader: of the lookup, to check again.
+
+        Returns:
+            A pin for each found page; ``None`` if it went, or has no cell.
         """
         n, era, known = len(found), self.era, self._pins
         looked = names if n == len(names) else [names[position] for position in found.positions]
@@ -68,7 +76,7 @@ class BoardPins:
         with self._lock:
             if self._board is None:
                 return [None] * n
-            # Mostly nothing of it is held already. Then all pins are made by one call in C: half of what the loop takes.
+            # Mostly no page is held already. Then all pins are made by one call in C: half the time of the loop.
             fresh: list[Pin] = []
             if known.keys().isdisjoint(looked):
                 fresh = list(map(Pin, *columns, repeat(era), repeat(0), repeat(1), repeat(self)))
@@ -91,7 +99,8 @@ class BoardPins:
                 pins = [None if id(pin) in without else pin for pin in pins]
                 self._counters.full += len(without)
             self._board.note_used(found.words, found.generations)
-        # The lock was released: the fence. From here on the server has removed it, which shows, or sees that it is held.
+        # The lock was released: the fence. From here on the server has removed a page, which shows, or sees that it is
+        # held.
         changed = reader.changed(found, marked=True)
         gone = [pin for at in changed if (pin := pins[at]) is not None]
         if gone:
@@ -106,13 +115,17 @@ class BoardPins:
         return pins
 
     def note_used(self, found: Found) -> None:
-        """What was found was read."""
+        """Record reads of found pages."""
         with self._lock:
             if self._board is not None:
                 self._board.note_used(found.words, found.generations)
 
     def release(self, pins: Iterable[Pin]) -> list[Pin]:
-        """One user less of each; those that were handed over meanwhile, which are to be released otherwise. Any thread."""
+        """Remove one user of each pin. Any thread.
+
+        Returns:
+            Pins that were handed over meanwhile, which are to be released otherwise.
+        """
         left: list[Pin] = []
         cells: list[int] = []
         with self._lock:
@@ -131,7 +144,10 @@ class BoardPins:
         return left
 
     def end(self) -> list[Pin]:
-        """Hold nothing by it from now on; what was held, which is its caller's."""
+        """Hold nothing by this board from now on; return its pins.
+
+        The caller is to hold them otherwise.
+        """
         with self._lock:
             pins = list(self._pins.values())
             self._pins = {}
@@ -141,6 +157,9 @@ class BoardPins:
         return pins
 
     def after_fork(self) -> None:
-        """In a forked child, which has the parent's memory: what is held there is let go of there."""
+        """Forget the board in a forked child.
+
+        It has the parent's memory: pins are released in the parent.
+        """
         self._lock = nullcontext()
         self._board = None

@@ -34,20 +34,25 @@ T = TypeVar("T")
 
 VERSION = "trio-offload"
 CLOSE_PATIENCE = 0.5
-"""Seconds to wait for a farewell: the lease ends without it, too."""
+"""Seconds to wait for the answer to CLOSE.
+
+The lease ends without it, too.
+"""
 FORGET_EVERY = 8
-"""Beats between two looks at which foreign regions are still there: some half a minute."""
+"""Beats between two checks of foreign regions: some half a minute."""
 
 
-# --- asking, whatever happened meanwhile --------------------------------------------------------------------------
+# --- requests in any state ----------------------------------------------------------------------------------------
 
 
 def settle(s: ClientState, *, wait: bool = True) -> Operation[None]:
-    """Make the client ready to ask: flush what was forgotten, and reattach if the server restarted or forgot us.
+    """Make the client ready for requests.
+
+    Forgotten pages and pins are released; if the server restarted or forgot us, the client reattaches.
 
     Args:
         s: the client.
-        wait: until the server has let go of what was forgotten. Whoever only reads need not.
+        wait: until the server has removed the forgotten pins. A caller that only reads need not.
     """
     s.check_open()
     if s.unsettled:
@@ -63,9 +68,9 @@ def settle(s: ClientState, *, wait: bool = True) -> Operation[None]:
 
 
 def steadily(s: ClientState, operation: Callable[[], Operation[T]]) -> Operation[T]:
-    """Run an operation; if the server does not know the session, reattach and run it once more.
+    """Run an operation; if its session is unknown, reattach and repeat it.
 
-    A server that knows no session has done nothing, so asking again repeats nothing.
+    A server that does not know the session has done nothing, so asking again repeats nothing.
     """
     try:
         return (yield from operation())
@@ -78,7 +83,7 @@ def steadily(s: ClientState, operation: Callable[[], Operation[T]]) -> Operation
 
 
 def alone(operation: Callable[[], Operation[T]], *, for_memory: bool = False) -> Operation[T]:
-    """Run an operation while no other is run so."""
+    """Run an operation exclusively, as the effect `Alone`."""
     result: T = yield Alone(operation, for_memory=for_memory)
     return result
 
@@ -87,11 +92,11 @@ def alone(operation: Callable[[], Operation[T]], *, for_memory: bool = False) ->
 
 
 def connect(s: ClientState) -> Operation[None]:
-    """Greet the server and, if so configured, map what others own."""
+    """Greet the server and, if so configured, map the regions of others."""
     try:
         yield Alone(partial(reattach, s))
     except NoAnswer as exc:
-        # The address first: what comes behind may be cut where this is one of several reasons. Who asks is known to the caller.
+        # The address first: the rest may be cut off if this is one of several reasons. The caller knows who asks.
         why = str(exc).removeprefix(f"{s!r}: ")
         raise NoAnswer(f"Nobody answers at {s.config.server_url}: {HOW_TO_REACH} ({why})") from exc
     if s.config.eager_map:
@@ -99,7 +104,10 @@ def connect(s: ClientState) -> Operation[None]:
 
 
 def reattach(s: ClientState) -> Operation[None]:
-    """Greet the server, with the session that we have: nothing is taken for granted that its epoch may have ended."""
+    """Greet the server, with the session that we have.
+
+    Anything that its epoch may have ended is checked.
+    """
     if not s.unsettled:
         return
     sent_at = s.clock()
@@ -124,7 +132,7 @@ def reattach(s: ClientState) -> Operation[None]:
 
 
 def greeting(s: ClientState) -> HandshakeRequest:
-    """What a handshake says: nothing of ours, where the published protocol is to be spoken."""
+    """Return our handshake request; empty for the published protocol."""
     config = s.config
     if config.protocol == "published":
         return HandshakeRequest()
@@ -140,12 +148,13 @@ def greeting(s: ClientState) -> HandshakeRequest:
 
 
 def check_server(s: ClientState, reply: HandshakeReply) -> Operation[None]:
-    """Raise unless whoever has answered a handshake is to be believed. Nothing of its answer is before.
+    """Raise unless the process that answered a handshake can be trusted.
 
-    Asked after the answer, not before the question: whoever answers has a socket there now.
+    No part of its answer is used before. Checked after the answer, not before the request: the process that answers has
+    a socket there now.
 
     Raises:
-        UntrustedServer: another user's process has answered, or one that speaks a protocol that was not asked for.
+        UntrustedServer: another user's process has answered, or one that speaks a protocol that is not configured.
     """
     config = s.config
     listener = yield from check_listener(s)
@@ -160,10 +169,12 @@ def check_server(s: ClientState, reply: HandshakeReply) -> Operation[None]:
 
 
 def check_listener(s: ClientState) -> Operation[Listener]:
-    """Who listens at the server's address, unless it is known by its key.
+    """Return the process that listens at the server's address.
+
+    It is not looked up if the server is known by its key.
 
     Raises:
-        UntrustedServer: another user's process does. Whatever is asked next begins with a handshake.
+        UntrustedServer: another user's process listens. The next operation begins with a handshake.
     """
     config = s.config
     if config.curve_server_key:
@@ -181,10 +192,10 @@ def check_listener(s: ClientState) -> Operation[Listener]:
 
 
 def check_regions(s: ClientState) -> Operation[None]:
-    """Whatever region of ours the server does not list is lost.
+    """Give up our regions that the server does not list.
 
-    A published server has forgotten it. One of ours goes on with our session, and has dropped a region without memory: some of
-    its keys may have been deleted before, in returns that have not come, so none is registered again.
+    A published server has forgotten them. One of ours continues our session, and has dropped a region without memory:
+    some of its keys may have been deleted before, in returns that have not come, so none is registered again.
     """
     ours = {region.region_id for region in s.pages.regions}  # one that is added meanwhile need not be listed yet
     if not ours:
@@ -197,9 +208,10 @@ def check_regions(s: ClientState) -> Operation[None]:
 
 
 def look_after_silence(s: ClientState) -> Operation[None]:
-    """A published server that did not answer may have been started again: then it has forgotten everything.
+    """Check a published server that did not answer for a restart.
 
-    It has no epoch to say so. It would take stores for regions that it does not know, and no reader would ever find them.
+    A restarted one has forgotten everything, and has no epoch to show it. It would accept stores for regions that it
+    does not know, and no reader would ever find them.
     """
     unanswered = s.counters.unanswered
     if s.own or s.looked_after == unanswered:
@@ -219,7 +231,7 @@ def look_after_silence(s: ClientState) -> Operation[None]:
 
 
 def beat(s: ClientState) -> Operation[None]:
-    """A sign of life, and whatever has waited for one."""
+    """Send a beat, and do the work that waits for one."""
     yield from settle(s)
     yield from steadily(s, partial(_beat, s))
     if s.doubts_pins():
@@ -238,17 +250,17 @@ def _beat(s: ClientState) -> Operation[None]:
         else:
             yield Call(Code.HEARTBEAT, None)
     except (NoAnswer, ServerLost):
-        s.unsettled = True  # it may be another server by now, and know no BEAT: every one knows a handshake
+        s.unsettled = True  # it may be another server by now, without BEAT: every server knows a handshake
         raise
     if not s.own:
-        yield from check_listener(s)  # no epoch tells that it is another one
+        yield from check_listener(s)  # no epoch shows that it is another one
         yield Alone(partial(check_regions, s))
     elif s.pages.in_doubt:
         yield Alone(partial(resolve_pages_in_doubt, s))
 
 
 def report(s: ClientState) -> Operation[None]:
-    """Tell the server's statistics what this client did."""
+    """Report this client's calls to the server's statistics."""
     entries = [
         ReportEntry(s.instance_id, what, result, size, latency * 1e6)
         for what, result, size, latency in (s.reports.popleft() for _ in range(min(len(s.reports), s.max_keys)))
@@ -257,7 +269,10 @@ def report(s: ClientState) -> Operation[None]:
 
 
 def resolve_pages_in_doubt(s: ClientState) -> Operation[None]:
-    """Ask for the fate of every page that was sent and not answered, and fence those attempts."""
+    """Resolve every page that was sent and not answered.
+
+    Their attempts are fenced.
+    """
     for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.in_doubt.items()]:
         if attempt not in s.pages.in_doubt:  # a session was lost meanwhile
             continue
@@ -265,7 +280,10 @@ def resolve_pages_in_doubt(s: ClientState) -> Operation[None]:
 
 
 def resolve(s: ClientState, attempt: int, pages: list[int]) -> Operation[list[bool]]:
-    """Fence this attempt, and say of each page whether it is held under it. Asked again, it is answered the same."""
+    """Fence an attempt, and return whether each page is held under it.
+
+    A repeated request gets the same answer.
+    """
     regions, offsets = s.pages.locations(pages)
     if isinstance(regions, int):
         regions = [regions] * len(pages)
@@ -275,7 +293,10 @@ def resolve(s: ClientState, attempt: int, pages: list[int]) -> Operation[list[bo
 
 
 def close(s: ClientState) -> Operation[None]:
-    """Say farewell, if the server listens: bounded, and silent if it does not."""
+    """End the session at the server, without an error if it is silent.
+
+    The wait for its answer is short.
+    """
     if s.is_closed:
         return
     s.is_closed = True
@@ -300,7 +321,10 @@ def close(s: ClientState) -> Operation[None]:
 
 
 def map_others(s: ClientState) -> Operation[None]:
-    """Map every region that another owner has, as far as that is possible now: the rest is mapped when it is read."""
+    """Map every region of other owners, as far as possible now.
+
+    The rest is mapped when it is read.
+    """
     listed: ListReply = yield Call(
         Code.LIST_ALLOCATIONS, ListRequest(exclude_instance_id=s.instance_id, session=s.token or None)
     )
@@ -313,13 +337,13 @@ def map_others(s: ClientState) -> Operation[None]:
 
 
 def remember(s: ClientState, handles: Iterable[Handle]) -> None:
-    """Keep what the resource manager asks for."""
+    """Keep handles, which a request to the resource manager needs."""
     for handle in handles:
         s.handles[handle.region_id] = handle
 
 
 def span_of(s: ClientState, region_id: int, *, write: bool = False) -> Operation[Span]:
-    """The region in memory, mapped if it is not."""
+    """Return a region in memory, mapped if it is not."""
     span = s.spans.get(region_id)
     if span is None:
         span = yield Alone(partial(_map, s, region_id, write))
@@ -328,7 +352,7 @@ def span_of(s: ClientState, region_id: int, *, write: bool = False) -> Operation
 
 def _map(s: ClientState, region_id: int, write: bool) -> Operation[Span]:
     mapped = s.spans.get(region_id)
-    # One that is mapped to be read was another owner's: whether it may be written, the server says.
+    # One that is mapped to be read was another owner's: the server decides whether it may be written.
     if mapped is not None and (mapped.writable or not write):
         return mapped
     span: Span
@@ -351,9 +375,10 @@ def _map(s: ClientState, region_id: int, write: bool) -> Operation[Span]:
 
 
 def forget_regions(s: ClientState) -> Operation[None]:
-    """Let go of foreign regions that the server does not list any more: mapped here, they would take memory for nothing.
+    """Unmap foreign regions that the server does not list any more.
 
-    Views of them stay valid for as long as their pins do: the memory goes with the last of them.
+    Mapped here, they would take memory for nothing. Views of them stay valid for as long as their pins do: the memory
+    goes with the last of them.
     """
     own = {region.region_id for region in s.pages.regions}
     foreign = [region_id for region_id in s.spans if region_id not in own]

@@ -22,12 +22,12 @@ _ANSWERS = {
 
 
 def delete(s: ClientState, keys: list[str], generations: Sequence[int] | None = None) -> Operation[list[Deleted]]:
-    """Delete these keys; with ``generations``, as far as they lie there under these. Pages of ours come back with the answer.
+    """Delete these keys, or only those with the given generations.
 
-    A published server knows no generations: whatever lies there goes.
+    Our own pages come back with the answer. A published server knows no generations: any page there is deleted.
 
     Raises:
-        NoAnswer: nobody knows which are gone. What is gone comes back to its owner all the same.
+        NoAnswer: it is unknown which are gone. Their pages come back to their owner all the same.
     """
     names = s.names(keys)
     if not s.is_ready():

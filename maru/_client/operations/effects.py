@@ -1,11 +1,12 @@
-"""What an operation asks the world for. An operation is a generator: it yields one of these, and is resumed with the answer.
+"""Effects that an operation yields, such as a call or a copy.
 
-It never waits, sends or copies itself, so that the trio and the blocking face drive the same code. What goes wrong is thrown
-in where it waits:
+An operation is a generator: it yields an effect, and is resumed with the answer. It never waits, sends or copies
+itself, so that the trio and the blocking face drive the same code. Errors are thrown in where it waits:
 
-* :class:`~maru.base.errors.NoAnswer`, :class:`~maru.base.errors.ServerLost`: nobody knows whether what was asked for happened.
+* :class:`~maru.base.errors.NoAnswer`, :class:`~maru.base.errors.ServerLost`: it is unknown whether the request was
+  done.
 * :class:`~maru.base.errors.ServerRefused`: the server answered with an error.
-* a cancellation, or whatever else ends a wait.
+* a cancellation, or any other end of a wait.
 
 It leaves its pages and pins in a right state on each of these, and raises it on.
 """
@@ -22,9 +23,9 @@ T = TypeVar("T")
 
 
 class Call:
-    """Send a request and wait for its answer: resumed with the reply message.
+    """Send a request and wait for its answer; resumed with the reply.
 
-    One that is not awaited is sent now, if it can be: resumed with nothing, at once. Its errors are nobody's.
+    A call that is not awaited is sent now, if it can be: resumed with nothing, at once. Its errors are ignored.
     """
 
     __slots__ = (
@@ -56,14 +57,18 @@ class Call:
         self.code = code
         self.message = message
         self.sending = sending
-        """Called right before the request may leave. If it was not called, it has not left and never will."""
+        """Called right before the request may leave.
+
+        If it was not called, the request has not left and never will.
+        """
         self.late = late
-        """Called with the reply if that comes after all, once nobody waits for it any more."""
+        """Called with a reply that comes after the call was given up."""
         self.patience = patience
         """Seconds to wait at most; ``timeout_ms`` unless set."""
         self.is_awaited = is_awaited
         """Whether its answer is waited for."""
-        # From here on, what drives it notes: an object of its own for each call on its way would cost as much as this one.
+        # From here on, fields of the driver: an object of its own for each call on its way would cost as much as this
+        # one.
         self.reply: Any = None
         self.is_over = False
         self.sequence = 0
@@ -74,7 +79,7 @@ class Call:
 
 
 class Span(Protocol):
-    """A region in this process's memory, for as long as anything refers to it."""
+    """A mapped region, for as long as any object refers to it."""
 
     @property
     def address(self) -> int: ...
@@ -87,11 +92,11 @@ class Span(Protocol):
 
     @property
     def owner(self) -> object:
-        """What keeps it mapped, for whoever works with addresses."""
+        """Object that keeps it mapped, for users of its addresses."""
         ...
 
     def view(self, offset: int, length: int, /) -> memoryview:
-        """Some of its bytes."""
+        """Return some of its bytes."""
         ...
 
 
@@ -108,49 +113,63 @@ class Map:
         self.length = length
         self.write = write
         self.capability = capability
-        """For the socket that hands out descriptors; ``None``: ask the resource manager with ``handle``."""
+        """Capability for the socket that hands out descriptors.
+
+        ``None``: ask the resource manager with ``handle``.
+        """
         self.handle = handle
 
 
 class MapIndex:
-    """Map the shared index of our session's tenant, and our board: resumed with an ``IndexReader`` and ``BoardPins``.
+    """Map the tenant's shared index and our board.
 
-    Without ``with_board`` there is one already: then ``None`` in its place.
+    Resumed with an ``IndexReader`` and ``BoardPins``. Without ``with_board`` there is a board already: then ``None`` in
+    its place.
     """
 
     __slots__ = ("counters", "era", "with_board")
 
     def __init__(self, era: int, counters: BoardCounters, *, with_board: bool) -> None:
         self.era = era
-        """In which the board is had."""
+        """Era to which the board belongs."""
         self.counters = counters
         self.with_board = with_board
 
 
 class Identify:
-    """Find out who listens at the server's address: resumed with a :class:`~maru.base.peers.Listener`."""
+    """Find out who listens at the server's address.
+
+    Resumed with a :class:`~maru.base.peers.Listener`.
+    """
 
     __slots__ = ()
 
 
 class Work:
-    """Do something long that touches no state of the client (a copy): resumed with what it returns."""
+    """Run a long task (a copy): resumed with its return value.
+
+    It touches no state of the client.
+    """
 
     __slots__ = ("do", "keep", "size")
 
     def __init__(self, do: Callable[[], Any], size: int, keep: object = None) -> None:
         self.do = do
         self.size = size
-        """Bytes."""
+        """Number of bytes copied."""
         self.keep = keep
-        """What must stay mapped meanwhile: a region may be lost, and let go of, while it is copied from or to."""
+        """Memory that must stay mapped meanwhile.
+
+        A region may be lost, and unmapped, while it is copied from or to.
+        """
 
 
 class Alone:
-    """Run another operation while no other that is run so is under way: resumed with what it returns.
+    """Run another operation exclusively: resumed with its return value.
 
-    What asks for memory may wait for long, as the kernel clears it: that is alone among its like (``for_memory``), so that what
-    needs none waits for nothing. It may run what is alone in the other way inside, and not the other way round.
+    No other exclusive one is under way meanwhile. Requests for memory may take long, as the kernel clears it: they
+    exclude only each other (``for_memory``), so that operations that need none do not wait. They may run the other
+    exclusive ones inside, and not the other way round.
     """
 
     __slots__ = ("for_memory", "operation")

@@ -1,14 +1,14 @@
-"""Operations: lookups, loads and holds over the shared index of the server, which ask nobody. Pure.
+"""Operations on the shared index of the server, without messages. Pure.
 
-Rule 1. The index is read while the lease of our session lives, and while its epoch is the last that was heard of. Behind a copy
-        the index is looked at again, and so are the lease and the era.
-Rule 2. What the index cannot say is left to be asked for by message: what has changed meanwhile, what is not found where
-        something is left out, what lies in a region that is not mapped here.
-Rule 3. Nothing that the index says is used as an address before it is seen to lie in a region: it may be half of two entries.
-Rule 4. A load and a hold are uses, and evictions go by uses: they are noted on our board, where the server sees them before it
-        evicts. One that is lost costs a little of the order, never a byte.
-Rule 5. An index is used together with a board and not without. What needs no effect (`hold_nowait`, `exist_nowait`) may be
-        called in any thread: it changes nothing of the client but its board.
+Rule 1. The index is read while the lease of our session lives, and while its epoch is the last that was heard of. After
+        a copy the index is checked again, and so are the lease and the era.
+Rule 2. Keys that the index cannot decide are left to be requested by message: those that have changed meanwhile, those
+        not found if some are left out, those in a region that is not mapped here.
+Rule 3. No value of the index is used as an address before it is seen to lie in a region: it may be half of two entries.
+Rule 4. A load and a hold are uses, and evictions go by uses: they are noted on our board, where the server sees them
+        before it evicts. One that is lost costs a little of the order, never a byte.
+Rule 5. An index is used together with a board and not without. Functions without effects (`hold_nowait`,
+        `exist_nowait`) may be called in any thread: they change nothing of the client but its board.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ from .pinning import give_back_pins
 from .state import ClientState
 
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None]
-"""Copies to the destinations at these positions from addresses, of sizes. Told to, it returns the sum of each as it arrived."""
+"""Copies from addresses, of sizes, to the destinations at these positions.
+
+On request it returns the sum of each as it arrived.
+"""
 
 ASK_AGAIN = 1.0
-"""Seconds until another index is asked for, where there was none or the one that there was is retired."""
+"""Seconds until an index is requested again.
+
+There was none, or the last one is retired.
+"""
 
 
 # --- lookups, loads and holds -------------------------------------------------------------------------------------
 
 
 def exist_here(s: ClientState, names: list[str], there: list[bool]) -> Operation[list[int]]:
-    """Note which of these names are there; the positions of those of which only the server can tell."""
+    """Set whether each name is there, if the index can decide.
+
+    Returns:
+        Positions of the names that only the server can decide.
+    """
     yield from look_after_index(s)
     left = exist_nowait(s, names, there)
     s.counters.found_here += there.count(True)
@@ -45,7 +55,7 @@ def exist_here(s: ClientState, names: list[str], there: list[bool]) -> Operation
 
 
 def exist_nowait(s: ClientState, names: list[str], there: list[bool]) -> list[int]:
-    """See :func:`exist_here`. Any thread."""
+    """Look up names as :func:`exist_here` does. Any thread."""
     reader, _ = index_of(s)
     if reader is None:
         return list(range(len(names)))
@@ -56,9 +66,12 @@ def exist_nowait(s: ClientState, names: list[str], there: list[bool]) -> list[in
 
 
 def hold_here(s: ClientState, names: list[str], *, prefix: bool) -> Operation[tuple[list[Pin | None], list[int]]]:
-    """Hold what the index shows under these names: a pin or ``None`` for each, and the positions of what is to be asked for.
+    """Hold the pages that the index shows under these names.
 
-    With ``prefix`` nothing is held behind the first that is not.
+    With ``prefix`` nothing is held after the first that is not.
+
+    Returns:
+        A pin or ``None`` for each name, and the positions of those to be requested by message.
     """
     yield from look_after_index(s)
     pins, left = hold_nowait(s, names, prefix=prefix)
@@ -67,7 +80,7 @@ def hold_here(s: ClientState, names: list[str], *, prefix: bool) -> Operation[tu
 
 
 def hold_nowait(s: ClientState, names: list[str], *, prefix: bool) -> tuple[list[Pin | None], list[int]]:
-    """See :func:`hold_here`. Any thread."""
+    """Hold pages as :func:`hold_here` does. Any thread."""
     n = len(names)
     reader, board = index_of(s)
     if reader is None or board is None:
@@ -91,14 +104,17 @@ def hold_nowait(s: ClientState, names: list[str], *, prefix: bool) -> tuple[list
 def load_here(
     s: ClientState, names: list[str], sizes: Sequence[int], copy: Copy, answers: list[Loaded]
 ) -> Operation[list[int]]:
-    """Copy what the index shows under these names; the positions of those that are to be asked for, as nothing was copied.
+    """Copy the pages that the index shows under these names.
 
     Args:
         s: the client.
         names: one for each destination.
         sizes: of the destinations.
-        copy: copies. To a destination that is left it may have copied something.
-        answers: what became of each; those of what is left stay.
+        copy: copies. A destination that is left may have been written.
+        answers: outcome for each name; those of names that are left stay.
+
+    Returns:
+        Positions of the names to be requested by message, as if nothing was copied.
     """
     yield from look_after_index(s)
     reader, board = index_of(s)
@@ -127,7 +143,7 @@ def load_here(
 
 
 def _in_reach(s: ClientState, found: Found, sizes: Sequence[int]) -> tuple[Found, list[int]]:
-    """What can be copied to its destination, and from which addresses."""
+    """Return the pages that fit their destinations, with their addresses."""
     spans = s.spans
     inside: list[int] = []
     addresses: list[int] = []
@@ -142,7 +158,7 @@ def _in_reach(s: ClientState, found: Found, sizes: Sequence[int]) -> tuple[Found
 
 
 def _judge(s: ClientState, found: Found, sums: Sequence[int] | None, answers: list[Loaded]) -> None:
-    """What became of what was copied, and had not changed."""
+    """Set the answers of copied pages that had not changed."""
     s.counters.found_here += len(found)
     for at, position in enumerate(found.positions):
         expected = found.checksums[at]
@@ -157,7 +173,10 @@ def _judge(s: ClientState, found: Found, sums: Sequence[int] | None, answers: li
 
 
 def look_after_index(s: ClientState) -> Operation[None]:
-    """Ask for the index if need be, and let go of what was forgotten: a client may ask nobody for long."""
+    """Request the index if need be, and release forgotten pages and pins.
+
+    Otherwise a client that sends no message for long would keep them.
+    """
     if not (s.index.is_wanted and s.own and s.is_connected) or s.is_closed:
         return
     if s.pinned.dropped or s.forgotten:
@@ -169,10 +188,13 @@ def look_after_index(s: ClientState) -> Operation[None]:
 
 
 def index_of(s: ClientState) -> tuple[IndexReader | None, BoardPins | None]:
-    """What reads the index, if it may be believed now, and the board. Any thread."""
+    """Return the index reader, if usable now, and the board.
+
+    Any thread.
+    """
     index = s.index
-    # The board first: it is of one era. If that ends behind this line nothing is held by it any more, and what is found by a
-    # reader of that time is retired, or the lease is over.
+    # The board first: it is of one era. If that ends after this line nothing is held by it any more, and a page found
+    # by a reader of that time is retired, or the lease is over.
     board, reader = index.board, index.reader
     if board is None or reader is None or s.is_closed or not s.is_connected:
         return None, None
@@ -182,7 +204,10 @@ def index_of(s: ClientState) -> tuple[IndexReader | None, BoardPins | None]:
 
 
 def _is_due(s: ClientState) -> bool:
-    """Whether to ask for an index: in each era once, and again after a while."""
+    """Return whether to request an index now.
+
+    In each era once, and again after a while.
+    """
     index, reader = s.index, s.index.reader
     if s.unsettled:
         return False
@@ -193,7 +218,10 @@ def _is_due(s: ClientState) -> bool:
 
 
 def _open(s: ClientState) -> Operation[None]:
-    """Ask for it. To be run alone. Without one, everything is asked for by message, as before there was any."""
+    """Request the index, and a board unless there is one.
+
+    Run it exclusively. Without an index, everything is requested by message.
+    """
     if not _is_due(s):
         return
     index, era = s.index, s.era

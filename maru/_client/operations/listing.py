@@ -20,7 +20,7 @@ _SOON: Final = 0.05
 _LATER: Final = 1.0
 """Seconds until a refused listing is begun again, at most."""
 _PATIENCE: Final = 20.0
-"""Seconds for which one is begun again.
+"""Seconds for which a refused listing is begun again.
 
 A million keys take a second or two, and four clients list at once.
 """
@@ -31,14 +31,14 @@ class Listing:
     """A listing of keys, begun again if the server has no place."""
 
     keys: list[str] = attrs.field(factory=list)
-    """Keys that have come since it was begun last."""
+    """Keys that have come since its last beginning."""
     cursor: int = 0
     """Cursor of the next page."""
     _pause: float = _SOON
     _until: float | None = None
 
     def take(self, keys: list[str], cursor: int) -> bool:
-        """Add a page; whether it was the last one."""
+        """Add a page; return whether it was the last one."""
         self.keys += keys
         self.cursor = cursor
         return not cursor
@@ -59,9 +59,9 @@ class Listing:
 
 
 def list_page(s: ClientState, prefix: str, cursor: int) -> Operation[tuple[list[str], int] | None]:
-    """List a page of the keys that begin with a prefix, and the cursor of the next one: 0 behind the last.
+    """List one page of keys, and the cursor of the next page.
 
-    None if the server cannot list keys.
+    The keys begin with a prefix. The cursor is 0 after the last page. ``None`` if the server cannot list keys.
 
     Raises:
         NoAnswer: the server did not answer.

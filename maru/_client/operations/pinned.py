@@ -1,12 +1,12 @@
-"""What this client holds pinned. Pure.
+"""Pins that this client holds. Pure.
 
-The server counts pins for each session and key. Here one :class:`Pin` stands for a registration that is read: by views, and by
-calls of ``pin``. It is given back to the server with its last user.
+The server counts pins for each session and key. Here one :class:`Pin` stands for a registration that is read: by views,
+and by calls of ``pin``. It is given back to the server with its last user.
 
-Rule 1. A pin belongs to an *era*: a server's epoch and a session of it. What was taken in an era that is over is not given
-        back, since the server does not have it any more.
-Rule 2. A view that was forgotten is noticed by its finalizer, which may run anywhere, also while somebody holds a lock: it only
-        appends to :attr:`Pinned.dropped`. The next call gives back what it finds there.
+Rule 1. A pin belongs to an *era*: a server's epoch and a session of it. A pin of an era that is over is not given back,
+        since the server does not have it any more.
+Rule 2. A view that was forgotten is noticed by its finalizer, which may run anywhere, also while a lock is held: it
+        only appends to :attr:`Pinned.dropped`. The next call gives back the pins that it finds there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Place: TypeAlias = tuple[int, int, int, int, int, int | None]
 
 
 class Pin(msgspec.Struct, eq=False):
-    """A registration that may not go while somebody uses it."""
+    """A registration that may not go while it is used."""
 
     key: str
-    """As the server knows it."""
+    """Key as the server knows it, with its salt."""
     region_id: int
     offset: int
     length: int
@@ -33,14 +33,17 @@ class Pin(msgspec.Struct, eq=False):
     checksum: int | None
     era: int
     taken: int = 1
-    """Pins that the server counts for it."""
+    """Number of pins that the server counts for it."""
     users: int = 1
     board: Any = None
-    """The `BoardPins` by which it is held; ``None``: the server was asked, and counts it."""
+    """The `BoardPins` that holds it; ``None``: the server counts it."""
     cell: int = 0
 
     def is_at(self, region_id: int, offset: int, length: int, generation: int) -> bool:
-        """Whether this is the same registration: of the same generation, or without one in the same place."""
+        """Return whether this is the same registration.
+
+        Its place and generation must be the same; a published server's generations are all 0.
+        """
         return (self.region_id, self.offset, self.length, self.generation) == (region_id, offset, length, generation)
 
 
@@ -55,13 +58,16 @@ class Pinned:
         self.dropped: deque[Pin] = deque()
         """Pins one user of which was forgotten."""
         self.due: list[str] = []
-        """What is to be given back to the server, once for each time a key stands here."""
+        """Keys of pins to give back, once for each pin."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def use_all(self, keys: Sequence[str], era: int) -> list[Pin | None] | None:
-        """The pins of all of these keys, with one more user each; ``None`` if one is not pinned in this era."""
+        """Add a user to the pins of all these keys; return them.
+
+        ``None`` if one of the keys is not pinned in this era.
+        """
         known: list[Pin | None] = []
         for key in keys:
             pin = self._pins.get(key)
@@ -74,7 +80,10 @@ class Pinned:
         return known
 
     def take(self, keys: Sequence[str], places: Iterable[Place], era: int) -> list[Pin | None]:
-        """The server has pinned those of these keys that have a place once more, there. One more user of each."""
+        """Record pins that the server has taken, with one more user each.
+
+        Keys with a place were pinned once more, there.
+        """
         taken: list[Pin | None] = [None] * len(keys)
         for at, region_id, offset, length, generation, checksum in places:
             key = keys[at]
@@ -85,13 +94,17 @@ class Pinned:
                     pin.users += 1
                     taken[at] = pin
                     continue
-                # Its registration went, pinned as it was, and its pins with it: what is given back would be the new one's.
+                # Its registration is gone although it was pinned, and its pins with it: giving them back would release
+                # the new one's.
                 pin.taken = 0
             taken[at] = self._pins[key] = Pin(key, region_id, offset, length, generation, checksum, era)
         return taken
 
     def release(self, pins: Iterable[Pin | None], era: int) -> None:
-        """One user less of each. With the last one its pins are due, or its cell is free."""
+        """Remove one user of each pin.
+
+        With the last one its pins are due, or its cell is free.
+        """
         left = [pin for pin in pins if pin is not None]
         for board in {pin.board for pin in left} - {None}:
             left = board.release(left)
@@ -106,17 +119,20 @@ class Pinned:
                 self.due += [pin.key] * pin.taken
 
     def lend(self, keys: list[str], era: int) -> None:
-        """The server has pinned each of these once, for a copy: until :meth:`returned`, with the same list."""
+        """Record that the server has pinned each key once, for a copy.
+
+        The pins are held until :meth:`returned` is called with the same list.
+        """
         self._lent[id(keys)] = era, keys
 
     def returned(self, keys: list[str], era: int) -> None:
-        """That copy is over: these pins are due."""
+        """End a copy: its pins are due."""
         taken_in, _ = self._lent.pop(id(keys))
         if taken_in == era:
             self.due += keys
 
     def held(self, era: int) -> dict[str, int]:
-        """How often each key is pinned for us, by all that we know, what is due not counted."""
+        """Return how many pins we know of each key, without those due."""
         held = {key: pin.taken for key, pin in self._pins.items() if pin.era == era}
         for taken_in, keys in self._lent.values():
             if taken_in == era:
@@ -125,7 +141,7 @@ class Pinned:
         return held
 
     def collect(self, era: int) -> None:
-        """Release what was forgotten."""
+        """Release forgotten pins."""
         dropped = self.dropped
         while dropped:
             self.release((dropped.popleft(),), era)
@@ -133,12 +149,16 @@ class Pinned:
     # --- calls of pin and unpin -----------------------------------------------------------------------------------
 
     def ask(self, pins: Iterable[Pin]) -> None:
-        """These are used by a call of ``pin``, which their user stands for."""
+        """Record pins whose user is a call of ``pin``."""
         for pin in pins:
             self._asked.setdefault(pin.key, []).append(pin)
 
     def unask(self, key: str, era: int) -> bool:
-        """Undo one call of ``pin``. Whether there was one whose pin the server still has."""
+        """Undo one call of ``pin``.
+
+        Returns:
+            Whether there was one whose pin the server still has.
+        """
         asked = self._asked.get(key)
         if not asked:
             return False
@@ -151,29 +171,34 @@ class Pinned:
     # --- another era ----------------------------------------------------------------------------------------------
 
     def adopt(self, pins: Iterable[Pin]) -> None:
-        """These were held by a board, in an era that is over: they have lapsed as well."""
+        """Take over pins of a board from an era that is over.
+
+        They have lapsed as well.
+        """
         for pin in pins:
-            self._pins.setdefault(pin.key, pin)  # of two of one key the other one is lost, as its era says
+            self._pins.setdefault(pin.key, pin)  # if a key has two pins, the other one is lost, as its era shows
 
     def lapsed(self, era: int) -> list[str]:
-        """What was pinned in an era before this one, and not again since."""
+        """Return the keys pinned in an earlier era, and not again since."""
         return [key for key, pin in self._pins.items() if pin.era != era]
 
     def lose_all(self) -> int:
-        """Nothing that was pinned can be proven to be there. How many that were."""
+        """Drop all pins, which cannot be verified any more; return their number."""
         n = len(self._pins)
         self._pins.clear()
         return n
 
     def retaken(self, key: str, place: tuple[int, int, int, int] | None, era: int) -> bool:
-        """In a new era this key was pinned once more, at this place (region, offset, length, generation), or not found.
+        """Apply the result of pinning a key again in a new era.
+
+        ``place`` is its region, offset, length and generation; ``None`` if it was not found.
 
         Returns:
             Whether it is the registration that was pinned before. If not, views of that one are lost, and the new pin
             is due.
         """
         pin = self._pins.get(key)
-        if pin is not None and pin.era == era:  # pinned anew meanwhile: that one stays, and this one is one too many
+        if pin is not None and pin.era == era:  # pinned again meanwhile: that one stays, and this one is one too many
             if place is not None:
                 self.due.append(key)
             return True

@@ -1,4 +1,4 @@
-"""Operations: pins at the server: taking them, giving them back, and saying which we hold. Pure."""
+"""Operations on pins at the server: take, give back, and claim. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from .state import ClientState
 
 SESSION_GONE = "no_session"
 FENCED = "fenced"
-"""It was asked too late: what came after it has been done."""
+"""The request came too late: a later one has been done."""
 
 
 def find_call(s: ClientState, names: list[str], *, prefix: bool = False) -> Call:
-    """A FIND that pins. Answered too late, what it has pinned is given back."""
+    """Make a FIND that pins.
+
+    If its answer comes too late, its pins are given back.
+    """
     pin_epoch = s.pin_epochs.current
 
     def late(reply: FindReply) -> None:
@@ -33,7 +36,10 @@ def find_call(s: ClientState, names: list[str], *, prefix: bool = False) -> Call
 
 
 def retake_pins(s: ClientState) -> Operation[None]:
-    """Pin again what is pinned. A view of what is not the same registration any more is lost."""
+    """Pin all held keys again, in a new era.
+
+    Views of a key with another registration are lost.
+    """
     for some in portions(s.pinned.lapsed(s.era), s.max_keys):
         reply: FindReply = yield find_call(s, some)
         *where, _ = reply.columns()
@@ -44,12 +50,12 @@ def retake_pins(s: ClientState) -> Operation[None]:
 
 
 def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
-    """Undo the pins that are due.
+    """Give back the pins that are due.
 
-    What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
-    was taken since. If it is lost, that shows in the end: see `pin_epochs`.
+    A request that was sent is not repeated, answered or not: it is done sooner or later, and done twice it could undo a
+    pin that was taken since. If it is lost, that shows in the end: see `pin_epochs`.
     """
-    if s.pin_epochs.is_claiming:  # what is given back now may be claimed
+    if s.pin_epochs.is_claiming:  # a claim under way may name the pins that are due
         if wait:
             yield Alone(_nothing)  # until that is over
         if s.pin_epochs.is_claiming:
@@ -70,26 +76,27 @@ def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
                 break
     except ServerRefused as exc:
         if exc.word == FENCED and pin_epoch != s.pin_epochs.current:
-            return  # it was not claimed, so it has gone with the claim
+            return  # the pin was not claimed, so it has gone with the claim
         if exc.word != SESSION_GONE:
             raise
         s.unsettled = True  # and its pins are gone with it
         unsent.clear()
     finally:
-        if pin_epoch == s.pin_epochs.current:  # or else the server is another one, or it was told by a claim
+        if pin_epoch == s.pin_epochs.current:  # otherwise the server is another one, or a claim has corrected its pins
             for some in unsent:
                 s.pinned.due += some
 
 
 def _nothing() -> Operation[None]:
-    """To be run alone: waits for what else is."""
+    """Do nothing; run exclusively, so that running operations finish first."""
     yield from ()
 
 
 def claim_pins(s: ClientState) -> Operation[None]:
-    """Tell the server which pins we hold, so that it lets go of what an answer that was lost has pinned. To be run alone.
+    """Send the server a claim of all pins we hold, exclusively.
 
-    Whatever goes wrong, or a cancel, leaves the claim due: the next one names what is held then.
+    The server then drops the pins that a lost answer has taken. An error or a cancel leaves the claim due: the next one
+    names the pins held then.
     """
     if not s.doubts_pins():
         return
@@ -98,7 +105,7 @@ def claim_pins(s: ClientState) -> Operation[None]:
     is_settled = False
     n = s.max_keys
     try:
-        for at in range(0, len(keys) or 1, n):  # the last of them lets go, so all others must have arrived before
+        for at in range(0, len(keys) or 1, n):  # the last one drops all other pins, so it must arrive last
             last = at + n >= len(keys)
             request = PinsRequest(
                 s.token, s.pages.acknowledged, pin_epoch, keys[at : at + n], counts[at : at + n], last
@@ -119,7 +126,7 @@ def claim_pins(s: ClientState) -> Operation[None]:
 
 
 def portions(keys: list[str], n: int) -> Iterable[list[str]]:
-    """As many at once as the server takes."""
+    """Split keys into requests that the server accepts."""
     if len(keys) <= n:
         return (keys,) if keys else ()
     return (keys[start : start + n] for start in range(0, len(keys), n))

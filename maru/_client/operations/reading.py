@@ -1,11 +1,11 @@
-"""Operations: finding, pinning and loading. Pure.
+"""Operations that find, pin and load keys. Pure.
 
-Rule 1. Bytes are looked at under a pin, at the server or on our board (or over the index: see `indexed`). Whether that still
-        holds is checked without asking anybody, before and after a copy: the server lets go of nothing before the lease ends.
-Rule 2. An unanswered FIND may have pinned. Its late answer says what, and that is given back.
-Rule 3. What a cancel or an error leaves pinned is given back with the next call.
+Rule 1. Bytes are read under a pin, at the server or on our board (or over the index: see `indexed`). Whether that still
+        holds is checked without a message, before and after a copy: the server drops no pin before the lease ends.
+Rule 2. An unanswered FIND may have pinned keys. Its late answer names them, and they are given back.
+Rule 3. Pins left by a cancel or an error are given back with the next call.
 
-A published server pins and finds in two requests: pinning first, so that what is found stays where it was found.
+A published server pins and finds in two requests: pinning first, so that a found key stays at its place.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from .state import ClientState
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Times that something is found until it may be used: a restart costs one, and so does a claim of pins."""
+"""Most attempts to find keys until they may be used.
+
+A restart costs one, and so does a claim of pins.
+"""
 
 
 # --- without a pin ------------------------------------------------------------------------------------------------
 
 
 def exists(s: ClientState, key: str) -> Operation[bool]:
-    """Whether this key is there. No use."""
+    """Return whether a key is there. Does not count as a use."""
     name, there = s.salt + key, [False]
     if not (yield from exist_here(s, [name], there)):
         return there[0]
@@ -54,7 +57,7 @@ def exists(s: ClientState, key: str) -> Operation[bool]:
 
 
 def exist(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
-    """Which of these keys are there. No use."""
+    """Return whether each key is there. Does not count as a use."""
     names, there = s.names(keys), [False] * len(keys)
     left = yield from exist_here(s, names, there)
     if not left:
@@ -74,7 +77,7 @@ def exist(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
 
 
 def pin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
-    """Pin the first keys up to the first that is missing, until `unpin`."""
+    """Pin these keys up to the first that is missing, until `unpin`."""
     names = s.names(keys)
     pins = yield from _hold(s, names, prefix=True)
     found = [one for one in pins if one is not None]
@@ -83,11 +86,15 @@ def pin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
 
 
 def unpin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
-    """Undo a call of `pin` for each key; False where there was none, or its pin has gone with a lease."""
+    """Undo a call of `pin` for each key.
+
+    Returns:
+        False for each key without one, or whose pin has gone with a lease.
+    """
     s.check_open()
     names = s.names(keys)
     results = [s.pinned.unask(name, s.era) for name in names]
-    if not s.own:  # there, a pin may be undone by somebody else than who took it
+    if not s.own:  # there, a pin may be undone by another client than the one that took it
         others = [name for name, done in zip(names, results, strict=True) if not done]
         if others:
             if not s.is_ready():
@@ -104,12 +111,15 @@ def unpin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
 
 
 def hold(s: ClientState, keys: list[str], *, prefix: bool = False) -> Operation[list[Pin | None]]:
-    """For each key a pin with one more user, or ``None`` where it is missing; its region is mapped.
+    """Pin keys with one more user each, and map their regions.
 
     Args:
         s: the client.
-        keys: what to find.
-        prefix: hold nothing behind the first that is missing.
+        keys: the keys to find.
+        prefix: hold nothing after the first that is missing.
+
+    Returns:
+        A pin for each key; ``None`` if it is missing.
     """
     pins = yield from _hold(s, s.names(keys), prefix=prefix)
     try:
@@ -121,10 +131,10 @@ def hold(s: ClientState, keys: list[str], *, prefix: bool = False) -> Operation[
 
 
 def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], list[Pin], Exception | None]]:
-    """Like `hold` for a prefix, which also ends where the first region turns out not to be mappable.
+    """Hold a prefix as `hold` does, up to the first unmappable region.
 
     Returns:
-        The pins of the prefix; those behind it, which are the caller's to give back; and why there are any.
+        The pins of the prefix; those after it, which are the caller's to give back; and the error, if there are any.
     """
     pins = [one for one in (yield from _hold(s, s.names(keys), prefix=True)) if one is not None]
     at, end, why = 0, len(pins), None
@@ -137,7 +147,7 @@ def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], li
                 yield from steadily(s, partial(span_of, s, pins[at].region_id))
             except (CannotMap, NotOwner, ServerRefused) as exc:
                 end, why = at, exc
-            at = 0  # meanwhile one before it may have been forgotten
+            at = 0  # meanwhile an earlier one may have been unmapped
     except BaseException:
         s.pinned.release(pins, s.era)
         raise
@@ -145,24 +155,34 @@ def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], li
 
 
 def _map_regions(s: ClientState, region_ids: Collection[int]) -> Operation[None]:
-    """Have all of these mapped at the same time. While one is mapped, another may be forgotten."""
+    """Map all of these regions, to have them mapped together.
+
+    While one is mapped, another may be unmapped.
+    """
     while missing := [region_id for region_id in region_ids if region_id not in s.spans]:
         for region_id in missing:
             yield from steadily(s, partial(span_of, s, region_id))
 
 
 def release(s: ClientState, pins: Sequence[Pin]) -> Operation[None]:
-    """One user less of each; with the last one the server is told, and has answered."""
+    """Remove one user of each pin; give back pins without users.
+
+    Waits until the server has answered.
+    """
     s.pinned.release(pins, s.era)
     if s.is_connected and not s.is_closed and not s.is_ready():
         yield from settle(s)
 
 
 def _hold(s: ClientState, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
-    """A pin with one more user for each that is there: by our board, and by message what that cannot hold."""
+    """Pin keys by our board, or by message if it cannot.
+
+    Returns:
+        A pin with one more user for each key; ``None`` if it is missing.
+    """
     s.check_open()
     if s.clock() < s.deadline and (known := s.pinned.use_all(names, s.era)) is not None:
-        return known  # what is pinned anyway needs no request
+        return known  # pinned keys need no request
     pins, left = yield from hold_here(s, names, prefix=prefix)
     if not left:
         return pins
@@ -184,11 +204,11 @@ def _hold(s: ClientState, names: list[str], *, prefix: bool) -> Operation[list[P
 
 
 def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:
-    """Find and pin.
+    """Find keys and pin them.
 
-    If the answer is the first that was heard of another server, it is asked for again once that is settled: until then,
-    what is mapped here under a region's number may be of another pool. It is asked for again, too, if a pin epoch has begun
-    meanwhile, since what it has pinned was not claimed.
+    If the answer is the first that was heard of another server, the request is repeated once that is settled: until
+    then, a region mapped here under its number may be of another pool. It is repeated, too, if a pin epoch has begun
+    meanwhile, since its pins were not claimed.
     """
     for _ in range(ATTEMPTS):
         pin_epoch, own = s.pin_epochs.current, s.own
@@ -213,7 +233,10 @@ def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Plac
 
 
 def _find_published(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:
-    """Pin what is there, which a published server does up to the first miss, and then look where it lies."""
+    """Pin the keys that are there, and then look up their places.
+
+    A published server pins up to the first miss.
+    """
     pinned: list[int] = []
     left = list(range(len(names)))
     while left:
@@ -259,23 +282,25 @@ def load(
     sizes: Sequence[int],
     copy: Copy,
 ) -> Operation[list[Loaded]]:
-    """Copy what these keys hold to where the caller wants it: over the index, and under pins what that cannot say.
+    """Copy the bytes of these keys to the caller's destinations.
+
+    Over the index, and under pins if that cannot decide.
 
     Args:
         s: the client.
         keys: one for each destination.
-        sizes: of the destinations; what is stored under a key must fit.
-        copy: copies from addresses, of sizes, to the destinations at these positions; told to, it returns the sum of each
-            as it arrived.
+        sizes: of the destinations; the stored bytes must fit.
+        copy: copies from addresses, of sizes, to the destinations at these positions; on request it returns the sum of
+            each as it arrived.
 
     Raises:
         LeaseLost: the server restarted, or the lease ended, twice while this was copied.
-        ValueError: what is stored is larger than its destination.
+        ValueError: the stored bytes are more than their destination has.
     """
     names = s.names(keys)
     answers = [Loaded.MISSING] * len(names)
     left = yield from load_here(s, names, sizes, copy, answers)
-    for start in reversed(range(0, len(left), s.max_keys)):  # of a prefix the head is used last
+    for start in reversed(range(0, len(left), s.max_keys)):  # so the head of a prefix is used last
         some = left[start : start + s.max_keys]
         attempt = partial(_load, s, [names[at] for at in some], some, sizes, copy, answers)
         try:
@@ -293,7 +318,7 @@ def _load(
     copy: Copy,
     answers: list[Loaded],
 ) -> Operation[None]:
-    """Load these names, whose destinations stand at these positions, under pins."""
+    """Load these names under pins, to the destinations at these positions."""
     if not s.is_ready():
         yield from settle(s, wait=False)
     places = yield from steadily(s, partial(_find, s, names, False))
@@ -331,6 +356,6 @@ def _load(
 
 
 def simply(s: ClientState, code: int, message: Any = None) -> Operation[Any]:
-    """Ask what has nothing to do with the session."""
+    """Send a request that is independent of the session."""
     s.check_open()
     return (yield Call(code, message))

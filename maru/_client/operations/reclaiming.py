@@ -1,7 +1,7 @@
-"""Operations: room for more pages. Pure.
+"""Operations that make room for more pages. Pure.
 
-In this order: what is known to be free, what may turn out to be (IN_DOUBT, returns that went astray), what the server can evict
-for us, another region, or a smaller one. Whatever is left is the answer: full.
+In this order: pages known to be free, pages that may turn out to be (IN_DOUBT, returns that went astray), pages that
+the server can evict for us, another region, or a smaller one. If none helps, the answer is: full.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ from .pinning import SESSION_GONE
 from .state import ClientState, Shortfall
 
 RESERVED_PER_SECOND = 256 << 20
-"""Reserving memory takes its time, and is waited for: a cold page is cleared by the kernel."""
+"""Bytes per second at which a server reserves memory, for timeouts.
+
+A cold page is cleared by the kernel.
+"""
 
 
 def make_room(s: ClientState, n: int, evict: bool = True) -> Operation[list[int] | None]:
-    """``n`` pages, whatever it takes; ``None`` if it cannot be had. To be run alone.
+    """Allocate ``n`` pages by any means; ``None`` if that is impossible.
+
+    Run it exclusively.
 
     Args:
         s: the client.
-        n: how many.
-        evict: whether keys of ours may go for it. If not, the server is asked for what came back meanwhile.
+        n: number of pages.
+        evict: whether keys of ours may be evicted for them. If not, the server is asked for pages that came back
+            meanwhile.
     """
     if not s.config.pool_size:
         raise ValueError(f"{s!r} only reads: its pool_size is 0")
@@ -63,7 +69,10 @@ def _steps(s: ClientState, n: int, evict: bool) -> Iterator[Operation[None]]:
 
 
 def take_first(s: ClientState) -> Operation[None]:
-    """Take the first region, unless abandoned ones would have to go for it. To be run alone."""
+    """Take the first region, unless it would displace abandoned ones.
+
+    Run it exclusively.
+    """
     if s.doubtful_alloc:
         yield from _adopt(s)
     if s.pages.regions:
@@ -74,15 +83,15 @@ def take_first(s: ClientState) -> Operation[None]:
 
 
 def _catch_up(s: ClientState) -> Operation[None]:
-    """A BEAT brings every return that was not acknowledged."""
+    """Send a BEAT, which brings every return that was not acknowledged."""
     yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
 
 
 def _reclaim(s: ClientState, n: int) -> Operation[None]:
-    """Have the server evict our least recently used keys that nobody has pinned.
+    """Ask the server to evict our least recently used unpinned keys.
 
-    No more than are missing: what it is asked for is what it keeps free for us from then on, so whoever stores a little at a
-    time asks a few times, until that is enough.
+    No more than are missing: the server keeps the requested number free for us from then on, so a client that stores a
+    little at a time asks a few times, until that is enough.
     """
     wanted = n - s.pages.free
     if wanted > sum(region.pages for region in s.pages.regions):
@@ -92,7 +101,7 @@ def _reclaim(s: ClientState, n: int) -> Operation[None]:
         try:
             reply = yield Call(Code.RECLAIM, ReclaimRequest(s.token, s.pages.acknowledged, s.next_request(), some))
         except ServerRefused as exc:
-            if exc.word in ("quiet", "no_room"):  # not now: right after a restart nothing may go
+            if exc.word in ("quiet", "no_room"):  # not now: right after a restart no key may go
                 return
             raise
         if reply.dropped < some:
@@ -101,7 +110,10 @@ def _reclaim(s: ClientState, n: int) -> Operation[None]:
 
 
 def expand(s: ClientState, n: int) -> Operation[None]:
-    """Take another region, if the pool has memory for it. Its pages are free."""
+    """Take another region, if the pool has memory for it.
+
+    Its pages are free.
+    """
     config, pages = s.config, s.pages
     held = pages.regions
     if len(held) >= config.max_regions:
@@ -124,7 +136,10 @@ def expand(s: ClientState, n: int) -> Operation[None]:
 
 
 def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
-    """Ask for a region. Answered with one, it is ours, and :attr:`ClientState.doubtful_alloc` until it is used."""
+    """Request a region.
+
+    If the answer brings one, it is ours, and :attr:`ClientState.doubtful_alloc` until it is used.
+    """
     s.doubtful_alloc = s.own  # until the answer is there: a region that we do not know of may be ours
     token = s.token
     reply: AllocReply = yield Call(
@@ -134,7 +149,7 @@ def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
     )
     if (
         s.token != token
-    ):  # nothing else has waited for this, so the session may have been lost meanwhile, and the region with it
+    ):  # no other task waits for this, so the session may have been lost meanwhile, and the region with it
         s.doubtful_alloc = False
         raise ServerRefused("the session that asked for a region has ended", SESSION_GONE)
     if not reply.success:
@@ -145,15 +160,17 @@ def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
 
 
 def smaller_sizes(size: int, total: int, free: int, page_bytes: int, *, is_first: bool) -> Iterator[int]:
-    """What to ask for where a region of this size was refused, the largest first. Pure.
+    """Yield sizes to request after a region was refused, the largest first.
 
-    All that the pool has, since abandoned regions may go for it; all that is free. Who has no region yet can do nothing at
-    all, and so goes on with halves: what is free may lie in pieces, or be promised twice.
+    Pure.
+
+    All that the pool has, since abandoned regions may go for it; all that is free. A client without a region can do
+    nothing at all, and so goes on with halves: the free bytes may lie in pieces, or be promised twice.
 
     Args:
-        size: what was refused.
+        size: the refused size.
         total: bytes of the pool, in all.
-        free: bytes of the pool that nobody has.
+        free: bytes of the pool that no client has.
         page_bytes: less is of no use.
         is_first: whether it is to be the first region.
     """
@@ -166,7 +183,7 @@ def smaller_sizes(size: int, total: int, free: int, page_bytes: int, *, is_first
 
 
 def _adopt(s: ClientState) -> Operation[None]:
-    """Find the regions that are ours and that we were never told of, since the answer was lost."""
+    """Adopt our own regions whose answer was lost."""
     everybody: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token))
     others: ListReply = yield Call(
         Code.LIST_ALLOCATIONS, ListRequest(exclude_instance_id=s.instance_id, session=s.token)
@@ -176,7 +193,7 @@ def _adopt(s: ClientState) -> Operation[None]:
         if handle.region_id not in known:
             try:
                 yield from _own(s, handle)
-            except ServerRefused:  # of another client that goes by the same name
+            except ServerRefused:  # it belongs to another client of the same name
                 continue
     s.doubtful_alloc = False
 

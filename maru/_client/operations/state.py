@@ -1,10 +1,12 @@
-"""What a client knows of itself and of its server: session, lease, regions, pages, pins. Pure.
+"""State of a client: session, lease, regions, pages and pins. Pure.
 
-One value for a handler, used by all of its operations. In the blocking face several threads step operations, one at a time:
-between two effects nobody else touches this.
+One object for a handler, used by all of its operations. In the blocking face several threads step operations, one at a
+time: between two effects no other thread touches this.
 
-Rule 1. Every reply is *heard* before anybody acts on it: its epoch, the pages it brings back, and how long the lease is now.
-Rule 2. Another epoch, or a server that does not know the session, unsettles the client: the next operation settles it first.
+Rule 1. Every reply is *heard* before any operation acts on it: its epoch, the pages it brings back, and the lease's new
+        end.
+Rule 2. Another epoch, or a server that does not know the session, unsettles the client: the next operation settles it
+        first.
 Rule 3. The lease counts from when the request that renewed it was sent: on this side it ends first.
 """
 
@@ -34,16 +36,21 @@ from .pinned import Pin, Pinned
 _log = logging.getLogger(__name__)
 
 USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS, Code.LIST_KEYS}
-"""Our own codes are used if the server lists all of these, and otherwise none. PINS and LIST_KEYS came later,
-and each is used if it is listed."""
+"""Our own codes, all of which a server must list.
+
+PINS and LIST_KEYS came later, and each is used if it is listed.
+"""
 
 
 _PINNING = frozenset((int(Code.FIND), int(Code.UNPIN)))
-"""The requests that bear the number of a pin epoch."""
+"""Requests that bear the number of a pin epoch."""
 
 
 def is_own(reply: HandshakeReply) -> bool:
-    """Whether a server that greets like this is one of ours, with all that is used of it."""
+    """Return whether the server that sent this greeting is one of ours.
+
+    It must list all codes that are used.
+    """
     return reply.session is not None and set(reply.codes) >= USED_CODES
 
 
@@ -53,69 +60,78 @@ StoredPage: TypeAlias = tuple[str, int, int | None, int | None]
 
 @attrs.define(eq=False)
 class Former:
-    """A region that was ours until its session was lost. Its bytes are still mapped here."""
+    """A region that was ours until its session was lost.
+
+    Its bytes are still mapped here.
+    """
 
     span: Span
     pages: list[tuple[int, StoredPage]]
-    """Offset of each page that was registered, and what was sent of it."""
+    """Offset and stored page of each page that was registered."""
 
 
 @attrs.frozen
 class Shortfall:
-    """A region that the server had not so many bytes for."""
+    """A region for which the server lacked bytes."""
 
     wanted_bytes: int
-    """What was asked for: ``pool_size``, ``expand_size``, or what was needed at once."""
+    """Requested bytes: ``pool_size``, ``expand_size``, or more if needed at once."""
     granted_bytes: int
-    """What was had instead; 0: nothing."""
+    """Bytes of the region granted instead; 0: none."""
     pool_bytes: int
-    """What the server's pool has in all."""
+    """Bytes of the server's pool in all."""
     free_bytes: int
-    """What of it nobody had."""
+    """Free bytes of the server's pool."""
     reason: str
-    """The server's."""
+    """The server's reason for the refusal."""
 
 
 @attrs.define
 class Counters:
-    """What happened to a client, in all."""
+    """Counts of events of a client, in all."""
 
     unanswered: int = 0
     """Calls that timed out or were cut off."""
     restarts: int = 0
-    """Other epochs met."""
+    """Number of times that another epoch was met."""
     sessions_lost: int = 0
-    """Times the server did not know the session any more."""
+    """Number of times that the server had lost the session."""
     keys_kept: int = 0
     """Keys of lost regions that were found or registered again."""
     keys_lost: int = 0
     """Keys of lost regions that could not be registered again."""
     views_lost: int = 0
-    """Pins that a restart or the end of a session has cost."""
+    """Pins lost by a restart or the end of a session."""
     pins_unknown: int = 0
-    """Pins that the server held for this client, which did not know of them since an answer was lost. They were let go of."""
+    """Pins that the server held but this client did not know of.
+
+    An answer was lost. They were dropped.
+    """
     damaged: int = 0
     """Pages whose bytes were not those that were stored."""
     found_here: int = 0
-    """Keys that were looked up or loaded over the shared index, without a message."""
+    """Keys looked up or loaded over the shared index, without a message."""
     changed_in_copy: int = 0
-    """Pages that went while they were copied without a pin: asked for by message, with one."""
+    """Pages that went while they were copied without a pin.
+
+    They were then requested by message, with a pin.
+    """
     asked_anyway: int = 0
-    """Keys that were asked for by message, since the index could not say all about them."""
+    """Keys requested by message, since the index could not decide."""
 
 
 class IndexState:
-    """What a client knows of the shared index of its server."""
+    """The server's shared index, as far as this client has it."""
 
     def __init__(self, why_not: str) -> None:
         self.reader: IndexReader | None = None
         self.why_not = why_not
-        """Why it is not used; empty if it is."""
+        """Reason why it is not used; empty if it is."""
         self.is_wanted = not why_not
         self.asked_at: tuple[int, float] | None = None
-        """The era in which it was asked for last, and when."""
+        """Era and time of the last request for it."""
         self.board: BoardPins | None = None
-        """By which we hold, in this era."""
+        """Board by which we hold pages in this era."""
         self.counters = BoardCounters()
 
 
@@ -123,8 +139,8 @@ class ClientState:
     """The state of one client.
 
     Args:
-        config: its knobs.
-        instance_id: who owns its regions.
+        config: its settings.
+        instance_id: of the owner of its regions.
         clock: monotonic seconds.
     """
 
@@ -149,17 +165,20 @@ class ClientState:
         self.max_key_bytes = MAX_KEY_BYTES
         self.rm_address = config.rm_address
         self.descriptors = ""
-        self.doubt = ""  # why nobody can tell whose the server is
+        self.doubt = ""  # why it is unknown whose process the server is
         self.unsettled = True
         # regions
         self.pages = OwnedPages(config.chunk_size_bytes)
         self.spans: dict[int, Span] = {}
-        self.handles: dict[int, Handle] = {}  # of regions, as a published server tells them
+        self.handles: dict[int, Handle] = {}  # handles of regions, from a published server
         self.former: list[Former] = []
         self.stored: dict[int, StoredPage] = {}  # by page, as last sent
         self.page_of: dict[str, int] = {}  # key -> page, with a published server, which returns nothing
         self.forgotten: deque[int] = deque()
-        """Allocated pages whose handle was forgotten: finalizers append, and the next call frees."""
+        """Allocated pages whose handle was forgotten.
+
+        Finalizers append, and the next call frees.
+        """
         self.doubtful_alloc = False
         self.shortfall: Shortfall | None = None
         self.on_region_added: Callable[[int], object] | None = None
@@ -171,14 +190,14 @@ class ClientState:
         self._attempt = self._request = 0
         self.index = IndexState("index = off" if config.index == "off" else why_not_here())
         self.counters = Counters()
-        self.looked_after = 0  # so many calls without an answer, a published server was asked for our regions
+        self.looked_after = 0  # number of unanswered calls at the last check of our regions at a published server
         self.reports: deque[tuple[str, str, int, float]] = deque(maxlen=4_096)
 
     def __repr__(self) -> str:
         where = "closed" if self.is_closed else "connected" if self.is_connected else "not connected"
         return f"{self.instance_id} at {self.config.server_url}, {where}"
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Raise unless this client may be used."""
@@ -188,7 +207,10 @@ class ClientState:
             raise HandlerClosed(f"{self!r}: call connect first")
 
     def is_ready(self) -> bool:
-        """Whether it may ask at once: connected, settled, and with nothing to let go of first."""
+        """Return whether it may send requests at once.
+
+        It must be connected and settled, with nothing to release first.
+        """
         pinned = self.pinned
         return not (
             self.unsettled
@@ -202,24 +224,27 @@ class ClientState:
         )
 
     def names(self, keys: list[str]) -> list[str]:
-        """Keys as the server knows them. TypeError unless all are texts."""
+        """Return the keys as the server knows them, with the salt."""
         salt = self.salt
         return [salt + key for key in keys]
 
     def next_attempt(self) -> int:
-        """The name of one STORE."""
+        """Return the number of a new STORE attempt."""
         self._attempt += 1
         return self._attempt
 
     def next_request(self) -> int:
-        """The name of one request that must not be done twice."""
+        """Return the number of a request that must not be done twice."""
         self._request += 1
         return self._request
 
     # --- hearing --------------------------------------------------------------------------------------------------
 
     def heard(self, call: Call, reply: Any, sent_at: float) -> None:
-        """A reply has come that somebody waits for, to what was sent at that time."""
+        """Apply a reply to a call that is still waited for.
+
+        ``sent_at`` is the time at which its request was sent.
+        """
         epoch = getattr(reply, "epoch", 0)
         if epoch and epoch != self.epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
             self._meet(epoch)
@@ -229,17 +254,21 @@ class ClientState:
                 self._take_back(reply.returns)
 
     def gave_up(self, call: Call) -> None:
-        """Nobody waits any more for the answer to a call that has left, perhaps. It may come late, or never."""
+        """Record that a call was given up which may have left.
+
+        Its answer may come late, or never.
+        """
         if self.settles_pins and call.code in _PINNING:
             message: Any = call.message
             if message.session == self.token:
                 self.pin_epochs.gave_up(call, message.turn)
 
     def heard_late(self, call: Call, reply: Any) -> None:
-        """A reply has come that nobody waits for any more. If it is of a server that is gone, it is no news of one.
+        """Apply a reply to a call that was given up.
 
-        It may be the first that is heard of a server that has come up meanwhile: then it knows our session, and what it pinned
-        for us then is pinned until we give it back.
+        A reply of a server that is gone does not bring back its epoch. It may be the first reply of a server that has
+        come up meanwhile: then that knows our session, and the keys it pinned for us are pinned until we give them
+        back.
         """
         self.pin_epochs.answered(call)
         if not isinstance(reply, OwnReply):
@@ -255,9 +284,12 @@ class ClientState:
                 call.late(reply)
 
     def _meet(self, epoch: int) -> None:
-        """Another server answers, or the one that is known in another epoch."""
+        """Record that another server answers, or one with another epoch.
+
+        A connected client begins a new era.
+        """
         if self.is_connected:
-            if epoch in self._left:  # it had not gone: what it has pinned for us is pinned still
+            if epoch in self._left:  # it had not gone: its pins for us are still there
                 self._left.discard(epoch)
                 self.pin_epochs.is_lost = True
             self._left.add(self.epoch)
@@ -266,7 +298,7 @@ class ClientState:
         self.epoch = epoch
 
     def _is_of_this_session(self, call: Call) -> bool:
-        """Whether this was asked in our session as it is now, not in one that is over."""
+        """Return whether a call was made in the present session."""
         message = call.message
         return isinstance(message, OwnRequest) and message.session == self.token
 
@@ -274,18 +306,19 @@ class ClientState:
         self.pages.returned(returns.first_number, returns.regions, returns.offsets, returns.attempts)
 
     def shook_hands(self, reply: HandshakeReply, sent_at: float) -> bool:
-        """The server has greeted us. Whether this session goes on."""
+        """Apply the server's greeting; return whether the session continues."""
         own = self.config.protocol != "published" and is_own(reply)
         goes_on = own and self.own and reply.resumed and reply.session == self.token
         if not goes_on and self.is_connected:
-            # The server's answer is the truth, and our table a cache of it. A server that remembers knows what was deleted or
-            # evicted while our session was over. Only what a server has forgotten may be registered again.
+            # The server's answer is the truth, and our table a cache of it. A server that remembers knows which keys
+            # were deleted or evicted while our session was over. Only keys that a server has forgotten may be
+            # registered again.
             self.lose_session(forgotten=not own or (reply.begins_anew and reply.epoch != self._settled))
-            if not own or self.epoch != self._settled:  # it may stand over another pool, where all numbers begin anew
+            if not own or self.epoch != self._settled:  # it may use another pool, where all numbers begin again
                 self.counters.views_lost += self.pinned.lose_all()
         self.settles_pins = own and Code.PINS in reply.codes
         self.lists_keys = own and Code.LIST_KEYS in reply.codes
-        self._settled = self.epoch = reply.epoch  # 0 from a published server: then any epoch is news of another one
+        self._settled = self.epoch = reply.epoch  # 0 from a published server: then any epoch means another one
         self.own = own
         self.is_connected = True
         self.rm_address = reply.rm_address or self.config.rm_address
@@ -305,7 +338,10 @@ class ClientState:
         return goes_on
 
     def doubt_server(self, why: str) -> None:
-        """Nobody can tell whose process the server is. Said once, and again if the reason changes."""
+        """Log that it cannot be checked whose process the server is.
+
+        Logged once, and again if the reason changes.
+        """
         if why and why != self.doubt:
             _log.warning(
                 "%r: whose process listens there cannot be checked (%s). Whoever does is believed; keys (curve_key_file, "
@@ -324,66 +360,77 @@ class ClientState:
         if board is not None:
             self.pinned.adopt(board.end())
 
-    # --- what the server may have pinned beside what is known here ------------------------------------------------
+    # --- pins at the server that are not known here ---------------------------------------------------------------
 
     def doubts_pins(self) -> bool:
-        """Whether the server has to be told which pins we hold: an answer never came, and it can be told."""
+        """Return whether the server needs a claim of the pins we hold.
+
+        It does if an answer never came, and only a server that knows claims gets one.
+        """
         patience = self.config.timeout_ms / 1e3
         return self.settles_pins and not self.unsettled and self.pin_epochs.is_due(self.clock() - patience)
 
     def begin_claim(self) -> tuple[int, list[str], list[int]]:
-        """Begin a pin epoch by claiming what is held now: its number, the keys, and how many pins each has."""
+        """Begin a pin epoch by claiming the held pins.
+
+        Returns:
+            The epoch's number, the keys, and the number of pins of each.
+        """
         pin_epoch = self.pin_epochs.begin_claim()
         self.pinned.due.clear()
         held = self.pinned.held(self.era)
         return pin_epoch, list(held), list(held.values())
 
     def disown(self, pin_epoch: int, epoch: int, names: list[str]) -> None:
-        """Give back what a FIND of that pin epoch has pinned, as an answer of that server epoch says: nothing here holds it.
+        """Give back the pins of a FIND whose answer came too late.
 
-        Unless that is done already: the claim that was made since names all but this.
+        The answer is of that pin epoch and that server epoch; nothing here holds the pins. They are not given back if a
+        claim was made since: it names all pins except these.
         """
         if epoch != self.epoch or pin_epoch < self.pin_epochs.claimed:
             return
         if pin_epoch < self.pin_epochs.current and self.settles_pins:
-            self.pin_epochs.is_lost = True  # it was asked of the server before: so may have been what undoes it
+            self.pin_epochs.is_lost = True  # asked of an earlier server, as may be the request that undoes it
         else:
             self.pinned.due += names
 
     # --- validity -------------------------------------------------------------------------------------------------
 
     def check(self, pin: Pin) -> None:
-        """Raise unless what this pin holds is still what it was. Asks nobody."""
+        """Raise unless a pin still holds. Sends no message."""
         self.check_era(pin.era)
 
     def check_era(self, era: int) -> None:
-        """Raise unless nothing has ended since a time of that era at which a pin was held.
+        """Raise unless pins of that era still hold.
 
         Raises:
-            LeaseLost: the server has restarted, or may have let go of this client's pins.
+            LeaseLost: the server has restarted, or may have dropped this client's pins.
         """
         if era != self.era:
             raise LeaseLost(f"{self!r}: the server has restarted, or has ended the session")
         if self.clock() >= self.deadline:
             raise LeaseLost(f"{self!r}: the server was not heard for {self.lease:g} s")
 
-    # --- letting go -----------------------------------------------------------------------------------------------
+    # --- releasing ------------------------------------------------------------------------------------------------
 
     def free(self, pages: Sequence[int]) -> None:
-        """Allocated pages are not needed. Those of a region that was lost are gone already."""
+        """Free allocated pages, except those of a lost region, which are gone."""
         self.pages.cancel([page for page in pages if self.pages.state(page) is not PageState.ORPHAN])
 
     def collect(self) -> None:
-        """Let go of what was forgotten."""
+        """Free forgotten pages, and release forgotten pins."""
         while self.forgotten:
             self.free([self.forgotten.popleft()])
         if self.pinned.dropped:
             self.pinned.collect(self.era)
 
-    # --- how much there is ----------------------------------------------------------------------------------------
+    # --- sizes of the pool ----------------------------------------------------------------------------------------
 
     def fell_short(self, shortfall: Shortfall) -> None:
-        """The server had less than was asked for. Said once; that a full pool has no further region is nothing to say."""
+        """Record that the server had less memory than requested.
+
+        Logged once; a full pool without a further region is normal and not logged.
+        """
         if self.shortfall is None and (shortfall.granted_bytes or not self.pages.regions):
             _log.warning(
                 "%r: pool_size = %d: a region of %d bytes was refused (%s), and one of %d is used; the server has %d bytes, of "
@@ -399,10 +446,10 @@ class ClientState:
         self.shortfall = shortfall
 
     def check_size(self, n: int) -> None:
-        """Raise if so many pages can never be had at once, whatever becomes free.
+        """Raise if so many pages can never be had at once.
 
         Raises:
-            PoolFull: the server had less than was asked for, and its pool, or without ``auto_expand`` the region that it
+            PoolFull: the server had less than requested, and its pool, or without ``auto_expand`` the region that it
                 gave, is smaller than that.
         """
         if self.shortfall is None:
@@ -426,7 +473,10 @@ class ClientState:
     # --- losing ---------------------------------------------------------------------------------------------------
 
     def lose_region(self, region_id: int, *, forgotten: bool) -> None:
-        """A region is not ours any more. If the server has forgotten it, its keys are kept to be registered again."""
+        """Give up a region that is not ours any more.
+
+        If the server has forgotten it, its keys are kept to be registered again.
+        """
         region = next(region for region in self.pages.regions if region.region_id == region_id)
         span = self.spans.pop(region_id, None)
         if span is not None and forgotten:
@@ -443,21 +493,23 @@ class ClientState:
         self.pages.end_region(region_id)
 
     def lose_session(self, *, forgotten: bool) -> None:
-        """The server does not know us any more: no region is ours, and no pin.
+        """End the session: no region is ours any more, and no pin.
+
+        The server does not know us.
 
         Args:
             forgotten: whether the server has forgotten our keys as well.
         """
         self.counters.sessions_lost += 1
         self._new_era()
-        self.pin_epochs.forget()  # nothing that was sent in it is done any more
+        self.pin_epochs.forget()  # no request of that session is done any more
         for region in self.pages.regions:
             self.lose_region(region.region_id, forgotten=forgotten)
-        if not forgotten:  # the same goes for what was not registered again yet in the session that is over
+        if not forgotten:  # the same holds for pages of the ended session that were not registered again yet
             self.counters.keys_lost += sum(len(former.pages) for former in self.former)
             self.former.clear()
         self.pages.new_session()
-        self.spans.clear()  # the server may stand over another pool now, where the same numbers mean other regions
+        self.spans.clear()  # the server may use another pool now, where the same numbers mean other regions
         self.handles.clear()
         self.page_of.clear()
         self.shortfall = None
@@ -465,9 +517,10 @@ class ClientState:
 
 
 def salt_of(tenant: str, namespace: str) -> str:
-    """What stands before every key, so that no two tenants and no two layouts ever name the same page.
+    """Return the salt of every key, unique to tenant and layout.
 
-    Nothing for none of both: then keys are those of the published clients. No salt is the beginning of another one.
+    So no two of them ever name the same page. Empty without tenant and namespace: then keys are those of the published
+    clients. No salt is the beginning of another one.
     """
     if not tenant and not namespace:
         return ""

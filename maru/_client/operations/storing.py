@@ -1,11 +1,12 @@
-"""Operations: pages for new keys, and registering them. Pure.
+"""Operations that allocate pages for new keys, and register them. Pure.
 
-A store is ours in one round trip: STORE says for each page whether it is new. A published server is asked in three phases:
-which keys exist, then the pages of those are free again, then the others are registered.
+One of our servers stores in one round trip: the answer to STORE reports for each page whether it is new. A published
+server is asked in three phases: which keys exist, then the pages of those are free again, then the others are
+registered.
 
-Rule 1. A page is REGISTERING from right before its request may leave. Whatever ends the wait for the answer but the answer
-        itself puts it IN_DOUBT.
-Rule 2. A key named twice, a duplicate and a refusal leave a free page behind, never a lost one.
+Rule 1. A page is REGISTERING from right before its request may leave. Any end of the wait for the answer, except the
+        answer itself, makes it IN_DOUBT.
+Rule 2. A key named twice, a duplicate and a refusal leave a free page, never a lost one.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from .state import ClientState, Former, StoredPage
 Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
 Depths: TypeAlias = list[int | None] | None
-"""The index of each block in its prefix, where it is known."""
+"""Index of each block in its prefix, if it is known."""
 Copy: TypeAlias = Callable[[Sequence[int], bool], list[int] | None]
 RESTORED_AT_ONCE = 64
 FATE_TRIES = 3
-"""How often the server is asked what became of a store, ``timeout_ms`` each."""
+"""Number of requests for a store's outcome, ``timeout_ms`` each."""
 
 
 class SessionEnded(ServerLost):
-    """The server has ended the session that these pages were of. Nothing of them is stored."""
+    """The server has ended the session of these pages; none is stored."""
 
 
 _ANSWERS = {
@@ -61,16 +62,18 @@ _ANSWERS = {
     StoreStatus.KEY: (PageEvent.REFUSED, Stored.KEY),
     StoreStatus.BUSY: (PageEvent.REFUSED, Stored.REFUSED),
 }
-_UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # of a later server
+_UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # a status of a later server
 
 
 def allocate(s: ClientState, n: int, *, evict: bool = True) -> Operation[list[int] | None]:
-    """``n`` pages; ``None`` if there is no room for so many now. Asks nobody while there are free ones.
+    """Allocate ``n`` pages; ``None`` if there is no room now.
+
+    Sends no message while there are enough free ones.
 
     Args:
         s: the client.
-        n: how many.
-        evict: whether keys of ours may go for it.
+        n: number of pages.
+        evict: whether keys of ours may be evicted for them.
 
     Raises:
         PoolFull: there never will be.
@@ -96,7 +99,7 @@ def _allocate(s: ClientState, n: int, evict: bool) -> Operation[list[int] | None
 
 
 def allocate_most(s: ClientState, n: int, *, evict: bool = True) -> Operation[list[int]]:
-    """``n`` pages, or as many as there is room for."""
+    """Allocate ``n`` pages, or as many as there is room for."""
     pages = yield from _allocate(s, n, evict)
     while pages is None:
         n = min(n - 1, s.pages.free)
@@ -105,7 +108,13 @@ def allocate_most(s: ClientState, n: int, *, evict: bool = True) -> Operation[li
 
 
 def take_region(s: ClientState) -> Operation[bool]:
-    """Take the first region, with its pages in place, if the pool has memory for it that is nobody's; whether there is one."""
+    """Take the first region, with its pages in place.
+
+    Only if the pool has memory for it that is nobody's.
+
+    Returns:
+        Whether there is a region.
+    """
     s.check_open()
     if not s.is_ready():
         yield from settle(s)
@@ -122,10 +131,12 @@ def store(
     checksums: list[int] | None,
     depths: Depths = None,
 ) -> Operation[list[Stored]]:
-    """Register these pages, which are filled, under these keys. Afterwards none of them is ALLOCATED.
+    """Register filled pages under these keys.
+
+    Afterwards none of the pages is ALLOCATED.
 
     Raises:
-        NoAnswer: nobody knows which are stored. The pages are used again only once that is known.
+        NoAnswer: it is unknown which are stored. The pages are used again only once that is known.
         ServerLost: the pages are not ours any more.
     """
     try:
@@ -179,12 +190,14 @@ def store_surely(
     checksums: list[int] | None,
     depths: Depths = None,
 ) -> Operation[list[Stored | None]]:
-    """Like `store`, but where no answer comes, the server is asked what became of it: ``None`` is not stored, for good.
+    """Store as `store` does; if no answer comes, ask for the outcome.
+
+    ``None`` in the result is not stored, for good.
 
     Raises:
-        SessionEnded: the pages are not ours any more, and nothing of them is stored.
-        FateUnknown: nor did it answer that, again and again, or it cannot be asked. It may be stored, or may be yet; the
-            pages are IN_DOUBT, or QUARANTINED.
+        SessionEnded: the pages are not ours any more, and none is stored.
+        FateUnknown: it did not answer that either, again and again, or it cannot be asked. It may be stored, or may be
+            yet; the pages are IN_DOUBT, or QUARANTINED.
         NoAnswer: nothing was sent, and the pages are free.
     """
     try:
@@ -207,7 +220,10 @@ def store_surely(
 
 
 def _fate(s: ClientState, keys: list[str], pages: list[int], attempts: list[int]) -> Operation[list[Stored | None]]:
-    """Fence these attempts, and say of each page whether it is held under one of them, or what else its key is."""
+    """Fence these attempts, and return the outcome of each page.
+
+    A page is stored if it is held under one of the attempts; otherwise its key is a duplicate, or not stored.
+    """
     if not s.is_ready():
         yield from settle(s)
     _check_pages(s, pages)
@@ -238,11 +254,11 @@ def put(s: ClientState, keys: list[str], lengths: Column, copy: Copy) -> Operati
         s: the client.
         keys: one for each buffer.
         lengths: of the buffers.
-        copy: copies the first buffers to as many addresses; told to, it returns the sum of each.
+        copy: copies the first buffers to as many addresses; on request it returns the sum of each.
     """
     try:
         return (yield from _put(s, keys, lengths, copy))
-    except SessionEnded:  # the bytes are still the caller's: once more, into a region of the new session
+    except SessionEnded:  # the caller still has the bytes: once more, into a region of the new session
         return (yield from _put(s, keys, lengths, copy))
 
 
@@ -264,10 +280,10 @@ def _put(s: ClientState, keys: list[str], lengths: Column, copy: Copy) -> Operat
 
 
 def restore(s: ClientState) -> Operation[None]:
-    """Register again what was stored in regions that were lost, as far as it is missing and there is room without evicting.
+    """Register missing keys of lost regions again, without evicting others.
 
-    Their bytes are still mapped here. A checksum is made once, from the bytes that are stored: a page that does not have its
-    own any more is lost. Were it summed again, its damage would be valid from then on.
+    Their bytes are still mapped here. A checksum is made once, from the bytes that are stored: a page that does not
+    match it any more is lost. Were it summed again, its damage would be valid from then on.
     """
     while s.former:
         former = s.former[-1]
@@ -277,7 +293,7 @@ def restore(s: ClientState) -> Operation[None]:
         some = former.pages[: min(RESTORED_AT_ONCE, s.max_keys)]
         names = [stored[0] for _, stored in some]
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
-        if former not in s.former:  # the next session was lost, too, to a server that knows what was deleted since
+        if former not in s.former:  # the next session was lost, too, to a server that knows of later deletions
             continue
         missing = [one for one, is_there in zip(some, there.results, strict=True) if not is_there]
         summed = [one for one in missing if one[1][2] is not None]
@@ -320,7 +336,7 @@ def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]])
             [column[at] for at in whole] for column in (pages, names, sizes, expected, depths)
         )
     answers = (yield from _register(s, names, pages, sizes, expected if is_summed else None, depths)) if whole else []
-    # Not before: if there is no answer, all of it is tried again.
+    # Not before: if there is no answer, all of these are tried again.
     registered = sum(map(bool, answers))
     s.counters.damaged += len(kept) - len(whole)
     s.counters.keys_kept += registered
@@ -328,7 +344,7 @@ def _restore(s: ClientState, former: Former, some: list[tuple[int, StoredPage]])
 
 
 def addresses(s: ClientState, pages: Sequence[int]) -> Sequence[int]:
-    """Where these pages of ours lie in memory."""
+    """Return the addresses of our own pages."""
     size = s.pages.page_bytes
     region = s.pages.region_of(pages[0])
     base = s.spans[region.region_id].address
@@ -350,7 +366,7 @@ def addresses(s: ClientState, pages: Sequence[int]) -> Sequence[int]:
 
 
 def _check_pages(s: ClientState, pages: Sequence[int]) -> None:
-    """The session may have been lost since they were allocated."""
+    """Raise if the session was lost since the pages were allocated."""
     if s.pages.has_ended(pages):
         raise SessionEnded(f"{s!r}: the server has ended the session that these pages were of; store them anew")
 
@@ -383,7 +399,7 @@ def _send(
     depths: Depths,
     attempt: int,
 ) -> Operation[Any]:
-    """Ask to register these pages, and leave none of them behind in REGISTERING without an answer."""
+    """Send a request to register pages, and leave none of them REGISTERING."""
     left = False
 
     def sending() -> None:
@@ -400,11 +416,11 @@ def _send(
     try:
         return (yield call)
     except BaseException as exc:
-        # An error is no proof that nothing was done: it may have struck between doing and answering. What the server
-        # answers to a request of an unknown session is one, and then no page is ours.
+        # An error is no proof that nothing was done: it may have struck between doing and answering. Only the server's
+        # refusal for an unknown session is one, and then no page is ours.
         if left:
             s.pages.unanswered(pages, attempt, can_resolve=s.own)
-        else:  # else, what is allocated may be somebody else's by now: they have come back meanwhile
+        else:  # pages allocated now may be another call's: these have come back meanwhile
             s.free(pages)
         if isinstance(exc, ServerRefused) and exc.word == SESSION_GONE:
             s.unsettled = True
@@ -454,8 +470,8 @@ def _store_published(
     s.pages.answered(sent, attempt, events)
     for at, is_new in zip(new, results, strict=True):
         if is_new:
-            # Somebody else may have deleted this key since we stored it last: then the server held on to our old page
-            # for nobody, and would not have told us.
+            # Another client may have deleted this key since we stored it last: then the server kept our old page for
+            # nothing, and would not have reported it.
             before = s.page_of.get(names[at])
             if before is not None and s.pages.state(before) is PageState.REGISTERED:
                 s.pages.dropped([before])
