@@ -6,7 +6,7 @@ Rule 1. Allocated pages belong to their :class:`AllocBatch` until they are store
         free again. Memory stays mapped for as long as some thread may still write there, whatever became of the
         session.
 Rule 2. Held pages are pinned until their :class:`HeldBatch` is released or forgotten. :meth:`HeldBatch.check` raises
-        once they do not hold any more, without a message.
+        once they do not hold any more; it sends no message.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ class MaruHandler(HandlerBase):
         """Take ``n`` pages to fill, adjacent if possible.
 
         ``None`` if there is no room for so many. No message is sent while there are enough free pages. If not, the
-        server evicts this instance's least recently used keys; then another region is taken, if ``auto_expand`` is on,
-        as large as available if ``pool_size`` asks for more.
+        server evicts this instance's least recently used keys; then another region is taken, if ``auto_expand`` is on:
+        the largest available one if ``pool_size`` asks for more.
 
         Raises:
             PoolFull: there never will be: the server's pool is smaller than that.

@@ -179,8 +179,8 @@ class HandlerBase:
 
         Returns:
             The held pages, as from ``hold_pages``; they may be released in any thread, too. ``None`` if the shared
-            index, or our
-            board, cannot decide or hold all of them, or a region is not mapped here yet: then ``hold_pages`` can.
+            index or our board cannot decide or hold all of them, or if a region is not mapped here yet; then
+            ``hold_pages`` can.
         """
         return columns.hold_pages_here(self._state, keys, self._release_here)
 

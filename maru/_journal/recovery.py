@@ -4,14 +4,11 @@ Blocking.
 
     same boot, nothing lost     everything that was acknowledged is there, and clients may resume their sessions
     another boot                every client is gone, and the pages are as the disk has them: a key is kept if the
-        checksum of
-                                its page verifies, and every region is an orphan
+                                checksum of its page verifies, and every region is an orphan
     same boot, something lost   the later records are lost, including deletions. Pages that those returned may have been
                                 overwritten by their owners, which live and may go on writing. So regions that have an
-                                owner,
-                                or may get it back, are dropped with all their keys; orphans of our own clients, which
-                                no
-                                process writes, stay
+                                owner, or may get it back, are dropped with all their keys; orphans of our own clients,
+                                which no process writes, stay
 
 Rule 1. A lookup of an acknowledged key finds the right bytes or misses, never wrong bytes. Losses are in
         `Recovered.lost`, and logged as an error.

@@ -184,7 +184,7 @@ def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
 
 _LOCK: Final = "compaction.lock"
 _PIECE: Final = 1 << 20
-_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # a longer number may exceed a name's limit
+_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # the number after a longer one may fit no name
 _SET_ASIDE = re.compile(r"lost\.(journal|snapshot)\.[1-9][0-9]{0,17}")
 _LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]{0,17}(\.server)?\.tmp")
 

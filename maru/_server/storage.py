@@ -44,7 +44,7 @@ class Storage:
     pool: Pool
     directory: Directory
     order: LazyOrder
-    """Order of its owners' keys; to be settled after each step."""
+    """Eviction order of each owner's keys; to be settled after each step."""
     journal: Journal | None
     """The journal; ``None`` if none is written."""
     recovered: Recovered | None

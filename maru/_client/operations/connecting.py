@@ -293,9 +293,9 @@ def resolve(s: ClientState, attempt: int, pages: list[int]) -> Operation[list[bo
 
 
 def close(s: ClientState) -> Operation[None]:
-    """End the session at the server, without an error if it is silent.
+    """End the session at the server, if it answers in time.
 
-    The wait for its answer is short.
+    If it does not, no error is raised.
     """
     if s.is_closed:
         return
