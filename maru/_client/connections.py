@@ -251,7 +251,7 @@ class ConnectionPool:
     def look(self) -> None:
         """Take replies that have arrived on unused connections.
 
-        The threads that use the others look at these.
+        The others are read by the threads that use them.
         """
         for connection in self._free.copy():  # in this order, so that the one that was used last is last again
             try:

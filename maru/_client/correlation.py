@@ -1,6 +1,4 @@
-"""Assignment of answers to calls by the sequence numbers of one socket.
-
-Pure.
+"""Assignment of answers to calls by one socket's sequence numbers. Pure.
 
 Rule 1. An answer goes to the call with its sequence, or to none. Those for none are counted: *late* if the call was
         given up, *unknown* if there never was one.

@@ -1,7 +1,7 @@
 """States and events of a page, and the legal moves. Pure.
 
-An owner chooses the page for a key by itself, without asking the server. That makes a store one round trip, and it is a
-danger: a page that is used again while the server still reports the old key there gives readers another key's bytes.
+An owner chooses the page for a key by itself, without asking the server. That makes a store one round trip, and it can
+go wrong: a page that is used again while the server still reports the old key there gives readers another key's bytes.
 Hence IN_DOUBT, and the ways out of it.
 
 The owner decides FREE and ALLOCATED, the server every other state. Only the server knows pins: in the columns of an

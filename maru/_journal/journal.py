@@ -348,7 +348,7 @@ class Journal:
         done = False
         try:
             await run_in_thread(self._flush_in_thread, files, names, limiter=self._limiter, abandon_on_cancel=True)
-            # An earlier, abandoned flush may have met a failure that this one did not see; the limiter lets it end
+            # An earlier, abandoned flush may have got the error that the kernel reports once; the limiter has let it end
             # first.
             done = self._broken is None
             if done:
@@ -482,7 +482,7 @@ class Journal:
         await trio.lowlevel.checkpoint()
 
     async def wait_pressed(self) -> None:
-        """Wait until appends are refused for lack of room, until a compaction."""
+        """Wait until a compaction is needed at once, to make room."""
         while not self._pressed:
             await self._surveyed.park()
             self._check()

@@ -1,6 +1,6 @@
-"""Recovery: restore the directory from the journal's files, as far as trusted.
+"""Recovery: restore the directory from the journal's files. Blocking.
 
-Blocking.
+It decides how much of the directory can be trusted:
 
     same boot, nothing lost     everything that was acknowledged is there, and clients may resume their sessions
     another boot                every client is gone, and the pages are as the disk has them: a key is kept if the
@@ -56,10 +56,7 @@ from .segments import (
 )
 
 _FAR: Final = 1 << 32
-"""Added to the generation after a loss, in generations.
-
-It exceeds the number that a lost journal can have given.
-"""
+"""Generations skipped after a loss: more than any lost journal has given."""
 
 _log = logging.getLogger(__name__)
 

@@ -265,8 +265,7 @@ def remove(path: str, names: Iterable[str]) -> None:
 def superseded(listing: Listing, by: int) -> list[str]:
     """List the files that snapshot ``by`` replaces.
 
-    Snapshots come first, so that files left by an interrupted removal are read as if they were older than all
-    snapshots.
+    Snapshots come first, so that after an interrupted removal the rest is read as if these had never been written.
     """
     return [f"snapshot.{n}" for n in listing.snapshots if n < by] + [f"journal.{n}" for n in listing.segments if n < by]
 

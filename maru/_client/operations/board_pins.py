@@ -1,6 +1,4 @@
-"""Pins on a client's board, taken without a message in any thread.
-
-Pure.
+"""Pins on a client's board, taken without messages in any thread. Pure.
 
 Rule 1. Everything here happens under one lock, and nothing that waits or lets another thread run does. To release that
         lock is a full fence on x86: writes under it are seen by others before loads after it.

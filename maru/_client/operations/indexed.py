@@ -34,7 +34,7 @@ On request it returns the sum of each as it arrived.
 ASK_AGAIN = 1.0
 """Seconds until an index is requested again.
 
-There was none, or the last one is retired.
+It is if there was none, or the last one is retired.
 """
 
 
@@ -114,7 +114,7 @@ def load_here(
         answers: outcome for each name; those of names that are left stay.
 
     Returns:
-        Positions of the names to be requested by message, as if nothing was copied.
+        Positions of the names to be requested by message: nothing valid was copied for these.
     """
     yield from look_after_index(s)
     reader, board = index_of(s)
@@ -188,10 +188,7 @@ def look_after_index(s: ClientState) -> Operation[None]:
 
 
 def index_of(s: ClientState) -> tuple[IndexReader | None, BoardPins | None]:
-    """Return the index reader, if usable now, and the board.
-
-    Any thread.
-    """
+    """Return the index reader, if usable now, and the board. Any thread."""
     index = s.index
     # The board first: it is of one era. If that ends after this line nothing is held by it any more, and a page found
     # by a reader of that time is retired, or the lease is over.

@@ -11,8 +11,8 @@ Rule 2. Pins that are due to be given back at that moment are not given back, si
         claim is answered nothing is given back: it may be claimed.
 Rule 3. A claim is due only when an answer has not come for as long as any call waits for one, and until one was
         answered. Its causes are forgotten when it begins: the next claim is due for messages lost from then on.
-Rule 4. Another era begins another epoch as well: a request to a server that is gone that arrives at the next one, after
-        requests to that one, does nothing. Pins of a FIND that came first are not given back, since an UNPIN that came
+Rule 4. Another era begins another epoch as well: a request to a server that is gone does nothing if it arrives at the
+        next one after requests to that one. Pins of a FIND that came first are not given back, since an UNPIN that came
         first may have undone them already: a claim is due at once.
 """
 

@@ -93,10 +93,10 @@ def _nothing() -> Operation[None]:
 
 
 def claim_pins(s: ClientState) -> Operation[None]:
-    """Send the server a claim of all pins we hold, exclusively.
+    """Send the server a claim of all pins that we hold.
 
-    The server then drops the pins that a lost answer has taken. An error or a cancel leaves the claim due: the next one
-    names the pins held then.
+    Run it exclusively. The server then drops the pins that a lost answer has taken. An error or a cancel leaves the
+    claim due: the next one names the pins held then.
     """
     if not s.doubts_pins():
         return

@@ -284,7 +284,7 @@ def load(
 ) -> Operation[list[Loaded]]:
     """Copy the bytes of these keys to the caller's destinations.
 
-    Over the index, and under pins if that cannot decide.
+    It uses the index, and pins for keys that the index cannot decide.
 
     Args:
         s: the client.

@@ -160,12 +160,10 @@ def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
 
 
 def smaller_sizes(size: int, total: int, free: int, page_bytes: int, *, is_first: bool) -> Iterator[int]:
-    """Yield sizes to request after a region was refused, the largest first.
-
-    Pure.
+    """Yield sizes to request after a refused region, largest first. Pure.
 
     All that the pool has, since abandoned regions may go for it; all that is free. A client without a region can do
-    nothing at all, and so goes on with halves: the free bytes may lie in pieces, or be promised twice.
+    nothing at all, and so continues with halves: the free bytes may lie in pieces, or be promised twice.
 
     Args:
         size: the refused size.

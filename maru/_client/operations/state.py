@@ -224,7 +224,11 @@ class ClientState:
         )
 
     def names(self, keys: list[str]) -> list[str]:
-        """Return the keys as the server knows them, with the salt."""
+        """Return the keys with the salt, as the server knows them.
+
+        Raises:
+            TypeError: a key is no text.
+        """
         salt = self.salt
         return [salt + key for key in keys]
 
@@ -448,6 +452,8 @@ class ClientState:
     def check_size(self, n: int) -> None:
         """Raise if so many pages can never be had at once.
 
+        That is, not even after others have become free.
+
         Raises:
             PoolFull: the server had less than requested, and its pool, or without ``auto_expand`` the region that it
                 gave, is smaller than that.
@@ -493,9 +499,9 @@ class ClientState:
         self.pages.end_region(region_id)
 
     def lose_session(self, *, forgotten: bool) -> None:
-        """End the session: no region is ours any more, and no pin.
+        """Give up a lost session, with all its regions and pins.
 
-        The server does not know us.
+        The server does not know it any more.
 
         Args:
             forgotten: whether the server has forgotten our keys as well.
