@@ -1,4 +1,7 @@
-"""The directory: locations of keys, their readers and their owners. Pure: facts and the time go in, answers come out."""
+"""Locations of keys, with their readers and owners.
+
+Pure: facts and the time go in, answers come out.
+"""
 
 from .directory import Directory as Directory
 from .statistics import DirectoryStatistics as DirectoryStatistics

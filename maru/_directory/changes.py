@@ -1,6 +1,7 @@
-"""Changes of a directory's state, each with its record for the journal; and the replay of a record. Pure.
+"""Changes of a directory's state with their journal records, and their replay.
 
-Nothing else changes the state of a directory in use, so what happens is recorded, in the order in which it happens.
+Pure. Nothing else changes the state of a directory in use, so each change is recorded, in the order in which it
+happens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .state import State, depths_of
 
 
 class Changes:
-    """A state, and the records of what happened to it that the journal has not taken yet."""
+    """A state and the records of its changes not yet journaled."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -43,18 +44,21 @@ class Changes:
         return self.state.open_session(number, token, instance_id, tenant, published, lease)
 
     def end_session(self, number: int) -> None:
-        """This session is over; its regions are orphans, or dropped."""
+        """End this session: its regions become orphans, or are dropped."""
         session = self.state.sessions[number]
         returning = [region.returning for region in session.regions.values()]
         keys = session.forgetting + sum([len(region.keys_at) for region in session.regions.values()])
         self.state.end_session(number)
         self.records.append(SessionEnded(number))
-        # Freed slice by slice, and not with the session: the order of use of many keys is as many pieces of memory.
+        # Freed in slices, not with the session: the order of use of many keys is as many pieces of memory.
         if keys + sum(map(len, returning)) + len(session.outbox) > FORGOTTEN_AT_ONCE:
             self.state.chores.append(_free_in_slices(session, returning))
 
     def add_region(self, region_id: int, length: int, session: Session) -> None:
-        """A new region of this session, or an orphan that is owned again."""
+        """Add a region to this session.
+
+        An orphan has an owner again.
+        """
         orphan = self.state.regions.get(region_id)
         later = orphan is not None and len(orphan.keys_at) > FORGOTTEN_AT_ONCE
         region = self.state.add_region(region_id, length, session.number, session.instance_id, use=not later)
@@ -63,7 +67,10 @@ class Changes:
             self.state.chores.append(self._use(region, session))
 
     def _use(self, region: Region, session: Session) -> Slices[None]:
-        """Count a use of the keys of a region that is owned again: until then they are not evicted."""
+        """Count a use of each key of a region owned again.
+
+        Until then these keys are not evicted.
+        """
         keys = list(region.keys_at.values())
         located = self.state.located
         for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
@@ -79,7 +86,7 @@ class Changes:
             session.policy.use(some, depths_of([located[key] for key in some]))
 
     def return_region(self, region_id: int) -> None:
-        """This region was handed back."""
+        """Hand this region back."""
         region = self.state.regions[region_id]
         session = region.session
         later = session is not None and len(region.keys_at) > FORGOTTEN_AT_ONCE
@@ -96,7 +103,7 @@ class Changes:
         self.state.chores.append(self._forget_in_slices(session, keys))
 
     def _forget_in_slices(self, session: Session, keys: list[str]) -> Slices[None]:
-        """Have the order of use of this session forget keys that lie in no region of it any more."""
+        """Remove keys outside the session's regions from its order of use."""
         located = self.state.located
         for start in range(0, len(keys), FORGOTTEN_AT_ONCE):
             yield
@@ -113,7 +120,10 @@ class Changes:
             )
 
     def drop_region(self, region_id: int) -> int:
-        """This region is gone, with every key in it; how many."""
+        """Drop this region with every key in it.
+
+        Return the number of keys.
+        """
         keys = self.state.drop_region(region_id)
         self.records.append(RegionDropped(region_id))
         return len(keys)
@@ -121,16 +131,16 @@ class Changes:
     def enter_fresh(
         self, columns: Columns, parts: Mapping[int, Columns], source: tuple[int, bytes], later: bool
     ) -> int:
-        """Register all of these, in owned regions; the first generation.
+        """Register all entries, in owned regions. Return the first generation.
 
         Args:
-            columns: what and where.
+            columns: the keys and their locations.
             parts: the same, by region.
             source: code and body of the request.
-            later: only record it now, and do it in :meth:`settle`.
+            later: only record the registration now, and apply it in :meth:`settle`.
 
         Returns:
-            0 if a key or an offset is taken, or named twice: then nothing has changed.
+            0 if a key or an offset is taken or named twice: then nothing has changed.
         """
         state = self.state
         if not state.is_fresh(columns, parts):
@@ -141,8 +151,8 @@ class Changes:
         if state.location_watcher is not None:
             generations = range(first, first + len(columns.keys))
             state.location_watcher.registered(columns, generations, self._readable(columns))
-        # The answer needs only the generations, which are given already. The dictionaries, which cost most, can wait until it
-        # has left; whatever looks at the state calls `settle` first, so the order of what happens stays as recorded.
+        # The answer needs only the generations, which are given already. The dictionaries, which cost most, can wait
+        # until it has left; every reader of the state calls `settle` first, so the order of events stays as recorded.
         if later:
             self.deferred.append((columns, parts, first))
         else:
@@ -150,19 +160,22 @@ class Changes:
         return first
 
     def settle(self) -> None:
-        """Do what was only recorded."""
+        """Apply the registrations that were only recorded."""
         deferred, self.deferred = self.deferred, []
         for columns, parts, first in deferred:
             self.state.enter_fresh(columns, parts, first)
 
     def enter(self, columns: Columns, skipped: list[int], source: tuple[int, bytes]) -> int:
-        """Register these but for the skipped ones, in order, in owned regions; the first generation."""
+        """Register all but the skipped entries, in order. Return the first generation.
+
+        The regions are owned.
+        """
         first = self.state.generation + 1
         rest = columns.without(skipped)
         self.state.enter(rest)
         self.records.append(Registered(self._owner(next(iter(rest.by_region()))), *source, first, skipped))
         if self.state.location_watcher is not None:
-            # What gave way to a later entry of the same request is told as removed before it was told as registered.
+            # A key that gave way to a later entry of the same request was reported as removed before it was registered.
             generations = range(first, first + len(rest.keys))
             kept = [at for at, key in enumerate(rest.keys) if self._generation_of(key) == generations[at]]
             self.state.location_watcher.registered(
@@ -175,7 +188,10 @@ class Changes:
         return 0 if location is None else location.generation
 
     def _readable(self, columns: Columns) -> bool:
-        """Whether bytes in these regions, all of one kind of owner, change only once the owner was told that they may."""
+        """Return whether these regions can be read without a pin.
+
+        They all have the same kind of owner. Bytes in them change only once the owner was told that they may.
+        """
         region_id = columns.regions if isinstance(columns.regions, int) else columns.regions[0]
         return not self.state.regions[region_id].published
 
@@ -185,30 +201,33 @@ class Changes:
         return session.number
 
     def remove(self, keys: Sequence[str]) -> None:
-        """These keys are gone."""
+        """Remove these keys."""
         if keys:
             self.state.remove(keys)
             self.records.append(Deleted(list(keys)))
 
     def fence(self, number: int, attempt: int) -> None:
-        """This attempt of this session is refused from now on."""
+        """Refuse this attempt of this session from now on."""
         if attempt not in self.state.sessions[number].fences:
             self.state.fence(number, attempt)
             self.records.append(Fenced(number, attempt))
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """This session has applied all returns up to that one."""
+        """Record that this session has applied all returns up to ``upto``."""
         if self.state.acknowledge(number, upto):
             self.records.append(Acknowledged(number, self.state.sessions[number].outbox.acknowledged))
 
     def read_unpinned(self) -> None:
-        """A published client reads: the next start has to know."""
+        """Record that a published client reads.
+
+        The next start has to know.
+        """
         if not self.state.read_unpinned:
             self.state.read_unpinned = True
             self.records.append(ReadUnpinned())
 
     def replay(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
-        """Do what this record says once more, without recording it."""
+        """Apply this record again, without recording it."""
         state = self.state
         match record:
             case Registered(_, code, payload, first, skipped):
@@ -235,9 +254,9 @@ class Changes:
 
 
 def _free_in_slices(session: Session, returning: list[dict[int, int]]) -> Slices[None]:
-    """Free the order of use and the returning pages of an ended session.
+    """Free the order of use and returning pages of an ended session.
 
-    The order gives up its own keys, which are nobody's victims any more: so none of them has to be looked for.
+    The order gives up its own keys, which are nobody's victims any more, so none of them has to be looked for.
     """
     are_more = True
     while are_more:

@@ -1,20 +1,21 @@
-"""The directory: locations of keys; their owners, pins and readers; and the choice of what to evict. Pure.
+"""Locations of keys, their owners, pins and readers, and eviction decisions. Pure.
 
-This module decides what may happen. `maru._directory.state` carries it out, and is what a restart restores; pins, leases and
-reads of published clients are not restored.
+This module decides which changes are allowed. `maru._directory.state` carries them out, and is the part that a restart
+restores; pins, leases and reads of published clients are not restored.
 
-Rule 1. No clock and no randomness: each method gets ``now`` (seconds; monotonic, the server's own), and the same
-        calls give the same answers.
-Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
-Rule 3. A pinned key stays, and so does one that a client holds without a message (`maru._index.boards`). A lease counts at the
-        server until its end and ``lease_grace``, whatever ends it: a reader stops using its views by its own clock. After a
-        restart the pins are unknown, so all keys count as pinned until every session has sent the new epoch, which means that
-        it has dropped its views, or until the longest lease is over. Published clients cannot send it, so with them it takes
-        that long.
-Rule 4. While a published owner lives, none of its keys is removed unless it asks for that itself: it would not learn of it.
-        A key that a published connection has looked up is not evicted for a while, since such a client reads without pins.
-Rule 5. A session that needs room pays for it: its own least recently used keys go first, then those that share its quota.
-        For a new region, abandoned regions go as a whole. No other keys are evicted for it.
+Rule 1. No clock and no randomness: each method gets ``now`` (seconds; monotonic, the server's own), and the same calls
+        give the same answers.
+Rule 2. Each change is recorded (`maru._directory.records`) before the answer is given, and in the order of the changes.
+Rule 3. A pinned key stays, and so does one that a client holds without a message (`maru._index.boards`). A lease counts
+        at the server until its end and ``lease_grace``, whatever ends it: a reader stops using its views by its own
+        clock. After a restart the pins are unknown, so all keys count as pinned until every session has sent the new
+        epoch, which means that it has dropped its views, or until the longest lease is over. Published clients cannot
+        send it, so with them it takes that long.
+Rule 4. While a published owner lives, none of its keys is removed except at its own request: it would not learn of it.
+        A key that a published connection has looked up is not evicted for a while, since such a client reads without
+        pins.
+Rule 5. A session that needs room pays for it: its own least recently used keys go first, then those that share its
+        quota. For a new region, abandoned regions go as a whole. No other keys are evicted for it.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, 
 
 
 class Directory:
-    """Key -> location, with sessions, regions, pins, quotas, returns and the order of use.
+    """Map from key to location, with sessions, regions, pins, quotas and returns.
 
-    ``by`` is the number of the requester: a session of ours (positive, from :meth:`open_session`), a published connection
-    (negative, from :meth:`connect`), or 0, the server itself. An unknown number raises ``KeyError``
-    and changes nothing.
+    It also keeps the order of use. ``by`` is the number of the requester: a session of ours (positive, from
+    :meth:`open_session`), a published connection (negative, from :meth:`connect`), or 0, the server itself. An unknown
+    number raises ``KeyError`` and changes nothing.
 
-    Changes to be journaled gather in order in ``records`` until :meth:`take_records`; removed regions, whose memory the pool
-    may free once those records are written, gather until :meth:`take_dropped`.
+    Changes to be journaled gather in order in ``records`` until :meth:`take_records`; removed regions, whose memory the
+    pool may free once those records are written, gather until :meth:`take_dropped`.
 
     Args:
         limits: the knobs.
@@ -84,32 +85,38 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory of {len(self._located)} keys in {len(self._state.regions)} regions>"
 
-    # --- what the shell takes -------------------------------------------------------------------------------------
+    # --- output for the server ------------------------------------------------------------------------------------
 
     @property
     def records(self) -> Sequence[AnyRecord]:
-        """What :meth:`take_records` would take."""
+        """The records that :meth:`take_records` would take."""
         return self._changes.records
 
     def take_records(self) -> list[AnyRecord]:
-        """The records since the last call, in the order in which they took effect."""
+        """Return the records since the last call, in order."""
         records, self._changes.records = self._changes.records, []
         return records
 
     def take_dropped(self) -> list[int]:
-        """The regions dropped since the last call. Free their memory after the records are written; their ids are spent."""
+        """Return the regions dropped since the last call.
+
+        Free their memory after the records are written; their ids are spent.
+        """
         dropped, self._state.dropped = self._state.dropped, []
         return dropped
 
     def take_chores(self) -> list[Slices[None]]:
-        """Return the work that was left for later, in slices. No answer depends on when it is done."""
+        """Return the work that was left for later, in slices.
+
+        No answer depends on when it is done.
+        """
         chores = self._state.chores
         return [chores.popleft() for _ in range(len(chores))] if chores else []
 
     # --- sessions of ours -----------------------------------------------------------------------------------------
 
     def open_session(self, token: bytes, instance_id: str, tenant: str, lease: float, now: float) -> int:
-        """A new session of a client of ours; its number.
+        """Open a session for a client of ours. Return its number.
 
         Raises:
             ValueError: the token is empty or taken.
@@ -121,41 +128,53 @@ class Directory:
         return number
 
     def session_of(self, token: bytes) -> int | None:
-        """The number of the living session with this token."""
+        """Return the number of the living session with this token."""
         return self._state.tokens.get(token)
 
     def tenant_of(self, token: bytes) -> str | None:
-        """The tenant of the living session with this token."""
+        """Return the tenant of the living session with this token."""
         number = self._state.tokens.get(token)
         return None if number is None else self._state.sessions[number].tenant
 
     def tenants(self) -> set[str]:
-        """Return the tenants that have a session; it costs as much as there are sessions."""
+        """Return the tenants that have a session.
+
+        The cost grows with the number of sessions.
+        """
         return {session.tenant for session in self._state.sessions.values()}
 
     def attach(self, session_id: int, now: float) -> None:
-        """It has said our epoch, so it uses nothing any more that it knew from an earlier one. Its lease starts anew."""
+        """Record that this session has sent our epoch, and renew its lease.
+
+        It has stopped using everything that it knew from an earlier epoch.
+        """
         self.renew(session_id, now)
         self._guard.note_returned(session_id)
 
     def renew(self, session_id: int, now: float) -> None:
-        """It has sent something: its lease starts anew."""
+        """Restart the lease of this session, which has sent a message."""
         self._leases.set(session_id, now + self._state.sessions[session_id].lease + self._limits.lease_grace)
 
     def remaining(self, session_id: int, now: float) -> float:
-        """Seconds of its lease, without the server's grace. Not negative."""
+        """Return the seconds left of its lease, without the server's grace.
+
+        Never negative.
+        """
         return max(0.0, self._leases.until(session_id) - self._limits.lease_grace - now)
 
     def end_session(self, session_id: int, now: float) -> None:
-        """It is over: its regions are orphans, the empty ones dropped. Its pins count until its lease and the grace end."""
+        """End this session: its regions become orphans, the empty ones are dropped.
+
+        Its pins count until the end of its lease and the grace.
+        """
         self.settle()
         self._end(session_id, self._leases.until(session_id))
         self._guard.expire_pins(now)
 
     def expire(self, now: float) -> list[int]:
-        """End sessions and pins whose time is over, some at once. Returns the numbers of the sessions.
+        """End some sessions and pins whose time is over.
 
-        As long as :meth:`next_expiry` is not later than ``now``, there may be more.
+        Return the sessions' numbers. As long as :meth:`next_expiry` is not later than ``now``, there may be more.
         """
         self.settle()
         ended = self._leases.due(now, SESSIONS_AT_ONCE)
@@ -165,7 +184,10 @@ class Directory:
         return ended
 
     def holds_nothing(self, session_id: int, now: float) -> bool:
-        """Whether this session has no region, no page on the way back, and no pin or board, so that its end costs nothing."""
+        """Return whether ending this session costs nothing.
+
+        It has no region, no page on the way back, no pin and no board.
+        """
         session = self._state.sessions[session_id]
         idle = not session.regions and not session.outbox.pages and not session.under_way
         return idle and self._guard.holds_nothing(session_id) and not self.quiet(now)
@@ -177,45 +199,57 @@ class Directory:
         self._guard.keep_pins_until(session_id, pinned_until)
 
     def next_expiry(self) -> float:
-        """When :meth:`expire` may have something to do, or earlier; ``math.inf`` if there is nothing to wait for."""
+        """Return when :meth:`expire` may have something to do, or an earlier time.
+
+        ``math.inf`` if there is nothing to wait for.
+        """
         return min(self._leases.next(), self._guard.next_expiry())
 
     # --- published connections ------------------------------------------------------------------------------------
 
     def connect(self) -> int:
-        """A published client has connected; its number."""
+        """Add the connection of a published client. Return its number."""
         return self._published.connect()
 
     def disconnect(self, connection: int, now: float) -> None:
-        """It is gone. Its pins count for ``v1_read_grace`` more; a session that it leaves alone has its lease left."""
+        """Remove a published connection.
+
+        Its pins count for ``v1_read_grace`` more; a session without another connection has its lease left.
+        """
         self._published.disconnect(connection, now)
 
     @property
     def session_count(self) -> int:
-        """Sessions there are, of ours and published ones."""
+        """Number of living sessions, ours and published ones."""
         return len(self._state.sessions)
 
     def is_there(self, instance_id: str) -> bool:
-        """Whether a published connection that says this name joins a session that there is."""
+        """Return whether a published connection of this instance would join a session."""
         return self._published.find(instance_id) is not None
 
     # --- restart --------------------------------------------------------------------------------------------------
 
     def apply(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
-        """Take one record of the journal: what it says happens again, and is not recorded.
+        """Apply one record of the journal again, without recording it.
 
         Args:
-            record: the next one.
-            decode: what a ``Registered`` says, from its code and payload.
+            record: the next record.
+            decode: return the columns of a ``Registered`` from its code and payload.
         """
         self._changes.replay(record, decode)
 
     def dump(self) -> DirectoryImage:
-        """The state as a value: all but pins, running leases, connections and the order of use."""
+        """Return the state as a value.
+
+        It has all but pins, running leases, connections and the order of use.
+        """
         return finish(self.dumping(), 0.0)()
 
     def dumping(self) -> Slices[Callable[[], DirectoryImage]]:
-        """Do :meth:`dump` in slices, as it is at the first one; return what makes the image, in any thread. One at a time."""
+        """Do :meth:`dump` in slices. Return a function that makes the image.
+
+        The image shows the state at the first slice; the function may be called in any thread. One dump at a time.
+        """
         self.settle()
         return (yield from image_module.dumping(self._state))
 
@@ -226,17 +260,21 @@ class Directory:
         limits: Limits | None = None,
         eviction: Callable[[], EvictionPolicy[str]] = LRU,
     ) -> Directory:
-        """A directory in the state of ``image``; keys count as used in the order in which they were registered."""
+        """Return a directory in the state of ``image``.
+
+        Keys count as used in the order in which they were registered.
+        """
         limits = Limits() if limits is None else limits
         directory = cls.__new__(cls)
         directory._begin(limits, image_module.load(image, limits, eviction))
         return directory
 
     def restart(self, now: float) -> None:
-        """After load and replay, once: all leases start anew, and it is quiet.
+        """Restart all leases and begin the quiet time.
 
-        Until every session of ours is back or over. Published clients cannot say that they are back: their sessions are waited
-        for until they would be over, and where some have read, what they read stays for ``v1_read_grace``.
+        Called once, after load and replay. It is quiet until every session of ours is back or over. Published clients
+        cannot report that they are back, so their sessions are waited for until they would be over. If some have read,
+        the keys that they read stay for ``v1_read_grace``.
         """
         state, limits = self._state, self._limits
         state.dropped.clear()
@@ -250,28 +288,36 @@ class Directory:
         self._guard.begin_quiet(ours, surely=max(surely, default=now))
 
     def quiet(self, now: float) -> bool:
-        """Whether nothing may be evicted, deleted or handed back yet, since old views may be in use."""
+        """Return whether evictions, deletes and returns of pages must wait.
+
+        Views from before the restart may be in use.
+        """
         return self._guard.is_quiet(now)
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Drop these keys whatever protects them, as their bytes are not what was stored; how many were there."""
+        """Drop these keys whatever protects them. Return how many existed.
+
+        For keys whose bytes turned out to be wrong.
+        """
         self.settle()
         return self._remover.forget(keys)
 
     # --- regions --------------------------------------------------------------------------------------------------
 
     def add_region(self, by: int, region_id: int, length: int, *, instance_id: str = "") -> int:
-        """A region of the pool gets its owner; the number of the owner's session.
+        """Give a region of the pool its owner.
+
+        Return the number of the owner's session.
 
         Args:
-            by: a session of ours owns it itself; a published connection joins the session of ``instance_id``, which is
-                opened unless another connection of it is there.
+            by: a session of ours becomes the owner itself; a published connection joins the session of ``instance_id``,
+                which is opened unless it has another connection.
             region_id: never used before.
             length: in bytes.
             instance_id: of a published client.
 
         Raises:
-            ValueError: there is such a region.
+            ValueError: this region exists already.
         """
         if region_id in self._state.regions:
             raise ValueError(f"there is a region {region_id} already")
@@ -280,7 +326,10 @@ class Directory:
         return session.number
 
     def give_back_region(self, by: int, region_id: int, *, instance_id: str = "") -> GivenBack:
-        """Return a region (RETURN_ALLOC), by its owner only: for a published client, by any connection with its instance_id."""
+        """Hand a region back (RETURN_ALLOC), which only its owner may do.
+
+        For a published client, any connection with its instance_id may.
+        """
         self.settle()
         session = self._session(by)
         region = self._state.regions.get(region_id)
@@ -295,12 +344,18 @@ class Directory:
         return GivenBack.DEFERRED if region_id in self._state.regions else GivenBack.FREED
 
     def drop_region(self, region_id: int) -> int:
-        """Its memory is lost: drop it with every key in it, pinned or not; how many keys. An unknown one has none."""
+        """Drop a region whose memory is lost.
+
+        Return the number of its keys. Every key in it goes, pinned or not. An unknown region has none.
+        """
         self.settle()
         return self._remover.drop_region(region_id)
 
     def regions(self, exclude_instance_id: str | None = None) -> list[tuple[int, int]]:
-        """(region_id, length) of those that are not handed back, for LIST_ALLOCATIONS."""
+        """Return (region_id, length) of the regions not handed back, for LIST_ALLOCATIONS.
+
+        Regions of ``exclude_instance_id`` are left out.
+        """
         return [
             (region.region_id, region.length)
             for region in self._state.regions.values()
@@ -308,21 +363,28 @@ class Directory:
         ]
 
     def region_ids(self) -> set[int]:
-        """Every region that exists here, handed back or not. All else that the pool has is stale after a restart."""
+        """Return the ids of all regions, handed back or not.
+
+        Any other region in the pool is stale after a restart.
+        """
         return set(self._state.regions)
 
     def region(self, region_id: int) -> tuple[int, int] | None:
-        """(length, number of the owner's session; 0 if abandoned) of a region that exists here."""
+        """Return (length, number of the owner's session) of a region that exists.
+
+        The number is 0 if the region is abandoned; ``None`` if there is no such region.
+        """
         region = self._state.regions.get(region_id)
         if region is None:
             return None
         return region.length, 0 if region.session is None else region.session.number
 
     def make_room(self, wanted_bytes: int, now: float) -> list[int]:
-        """Evict abandoned regions whole, the longest abandoned first, if that frees so many bytes; those dropped, or none.
+        """Evict abandoned regions whole, if that frees ``wanted_bytes``. Return their ids.
 
-        A region with a pinned key in it stays, and so does one in which a published connection has looked up something
-        lately. The ids are in :meth:`take_dropped`, too.
+        The longest abandoned go first. If they do not free so much, none goes. A region with a pinned key in it stays,
+        and so does one in which a published connection has looked up something lately. The ids are in
+        :meth:`take_dropped`, too.
         """
         return finish(self.making_room(wanted_bytes, now), now)
 
@@ -343,20 +405,20 @@ class Directory:
         whole: bool = False,
         later: bool = False,
     ) -> Registration | None:
-        """Register keys; entries are judged one after the other, each with what those before it have done.
+        """Register keys, judging each entry after the effects of those before it.
 
         Args:
             by: the owner of the regions. A published connection that registers in a region of another published client
                 joins its session, and gets an orphan back: no other client could know of that region.
-            columns: what and where.
+            columns: the keys and their locations.
             now: the time.
             source: code and body of the request, for the journal.
             whole: one refused entry refuses them all (a published batch): then nothing is registered, and the statuses
-                say which would be refused.
+                show which would be refused.
             later: apply half of the work only at :meth:`settle`, which the caller calls once the answer has been sent.
 
         Returns:
-            What became of each; ``None`` if the attempt is fenced: then nothing has changed.
+            The result of each entry; ``None`` if the attempt is fenced: then nothing has changed.
 
         Raises:
             ValueError: the columns are not equally long.
@@ -370,7 +432,8 @@ class Directory:
         elif columns.attempt in session.fences:
             return None
         elif session.outbox.under_way >= self._limits.max_unacknowledged:
-            # Each key that goes would add to what is kept for this session. Nobody else pays: its own keys are refused.
+            # Each key that goes would add to the pages kept for this session. Nobody else pays: its own keys are
+            # refused.
             n = len(columns.keys)
             self._counters.refused += n
             return Registration([StoreStatus.BUSY.value] * n, [0] * n, 0, list(range(n)))
@@ -384,7 +447,10 @@ class Directory:
         return self._registrar.register(regions, columns, now, source, whole)
 
     def judge(self, by: int, columns: Columns, now: float) -> list[int]:
-        """Judge each entry of a registration, but for quotas: a ``StoreStatus`` each. Nothing is registered."""
+        """Return a ``StoreStatus`` for each entry of a registration, ignoring quotas.
+
+        Nothing is registered.
+        """
         self.settle()
         session = self._session(by)
         if session is None:
@@ -393,56 +459,74 @@ class Directory:
         return self._registrar.judge(self._writable(by, session, columns.by_region()), columns, now)
 
     def settle(self) -> None:
-        """Do what :meth:`register` was told to do later. Whatever could tell that it is not done yet does it first."""
+        """Finish the registrations that :meth:`register` left for later.
+
+        Every method that could notice the difference calls it first.
+        """
         if self._changes.deferred:
             self._changes.settle()
 
     def find(
         self, by: int, keys: Sequence[str], now: float, *, pin: bool = False, prefix: bool = False
     ) -> list[Location | None]:
-        """Where these keys lie, which is a use of them. With ``prefix`` the answer ends before the first miss."""
+        """Return the locations of these keys, and count a use of each.
+
+        With ``prefix`` the answer ends before the first miss.
+        """
         self.settle()
         self._session(by)
         return self._reader.find(by, keys, now, pin, prefix)
 
     def exists(self, keys: Iterable[str]) -> list[bool]:
-        """Which keys are there. No use of them."""
+        """Return whether each key exists. Counts no use."""
         self.settle()
         return self._reader.exists(keys)
 
     def pin(self, by: int, keys: Sequence[str], *, prefix: bool = False) -> list[bool]:
-        """One more pin for each key that is there; with ``prefix`` for none behind the first miss."""
+        """Add one pin to each key that exists.
+
+        With ``prefix``, no key after the first miss gets one.
+        """
         self.settle()
         self._session(by)
         return self._reader.pin(by, keys, prefix)
 
     def unpin(self, by: int, keys: Iterable[str]) -> list[bool]:
-        """One pin less for each key; False where ``by`` has none. A published connection may drop another one's."""
+        """Remove one pin of ``by`` from each key.
+
+        False if there was none. A published connection may drop another one's pin.
+        """
         self.settle()
         self._session(by)
         return self._guard.unpin(by, keys)
 
     def pin_entries(self, holder: int | None = None) -> int:
-        """Return the number of keys that this holder, or all, have pinned; each is counted for each of its holders."""
+        """Return the number of keys pinned by this holder, or by all.
+
+        Each key is counted for each of its holders.
+        """
         return self._guard.pin_entries(holder)
 
     def enter_pin_epoch(self, session_id: int, pin_epoch: int) -> bool:
-        """Note that this session asks in this pin epoch: to be called before what it pins and unpins. False: it is over."""
+        """Note that this session is in this pin epoch.
+
+        False if the epoch is over. Call it before the session's pins and unpins.
+        """
         self._state.sessions[session_id]
         return self._guard.enter_pin_epoch(session_id, pin_epoch)
 
     def settle_pins(self, session_id: int, keys: Sequence[str], counts: Sequence[int], *, last: bool) -> int:
-        """What a session holds of that which it pinned in epochs before the one it has entered: so many pins of these keys.
+        """Keep only the pins that a session still holds from earlier epochs.
 
         Args:
             session_id: of ours.
-            keys: what it holds, or a part of that. What is not there, or not pinned by it, is passed over: nothing is pinned
-                by this.
+            keys: the keys that it holds, or a part of them. A key that does not exist, or that the session has not
+                pinned, is passed over: this pins nothing.
             counts: pins of each.
-            last: there are no others. What was not named goes.
+            last: there are no others. Pins that were not named are removed.
 
         Returns:
-            How many pins went.
+            How many pins were removed.
         """
         self.settle()
         self._state.sessions[session_id]
@@ -457,10 +541,10 @@ class Directory:
         request_id: int = 0,
         generations: Sequence[int] | None = None,
     ) -> list[int]:
-        """Delete keys: a ``DropAnswer`` for each, as a number. Asked again with the same request id, it answers the same.
+        """Delete keys. Return a ``DropAnswer`` for each, as a number.
 
-        Pages go back to their owners, also to the one that asks. With ``generations``, one for each key, only what was
-        registered under it goes.
+        A repeated request id gets the same answer. Pages go back to their owners, also to the one that asks. With
+        ``generations``, one for each key, a key is deleted only if it was registered under its generation.
         """
         self.settle()
         return self._remover.delete(by, self._session(by), keys, now, request_id, generations)
@@ -480,25 +564,35 @@ class Directory:
         return self._remover.delete_in_slices(session_id, session, keys, now, request_id, generations)
 
     def reclaim(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> int:
-        """Delete so many of its keys, least recently used first, that are not held; how many. The pages go back to it.
+        """Delete up to ``pages`` keys of a session that are not held.
 
-        Asked again with the same request id, it answers the same. When it is :meth:`quiet` there is nothing to reclaim.
+        Return how many. The least recently used go first, and their pages go back to the session. A repeated request id
+        gets the same answer. In quiet time (:meth:`quiet`) nothing can be reclaimed.
         """
         return finish(self.reclaiming(session_id, pages, now, request_id=request_id), now)
 
     def reclaiming(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> Slices[int]:
-        """Do :meth:`reclaim` in slices. Asked again before the last one, it answers 0."""
+        """Do :meth:`reclaim` in slices.
+
+        A repeated request that comes before the last slice gets 0.
+        """
         self.settle()
         return self._remover.reclaim(self._state.sessions[session_id], pages, now, request_id)
 
     def keep_ahead(self, session_id: int, now: float) -> int:
-        """Evict ahead of need for a session that has had to ask for room, once it has registered; how many keys went."""
+        """Evict ahead of need for a session that has registered.
+
+        Return how many keys. Only for a session that has had to ask for room.
+        """
         self.settle()
         session = self._state.sessions.get(session_id)
         return 0 if session is None else self._remover.keep_ahead(session, now)
 
     def trim(self, session_id: int, now: float) -> int:
-        """If its keys take more than the high watermark, delete down to the low one; how many keys. Else it is O(1)."""
+        """Delete keys above the high watermark down to the low one.
+
+        Return how many. O(1) if its keys are below the high watermark.
+        """
         return finish(self.trimming(session_id, now), now)
 
     def trimming(self, session_id: int, now: float) -> Slices[int]:
@@ -509,14 +603,14 @@ class Directory:
     # --- attempts and returns -------------------------------------------------------------------------------------
 
     def fenced(self, session_id: int, attempt: int) -> bool:
-        """Whether this attempt is refused."""
+        """Return whether this attempt is refused."""
         return attempt in self._state.sessions[session_id].fences
 
     def resolve(self, session_id: int, attempt: int, regions: Sequence[int], offsets: Sequence[int]) -> list[int]:
-        """Fence the attempt; for each page the generation under which it holds the page, else 0.
+        """Fence the attempt. Return the generation under which it holds each page.
 
-        A page on its way back counts as held: its owner may use it again once the return has come, and not before. Its
-        generation is gone, so any stands for it.
+        0 for a page that it does not hold. A page on its way back counts as held: its owner may use it again once the
+        return has come, and not before. Its generation is gone, so any stands for it.
         """
         self.settle()
         session = self._state.sessions[session_id]
@@ -534,16 +628,20 @@ class Directory:
         return held
 
     def acknowledge(self, session_id: int, number: int) -> None:
-        """The owner has applied every return up to this number. A lower one than before says nothing.
+        """Record that the owner has applied every return up to this number.
 
-        No more are taken at once than can be under way to it: a number says the same in its next message.
+        A lower number than before has no effect. At most as many are taken at once as can be under way to the owner:
+        its next message repeats the number.
         """
         acknowledged = self._state.sessions[session_id].outbox.acknowledged
         if number > acknowledged:
             self._changes.acknowledge(session_id, min(number, acknowledged + self._limits.max_unacknowledged))
 
     def pending(self, session_id: int, now: float, *, resend: bool = False) -> Returns | None:
-        """Pages on the way back to this session: those not sent yet, or the first that are not acknowledged. Now sent."""
+        """Return the next pages on the way back to this session.
+
+        They are marked as sent. The pages not sent yet or, with ``resend``, the first that are not acknowledged.
+        """
         outbox = self._state.sessions[session_id].outbox
         if not outbox.pages or self.quiet(now):
             return None
@@ -555,46 +653,60 @@ class Directory:
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[str]:
-        """All keys, in the order in which they came."""
+        """Return all keys, in the order of their registration."""
         self.settle()
         return list(self._located)
 
     def keys_in_pieces(self, size: int) -> Iterator[list[str]]:
-        """Yield all registered keys in pieces of at most ``size``, region by region.
+        """Yield all registered keys, region by region.
 
-        Keys may come and go between two pieces; some keys of a piece may be gone already.
+        In pieces of at most ``size``. Keys may come and go between two pieces; some keys of a piece may be gone
+        already.
         """
         self.settle()
         return keys_in_pieces(list(self._state.regions.values()), size)
 
     def watch_keys(self, watcher: KeyWatcher[str]) -> Callable[[], None]:
-        """Tell ``watcher`` which keys come and go, until the returned function is called. A new start has no watchers."""
+        """Notify ``watcher`` of added and removed keys.
+
+        Until the returned function is called. After a restart there are no watchers.
+        """
         self.settle()
         return self._state.watchers.add(watcher)
 
     def watch_locations(self, watcher: LocationWatcher) -> None:
-        """Tell ``watcher`` where keys lie, from now on: before anything is answered, and before a page is handed back."""
+        """Notify ``watcher`` of the locations of keys from now on.
+
+        It learns of a change before it is answered, and before a page is handed back.
+        """
         self.settle()
         self._state.location_watcher = watcher
 
     def heed(self, boards: Holds) -> None:
-        """From now on what clients hold by these boards stays as if it were pinned, and what they note there was used."""
+        """Protect the keys held on these boards as if pinned.
+
+        Their uses are counted, too. A client notes the uses on its board.
+        """
         self._guard.boards = boards
 
     def note_uses(self, by: int | None = None, most: int = USES_AT_ONCE) -> None:
-        """Count what was used without a message since this was called last, by this session or by all.
+        """Count uses made without a message since the last call.
 
-        Evictions do so themselves, for all.
+        Evictions do so themselves, for all sessions.
 
         Args:
             by: the session; ``None``: all, in turn.
-            most: uses that are counted at once. Of all, the rest is a chore; of one session, it waits for the next call.
+            most: uses that are counted at once. Of all, the rest is a chore; of one session, it waits for the next
+                call.
         """
         self.settle()
         self._evictor.note_uses(by, most)
 
     def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
-        """Those of these keys that are here, where they lie, and whether they may be read without a pin. No use of them."""
+        """Return the location of each key that exists.
+
+        With whether the key may be read without a pin. Counts no use.
+        """
         self.settle()
         located, regions = self._located, self._state.regions
         return [
@@ -604,7 +716,7 @@ class Directory:
         ]
 
     def usage(self) -> list[InstanceUsage]:
-        """By instance_id, sorted."""
+        """Return the usage of each instance, sorted by instance_id."""
         self.settle()
         return usage_of(self._state)
 
@@ -614,11 +726,14 @@ class Directory:
         return map_pool(self._state, cells, piece)
 
     def inspect(self, key: str) -> KeyFacts | None:
-        """All facts about a key; ``None`` if it is not here. Counts neither as a use nor as a read."""
+        """Return all facts about a key; ``None`` if it does not exist.
+
+        Counts neither as a use nor as a read.
+        """
         return facts_of(self._state, self._guard.pins_of(key), key)
 
     def statistics(self) -> DirectoryStatistics:
-        """An immutable snapshot, in O(1) but for the boards."""
+        """Return an immutable snapshot, in O(1) but for the boards."""
         self.settle()
         connections, pinned = len(self._published.connections), len(self._guard.pinned) + self._guard.count_held()
         return statistics_of(self._state, self._counters, connections=connections, pinned=pinned)
@@ -626,7 +741,10 @@ class Directory:
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _session(self, by: int) -> Session | None:
-        """The session of ours that asks; ``None`` for a published connection, and for the server itself."""
+        """Return the requesting session of ours.
+
+        ``None`` for a published connection, and for the server itself.
+        """
         if by > 0:
             return self._state.sessions[by]
         if by < 0:
@@ -642,6 +760,9 @@ class Directory:
         }
 
     def _may_write(self, by: int, session: Session | None, region: Region) -> bool:
-        """Whether this is the owner of the region: this session, or a published one that this connection belongs to."""
+        """Return whether the requester owns the region.
+
+        The owner is this session, or a published one that this connection belongs to.
+        """
         owner = region.session
         return owner is not None and (by in owner.connections if session is None else owner is session)

@@ -1,4 +1,7 @@
-"""Chooses what is evicted: an owner's keys by its own order of use, and abandoned regions as a whole. Pure."""
+"""Choice of keys and regions to evict. Pure.
+
+Keys go by the order of use of their owner, abandoned regions as a whole.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,28 @@ from .sessions import Session
 from .slices import AT_ONCE, LOOKS_AT_ONCE, USES_AT_ONCE, Slices
 from .statistics import Counters
 
-# A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
+# A search that passed over so many held keys and found too little is not repeated at once: it would take as long again.
 _LONG_SEARCH: Final = 10_000
 _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
 
 _MOST_TURNS: Final = 256
-"""Slices in which uses are counted: one for each client. Who notes without end has what is left counted later."""
+"""Slices in which uses are counted: one for each client.
+
+If a client notes without end, the rest is counted later.
+"""
 
 MOST_FOR_ROOM: Final = 2_048
-"""Keys that go for the quota of one registration. One that needs more has the rest refused; asked again, it finds more room."""
+"""Most keys evicted for the quota of one registration.
+
+If a registration needs more, the rest of it is refused; a repeated request finds more room.
+"""
 
 
 class Evictor:
-    """Finds what may go, and lets it go. Nothing of a living published owner ever does, and nothing in quiet time."""
+    """Finds keys that may be evicted, and evicts them.
+
+    Keys of a living published owner are never evicted, and none are in quiet time.
+    """
 
     def __init__(self, changes: Changes, guard: EvictionGuard, counters: Counters) -> None:
         self._changes = changes
@@ -36,14 +48,18 @@ class Evictor:
         """Whether uses are counted in slices."""
 
     def evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> int:
-        """Evict the ``n`` least recently used keys of this owner that are not held, nor among ``also``; how many went.
+        """Evict the ``n`` least recently used keys of this owner.
 
-        A search passes over a bounded number of held keys: the next one goes on behind them.
+        Return how many went. Keys that are held or in ``also`` stay. A search passes over a bounded number of held
+        keys: the next one goes on after them.
         """
         return self._evict(session, n, now, also)[0] if self._may(session, now) else 0
 
     def evict_in_slices(self, session: Session, n: int, now: float) -> Slices[int]:
-        """Evict ``n`` keys of this owner, as :meth:`evict`, however many held ones are passed over for it."""
+        """Evict ``n`` keys of this owner, passing over any held keys.
+
+        However many there are. Otherwise as :meth:`evict`.
+        """
         went = looked = 0
         if not self._may(session, now):
             return 0
@@ -63,11 +79,11 @@ class Evictor:
                 return went
 
     def _evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> tuple[int, int]:
-        """How many keys went, and how many held ones were passed over."""
+        """Return the number of evicted keys and of held keys passed over."""
         held = self._guard.held(also, now)
         found = self._search(session, n, held, now)
         went = self._remove(found)
-        if went < len(found):  # a reader has begun to hold some of them meanwhile: others in their place
+        if went < len(found):  # a reader has begun to hold some of them meanwhile: evict others in their place
             went += self._remove(self._search(session, len(found) - went, held, now))
         return went, held.passed
 
@@ -79,11 +95,13 @@ class Evictor:
         now: float,
         most: int = MOST_FOR_ROOM,
     ) -> int:
-        """Evict keys of these owners, of the first one first, until so many bytes are free; how many keys.
+        """Evict keys of these owners until ``wanted_bytes`` are free. Return how many.
+
+        The keys of the first owner go first.
 
         Args:
             sessions: the owners whose keys may go.
-            wanted_bytes: how much.
+            wanted_bytes: the bytes to free.
             also: keys that stay, next to those that are held.
             now: the time.
             most: keys that go at most.
@@ -105,9 +123,9 @@ class Evictor:
         return self._remove(victims)
 
     def abandoned(self, wanted_bytes: int, now: float) -> list[Region]:
-        """Choose abandoned regions that may go whole, the longest abandoned first, of so many bytes together; else none.
+        """Return the longest abandoned regions that may go whole, of ``wanted_bytes`` together.
 
-        Nothing is claimed, and no key is looked at.
+        If they have less together, the list is empty. Nothing is claimed, and no key is looked at.
         """
         self._guard.expire_pins(now)
         if self._guard.is_quiet(now):
@@ -122,10 +140,10 @@ class Evictor:
         return chosen if wanted_bytes <= 0 else []
 
     def note_uses(self, by: int | None = None, most: int = USES_AT_ONCE) -> None:
-        """Count uses without a message of one session, or of all, before victims are chosen.
+        """Count uses without a message of one session, or of all.
 
-        At most ``most`` are counted at once. Of all sessions, the rest is counted in slices; until these are done, further
-        calls for all sessions count nothing.
+        Called before victims are chosen. At most ``most`` are counted at once. Of all sessions, the rest is counted in
+        slices; until these are done, further calls for all sessions count nothing.
         """
         if by is not None:
             self._note_some(by, most)
@@ -160,7 +178,7 @@ class Evictor:
 
     def _search(self, session: Session, n: int, held: Held, now: float) -> list[str]:
         victims, _ = session.policy.make_room((), n, held)
-        if session.forgetting:  # of a region that it has handed back: that stays, or goes as a whole
+        if session.forgetting:  # keys of a region that it has handed back, which stays or goes as a whole
             located, regions = self._state.located, session.regions
             own = [key for key in victims if (at := located.get(key)) is not None and at.region_id in regions]
             held.passed += len(victims) - len(own)
@@ -171,7 +189,7 @@ class Evictor:
 
     def _remove(self, victims: list[str]) -> int:
         kept = self._guard.claim(victims)
-        if kept:  # since the search somebody has begun to hold it: back into the order of use, which has forgotten it
+        if kept:  # somebody has begun to hold it since the search: back into the order of use, which has forgotten it
             stay = [key for key in victims if key in kept]
             self._state.use(stay, [self._state.located[key] for key in stay], are_new=True)
             victims = [key for key in victims if key not in kept]

@@ -1,6 +1,6 @@
-"""A directory as a value: what a snapshot holds. Pure.
+"""A directory as a value, for snapshots. Pure.
 
-In columns, since those decode fastest: a hundred thousand keys are there again in some tens of milliseconds.
+In columns, since those decode fastest: a hundred thousand keys are loaded in some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from .slices import LOOKS_AT_ONCE, Slices
 from .state import State, depths_of
 
 _ENCODED_AT_ONCE: Final = 16_384
-"""Entries of a column: half a millisecond."""
+"""Entries of a column that are encoded at once: half a millisecond."""
 
 Runs: TypeAlias = list[tuple[int, int]]
-"""A column that mostly repeats itself: (value, how often). Its numbers are shared by all entries, once loaded."""
+"""A column with many repetitions: (value, how often).
+
+Its numbers are shared by all entries, once loaded.
+"""
 
 
 class SessionImage(msgspec.Struct, array_like=True, gc=False):
@@ -39,11 +42,14 @@ class SessionImage(msgspec.Struct, array_like=True, gc=False):
     acknowledged: int
     """The last return that its owner has applied."""
     returns: list[tuple[int, int, int]]
-    """(region_id, offset, attempt) of those that are not acknowledged, in order, from ``acknowledged + 1`` on."""
+    """(region_id, offset, attempt) of the unacknowledged returns, in order.
+
+    They are numbered from ``acknowledged + 1`` on.
+    """
     fences: list[int]
     """Fenced attempts, ascending."""
     fence_floor: int
-    """Every attempt up to this one is fenced."""
+    """The attempt up to which all are fenced."""
 
 
 class RegionImage(msgspec.Struct, array_like=True, gc=False):
@@ -54,26 +60,32 @@ class RegionImage(msgspec.Struct, array_like=True, gc=False):
     instance_id: str
     published: bool
     session: int
-    """Its owner's; 0 if it is abandoned."""
+    """Number of the owner's session; 0 if the region is abandoned."""
     returned: bool
-    """Handed back."""
+    """Whether the region was handed back."""
     used_bytes: int
-    """Of its keys."""
+    """Bytes of its keys."""
     entries: int
-    """How many keys lie in it."""
+    """Number of keys in it."""
 
 
 class DirectoryImage(msgspec.Struct, array_like=True, gc=False):
-    """All but pins, running leases, connections and the order of use. Two directories are equal if their images are."""
+    """All but pins, running leases, connections and the order of use.
+
+    Two directories are equal if their images are.
+    """
 
     generation: int
     last_session: int
     sessions: list[SessionImage]
-    """By number."""
+    """Sessions by number."""
     regions: list[RegionImage]
-    """First those with an owner, by id; then the abandoned ones, in the order in which they were abandoned."""
+    """Owned regions by id, then abandoned ones in the order of abandonment."""
     keys: list[str]
-    """This and the columns below are by regions, in their order, and in each in the order of registration."""
+    """Keys, as the columns below by region, in order of registration.
+
+    The regions are in the order of ``regions``.
+    """
     offsets: list[int]
     lengths: Runs
     generations: list[int]
@@ -81,14 +93,15 @@ class DirectoryImage(msgspec.Struct, array_like=True, gc=False):
     attempts: Runs
     read_unpinned: bool = False
     depths: list[int | None] | None = None
-    """``None`` where none is known."""
+    """Depths of the keys; ``None`` for an unknown one."""
 
 
 def dumping(state: State) -> Slices[Callable[[], DirectoryImage]]:
-    """Take down this state as it is now, in slices; return a function that makes its image, in any thread.
+    """Dump this state as it is now, in slices.
 
-    Anything may happen between two slices: a location is never changed, what comes later has a later generation, and what
-    goes meanwhile is noted by the state. One at a time.
+    Return a function that makes its image. The function may be called in any thread. Anything may happen between two
+    slices: a location is never changed, later keys have a later generation, and the state notes keys that go meanwhile.
+    One dump at a time.
     """
     sessions = [_image_of_session(session) for _, session in sorted(state.sessions.items())]
     owned = [region for _, region in sorted(state.regions.items()) if region.session is not None]
@@ -98,7 +111,7 @@ def dumping(state: State) -> Slices[Callable[[], DirectoryImage]]:
     assert state.gone is None
     gone = state.gone = []
     keys: list[str] = []
-    locations: list[Location] = []  # of each key; not in pairs, which would be as many pieces of memory
+    locations: list[Location] = []  # one for each key; not in pairs, which would be as many pieces of memory
     try:
         for some in keys_in_pieces(list(state.regions.values()), LOOKS_AT_ONCE):
             if begun:
@@ -126,12 +139,12 @@ def _make_image(
     locations: list[Location],
     read_unpinned: bool,
 ) -> DirectoryImage:
-    # By generation: so they are in the order in which they came into their region.
+    # Sorted by generation, so that they are in the order in which they came into their region.
     within: dict[int, list[int]] = {region.region_id: [] for region in regions}
     last = 0
     for at in sorted(range(len(keys)), key=[location.generation for location in locations].__getitem__):
         location = locations[at]
-        if location.generation != last:  # or else it went after it was taken down, and is here twice
+        if location.generation != last:  # equal: the key went after it was dumped, and is here twice
             within[location.region_id].append(at)
         last = location.generation
     in_order = list(chain.from_iterable(within.values()))
@@ -181,7 +194,10 @@ def _image_of_region(region: Region) -> RegionImage:
 
 
 def encode_image(image: DirectoryImage) -> bytes:
-    """Encode as :func:`msgspec.msgpack.encode` does, some at once: a thread that encodes lets others run in between."""
+    """Encode as :func:`msgspec.msgpack.encode` does, in pieces.
+
+    Other threads run between two pieces.
+    """
     fields = [getattr(image, name) for name in image.__struct_fields__]
     assert len(fields) < 16
     parts = [bytes([0x90 | len(fields)])]
@@ -197,10 +213,12 @@ def encode_image(image: DirectoryImage) -> bytes:
 
 
 def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionPolicy[str]]) -> State:
-    """The state that was dumped. Keys count as used in the order in which they were registered.
+    """Return the state that was dumped.
+
+    Keys count as used in the order in which they were registered.
 
     Raises:
-        KeyError, ValueError: this was not dumped: what belongs together is not there.
+        KeyError, ValueError: this was not dumped: parts that belong together do not match.
     """
     state = State(limits, eviction)
     for one in image.sessions:
@@ -244,12 +262,12 @@ def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionP
 
 
 def _in_order(state: State, session: Session) -> list[str]:
-    """The keys of this owner, in order of registration."""
+    """Return the keys of this owner, in order of registration."""
     columns = [region.keys_at.values() for region in session.regions.values()]
     keys = list(chain.from_iterable(columns))
     if len(columns) > 1:
         located = state.located
-        keys.sort(key=lambda key: located[key].generation)  # some ascending runs: merging them is all there is to do
+        keys.sort(key=lambda key: located[key].generation)  # some ascending runs: sorting only merges them
     return keys
 
 

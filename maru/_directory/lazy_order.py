@@ -1,7 +1,8 @@
-"""The order of use, updated after the answers have been sent, so that no client waits for it. Pure.
+"""The order of use, updated after the answers have been sent. Pure.
 
-Putting 64 new keys in order is a fifth of the cost of a registration, and no answer depends on it: the victims are chosen when
-room is needed. So a use is only recorded, and put in order when the server has nothing more urgent to do.
+So no client waits for it: putting 64 new keys in order is a fifth of the cost of a registration, and no answer depends
+on it, since victims are chosen when room is needed. A use is only recorded, and put in order when the server has
+nothing more urgent to do.
 
 Rule 1. The delay cannot be observed: recorded uses are put in order before a victim is chosen or a key is forgotten.
 Rule 2. The number of records is bounded: with ``MOST`` of them, a policy puts its own in order at once.
@@ -16,21 +17,24 @@ from ..eviction import LRU
 from .slices import LOOKS_AT_ONCE
 
 MOST: Final = 64
-"""Batches. Noted keys are held twice, so few; and in a crowd nothing is gained by waiting."""
+"""Most batches of noted keys in one policy.
+
+Few, since noted keys are held twice; and with many clients, waiting gains nothing.
+"""
 
 
 class LazyOrder:
-    """The policies of one directory, and which of them have notes."""
+    """The policies of one directory, and the list of those with notes."""
 
     def __init__(self) -> None:
         self._noted: list[_LazyLRU] = []
 
     def policy(self) -> LRU[str]:
-        """A policy of one more owner: what a directory takes as ``eviction``."""
+        """Return a policy for one more owner, as a directory's ``eviction`` does."""
         return _LazyLRU(self._noted)
 
     def settle(self) -> None:
-        """Put in order what was noted."""
+        """Put all noted uses in order."""
         if self._noted:
             noted = self._noted[:]
             self._noted.clear()
@@ -62,7 +66,7 @@ class _LazyLRU(LRU[str]):
         super().discard(keys)
 
     def settle(self) -> None:
-        """Put in order what was noted."""
+        """Put the noted uses in order."""
         if self._notes:
             notes, self._notes = self._notes, []
             for keys, depths in notes:

@@ -1,4 +1,4 @@
-"""Where a key's bytes lie, what a registration says, and the answers to it. Pure data."""
+"""Locations of keys, registrations, and their answers. Pure data."""
 
 from __future__ import annotations
 
@@ -12,27 +12,48 @@ V = TypeVar("V")
 
 
 class Location(msgspec.Struct, array_like=True, gc=False):
-    """Where the bytes of one key lie. Never changed, but for what is kept here for others."""
+    """Place of the bytes of one key.
+
+    Only the encoded replies that are kept here for others ever change.
+    """
 
     region_id: int
     offset: int
     length: int
     generation: int
-    """Of the registration: counts up over the whole directory and is never given twice."""
+    """Number of the registration.
+
+    It counts up over the whole directory and is never given twice.
+    """
     checksum: int | None
-    """Of the bytes, as their writer said; ``None`` from a published client, which says none."""
+    """Checksum of the bytes, as sent by their writer.
+
+    ``None`` from a published client, which sends none.
+    """
     attempt: int
-    """The STORE that registered it, as its session numbers them; 0 from a published client."""
+    """The STORE that registered it, as numbered by its session.
+
+    0 from a published client.
+    """
     depth: int | None = None
-    """The index of the block in its prefix, where its writer said it: for the eviction policy."""
+    """Index of the block in its prefix, for the eviction policy.
+
+    ``None`` if its writer did not send it.
+    """
     entry: bytes | None = None
-    """This location as bytes of a LOOKUP reply, kept for later replies. No part of the state."""
+    """This location as bytes of a LOOKUP reply, kept for later replies.
+
+    Not part of the state.
+    """
     place: bytes | None = None
-    """The same for FIND."""
+    """This location as bytes of a FIND reply."""
 
 
 class Columns(NamedTuple):
-    """What a registration says, in columns of equal length. A number stands for a column of equal ones."""
+    """Entries of a registration, in columns of equal length.
+
+    A number stands for a column of equal ones.
+    """
 
     regions: int | Sequence[int]
     keys: list[str]
@@ -43,7 +64,7 @@ class Columns(NamedTuple):
     depths: Sequence[int | None] | None = None
 
     def equally_long(self) -> bool:
-        """Whether it can be read as entries."""
+        """Return whether all columns have the same length."""
         n = len(self.keys)
         return (
             len(self.offsets) == n
@@ -54,14 +75,17 @@ class Columns(NamedTuple):
         )
 
     def without(self, skipped: Sequence[int]) -> Columns:
-        """The same registration but for the entries at these positions."""
+        """Return the registration without the entries at these positions."""
         if not skipped:
             return self
         skip = frozenset(skipped)
         return self.at([at for at in range(len(self.keys)) if at not in skip])
 
     def by_region(self) -> dict[int, Columns]:
-        """The same registration apart, for each region that is named, each in the order of its entries."""
+        """Split the registration by region.
+
+        Each part is in the order of its entries.
+        """
         regions = self.regions
         if isinstance(regions, int):
             return {regions: self}
@@ -75,7 +99,7 @@ class Columns(NamedTuple):
         return {region_id: self.at(some) for region_id, some in positions.items()}
 
     def at(self, positions: Sequence[int]) -> Columns:
-        """The entries at these positions."""
+        """Return the entries at these positions."""
         regions, keys, offsets, lengths, checksums, attempt, depths = self
 
         def pick(column: Sequence[V]) -> list[V]:
@@ -93,36 +117,45 @@ class Columns(NamedTuple):
 
 
 class LocationWatcher(Protocol):
-    """Is told where keys lie: of each registration when it is recorded, of each removal when it takes effect."""
+    """Receiver of each registration and each removal of keys.
+
+    It learns of a registration when it is recorded, of a removal when it takes effect.
+    """
 
     def registered(self, columns: Columns, generations: Sequence[int], readable: bool) -> None:
-        """These are registered, and not in the journal yet. ``readable``: without a pin, as their owner is one of ours."""
+        """Take keys that are registered, and not in the journal yet.
+
+        ``readable``: they can be read without a pin, as their owner is a client of ours.
+        """
         ...
 
     def removed(self, keys: Sequence[str], generations: Sequence[int]) -> None:
-        """These are not registered any more."""
+        """Take keys that are not registered any more."""
         ...
 
 
 class Registration(NamedTuple):
-    """The answer to a registration, one entry for each key."""
+    """Answer to a registration, one entry for each key."""
 
     statuses: list[int]
-    """A ``StoreStatus`` each, as a number."""
+    """A ``StoreStatus`` for each key, as a number."""
     generations: list[int]
     """The generation of each new key; 0 for the others."""
     first_generation: int
-    """Of the first new key; the further ones follow on. 0 if none is new."""
+    """Generation of the first new key; the further ones follow on.
+
+    0 if none is new.
+    """
     skipped: list[int]
-    """The positions of those that are not new. Mostly empty."""
+    """Positions of the keys that are not new. Mostly empty."""
 
 
 class GivenBack(enum.Enum):
-    """What became of a region that was to be handed back."""
+    """Result of handing a region back."""
 
     FREED = "freed"
-    """No key lived in it: it is dropped."""
+    """The region had no key: it is dropped."""
     DEFERRED = "deferred"
-    """Hidden from now on, and dropped with its last key."""
+    """The region is hidden, and dropped with its last key."""
     REFUSED = "refused"
-    """Unknown, handed back before, or not the caller's."""
+    """The region is unknown, handed back before, or not the caller's."""

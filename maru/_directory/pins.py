@@ -1,4 +1,4 @@
-"""Which keys may not go now: pins, counted for each holder, and what published readers have looked up. Pure."""
+"""Pins, counted for each holder, and recent reads of published clients. Pure."""
 
 from __future__ import annotations
 
@@ -10,37 +10,49 @@ from .slices import FORGOTTEN_AT_ONCE
 
 
 class Pins:
-    """Counted pins. A holder is a number: a session of ours (positive) or a published connection (negative).
+    """Counted pins of holders.
 
-    Rule 1. A key's pins are the sum of what its holders have; a key without any is not known here.
-    Rule 2. A session drops its own pins only. Published connections share theirs: one may drop what another one took.
-    Rule 3. A session asks in *pin epochs*, which its client numbers upwards. Nothing is done for one that is over, and what was
-            pinned in earlier ones is kept apart until the client has said which of it it holds: what an answer that was lost
-            has pinned is found out so, whatever is pinned meanwhile. One pin less is one of the latest epoch, if there is one:
-            of the earlier ones the client has said, or will say, what it holds.
+    A holder is a number: a session of ours (positive) or a published connection (negative).
+
+    Rule 1. A key's pins are the sum of its holders' pins; a key without any is not known here.
+    Rule 2. A session drops its own pins only. Published connections share theirs: one may drop a pin taken by another.
+    Rule 3. A session sends requests in *pin epochs*, which its client numbers upwards. A request of a past epoch does
+            nothing, and pins of earlier epochs are kept apart until the client has reported which of them it holds: so
+            pins taken by an answer that was lost are found, whatever is pinned meanwhile. One pin less is one of the
+            latest epoch, if there is one: for earlier ones the client has reported, or will report, the pins that it
+            holds.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Pins of each pinned key, of all holders together."""
         self.entries = 0
-        """Keys that holders have pinned, each counted for each of its holders: so many entries are kept."""
+        """Number of pinned keys, each counted once for each of its holders.
+
+        As many entries are kept.
+        """
         self._of: dict[int, dict[str, int]] = {}
         self._earlier: dict[int, list[dict[str, int]]] = {}  # taken in earlier epochs, and not confirmed since
-        self._epochs: dict[int, int] = {}  # the latest, where it is not 0
-        self._leaving: deque[tuple[int, dict[str, int]]] = deque()  # of nobody any more, and still counted
+        self._epochs: dict[int, int] = {}  # the latest epoch, unless it is 0
+        self._leaving: deque[tuple[int, dict[str, int]]] = deque()  # without a holder, but still counted
         self._shared: dict[str, dict[int, None]] = {}  # by key, the published connections that pinned it
 
     def has(self, holder: int) -> bool:
-        """Whether this holder has a pin."""
+        """Return whether this holder has a pin."""
         return holder in self._of or holder in self._earlier
 
     def entries_of(self, holder: int) -> int:
-        """Keys that this holder has pinned; those of earlier epochs counted besides."""
+        """Return the number of keys that this holder has pinned.
+
+        Keys of earlier epochs are counted again.
+        """
         return len(self._of.get(holder, ())) + sum(map(len, self._earlier.get(holder, ())))
 
     def add(self, holder: int, keys: Sequence[str]) -> Sequence[str]:
-        """One more pin for each; those that had none before."""
+        """Add one pin to each key.
+
+        Return the keys that had none before.
+        """
         if not keys:
             return keys
         own = self._of.setdefault(holder, {})
@@ -70,7 +82,11 @@ class Pins:
         return first
 
     def drop(self, holder: int, keys: Iterable[str]) -> tuple[list[bool], list[str]]:
-        """One pin less for each: whether there was one, and which keys have none any more."""
+        """Remove one pin from each key.
+
+        Returns:
+            Whether each key had one, and the keys that have none any more.
+        """
         counts, of = self.counts, self._of
         own = of.get(holder, {})
         parts = self._earlier.get(holder, [])
@@ -104,7 +120,10 @@ class Pins:
         return dropped, last
 
     def drop_all(self, holder: int) -> list[str]:
-        """This holder has no pins any more, and is gone; which keys have none any more."""
+        """Remove this holder and its pins.
+
+        Return the keys without a pin now.
+        """
         self._epochs.pop(holder, None)
         last = []
         for own in (*self._earlier.pop(holder, ()), self._of.pop(holder, {})):
@@ -112,7 +131,10 @@ class Pins:
         return last
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Remove the pins of these keys, which do not exist any more, for all holders."""
+        """Remove the pins of these keys for all holders.
+
+        The keys do not exist any more.
+        """
         for key in keys:
             if self.counts.pop(key, 0):
                 for _, leaving in self._leaving:
@@ -133,7 +155,10 @@ class Pins:
     # --- pin epochs -----------------------------------------------------------------------------------------------
 
     def enter_pin_epoch(self, holder: int, epoch: int) -> bool:
-        """Note that this session asks in this pin epoch. False: it has been heard in a later one, and nothing is to be done."""
+        """Note that this session is in this pin epoch.
+
+        False if it has sent a later one: then nothing is to be done.
+        """
         latest = self._epochs.get(holder, 0)
         if epoch == latest:
             return True
@@ -146,10 +171,10 @@ class Pins:
         return True
 
     def _add_earlier(self, holder: int, own: dict[str, int]) -> None:
-        """Keep the pins of an epoch as of an earlier one.
+        """Keep the pins of an epoch as those of an earlier one.
 
-        To merge as many pins as a session may have takes 50 ms. So at most two small parts are merged at once, and no part is
-        added while there are two: there are few.
+        To merge as many pins as a session may have takes 50 ms. So at most two small parts are merged at once, and no
+        part is added while there are two: there are few parts.
         """
         parts = self._earlier.setdefault(holder, [])
         parts.append(own)
@@ -162,7 +187,7 @@ class Pins:
             self.entries += len(there) - before
 
     def _tidy_earlier(self, holder: int) -> None:
-        """Forget the parts of earlier epochs in which nothing is left."""
+        """Forget the empty parts of earlier epochs."""
         parts = self._earlier.get(holder)
         if parts is not None and not all(parts):
             parts[:] = filter(None, parts)
@@ -170,7 +195,10 @@ class Pins:
                 del self._earlier[holder]
 
     def reconcile(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
-        """Keep so many of the pins that this session took in earlier epochs. It cannot hold more than it took."""
+        """Keep so many pins that this session took in earlier epochs.
+
+        It cannot hold more than it took.
+        """
         parts = self._earlier.get(holder)
         if parts is None:
             return
@@ -186,7 +214,11 @@ class Pins:
         self.entries += self.entries_of(holder) - before
 
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
-        """Drop what it took in earlier epochs and did not name: how many pins, and which keys have none any more."""
+        """Drop the pins of earlier epochs that the session did not name.
+
+        Returns:
+            How many pins, and the keys that have none any more.
+        """
         count, last = 0, []
         for part in self._earlier.pop(holder, ()):
             count += sum(part.values())
@@ -195,11 +227,17 @@ class Pins:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether :meth:`let_go_some` has something to do: many pins at once count until it has."""
+        """Whether :meth:`let_go_some` has something to do.
+
+        If many pins go at once, they count until then.
+        """
         return bool(self._leaving)
 
     def let_go_some(self) -> list[str]:
-        """Let go of some of the pins that nobody has any more; which keys have none any more."""
+        """Release some of the pins without a holder.
+
+        Return the keys without a pin now.
+        """
         holder, leaving = self._leaving[0]
         some = dict([leaving.popitem() for _ in range(min(len(leaving), FORGOTTEN_AT_ONCE))])
         if not leaving:
@@ -207,14 +245,20 @@ class Pins:
         return self._let_go(holder, some)
 
     def _leave(self, holder: int, own: dict[str, int]) -> list[str]:
-        """Release the pins of a session that has ended, a few at once. Return the keys without a pin."""
+        """Release the pins of an ended session, a few at once.
+
+        Return the keys without a pin.
+        """
         if len(own) <= FORGOTTEN_AT_ONCE:
             return self._let_go(holder, own)
         self._leaving.append((holder, own))
         return []
 
     def _let_go(self, holder: int, own: dict[str, int]) -> list[str]:
-        """So many pins less of each; which keys have none any more."""
+        """Remove so many pins of each key.
+
+        Return the keys without a pin now.
+        """
         counts = self.counts
         self.entries -= len(own)
         last: list[str] = []
@@ -229,7 +273,7 @@ class Pins:
         return last
 
     def _drop_another_ones(self, key: str) -> bool:
-        """Some other published connection has a pin less, if one has any."""
+        """Remove a pin of another published connection, if one has any."""
         for holder in self._shared.get(key, ()):
             own = self._of.get(holder)
             if own is None:  # it is leaving
@@ -256,7 +300,7 @@ class Pins:
 
 
 def _take(parts: Iterable[dict[str, int]], key: str, count: int) -> int:
-    """Take at most so many pins of a key; return how many."""
+    """Take at most so many pins of a key. Return how many."""
     taken = 0
     for own in parts:
         if taken >= count:
@@ -273,10 +317,11 @@ def _take(parts: Iterable[dict[str, int]], key: str, count: int) -> int:
 
 
 class ReadGrace:
-    """What published connections have looked up lately: they read without pins, and cannot be told to stop.
+    """Keys that published connections have looked up lately.
 
-    Time runs in periods of ``grace`` seconds, and what is noted in one period is kept until the next one is over: for one to
-    two times ``grace``. So noting costs nothing but the insertion, and forgetting nothing at all.
+    Such connections read without pins, and cannot be asked to stop. Time runs in periods of ``grace`` seconds, and keys
+    noted in one period are kept until the next one is over: for one to two times ``grace``. So noting costs nothing but
+    the insertion, and forgetting nothing at all.
     """
 
     def __init__(self, grace: float) -> None:
@@ -289,13 +334,13 @@ class ReadGrace:
         return key in self._new or key in self._old
 
     def note(self, keys: Iterable[str], now: float) -> None:
-        """These were looked up."""
+        """Note that these keys were looked up."""
         if self._grace > 0:
             self.forget_before(now)
             self._new.update(keys)
 
     def forget_before(self, now: float) -> None:
-        """Forget what is old enough."""
+        """Forget keys that are old enough."""
         period = now // self._grace if self._grace > 0 else 0.0
         if period != self._period:
             self._old = self._new if period == self._period + 1 else set()
@@ -304,7 +349,10 @@ class ReadGrace:
 
 
 class Held:
-    """The keys that may not be evicted now, as an eviction policy asks for them."""
+    """The keys that may not be evicted now.
+
+    An eviction policy queries them.
+    """
 
     __slots__ = ("_also", "_boards", "_grace", "_pins", "passed")
 
@@ -314,7 +362,7 @@ class Held:
         self._also = also
         self._boards = boards
         self.passed = 0
-        """How many were asked for and had to stay."""
+        """Number of queried keys that had to stay."""
 
     def __contains__(self, key: object) -> bool:
         if key in self._pins or key in self._grace or key in self._also or key in self._boards:

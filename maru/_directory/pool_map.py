@@ -1,4 +1,4 @@
-"""The map of a pool: whose its pages are, how full each part of a region is, and how long ago it was written. Pure.
+"""Map of a pool: owner, use and age of cells. Pure.
 
 Rule 1. A picture has no use for a million pages, so a region is divided into at most so many *cells* of adjacent pages.
 Rule 2. Age is an order, not a time: the directory knows no clock, but generations count up over the whole pool.
@@ -28,13 +28,17 @@ class RegionMap:
     published: bool
     """Whether a published client owns it."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
     cell_bytes: int
-    """Of each cell; the last may be shorter."""
+    """Bytes of each cell; the last may be shorter."""
     used: Sequence[float]
     """The share of each cell that keys take."""
     age: Sequence[float]
-    """Of the newest key in each cell: 0.0 is the newest in the pool, 1.0 the oldest. Without a meaning where none is."""
+    """Age of the newest key in each cell, 0.0 to 1.0.
+
+    0.0 is the newest in the pool, 1.0 the oldest. Compared with all keys of the pool. Without a meaning for a cell
+    without keys.
+    """
 
 
 @attrs.frozen
@@ -43,7 +47,7 @@ class PoolMap:
 
     regions: Sequence[RegionMap]
     entries: int
-    """Keys on it."""
+    """Number of keys on the map."""
 
 
 def map_pool(state: State, cells: int, piece: int) -> Generator[None, None, PoolMap]:
@@ -51,7 +55,7 @@ def map_pool(state: State, cells: int, piece: int) -> Generator[None, None, Pool
 
     Args:
         state: of the directory.
-        cells: into how many a region is divided at most.
+        cells: most cells of a region.
         piece: how many keys are looked at between two yields.
     """
     drawn: list[tuple[Region, int, list[int], list[int]]] = []
@@ -78,7 +82,7 @@ def map_pool(state: State, cells: int, piece: int) -> Generator[None, None, Pool
 
 
 def _spread(used: list[int], offset: int, length: int, cell_bytes: int) -> None:
-    """Add the bytes of one key to the cells in which they lie."""
+    """Add the bytes of one key to the cells under it."""
     at, end = offset // cell_bytes, offset + length
     while offset < end:
         stop = min(end, (at + 1) * cell_bytes)

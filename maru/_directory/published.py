@@ -1,8 +1,8 @@
-"""Assigns the connections of published clients to sessions, since published messages do not name one. Pure.
+"""Assignment of published clients' connections to sessions. Pure.
 
-A published client sends its instance_id when it asks for a region or returns one; a reader never does. Its session is all
-connections that sent one instance_id. It lives while one of them does, however silent; when the last one is gone it
-has a lease left, since a client that opens a new socket is still the same.
+Published messages do not name a session. A published client sends its instance_id when it asks for a region or returns
+one; a reader never does. Its session is all connections that sent one instance_id. It lives while one of them does,
+however silent; when the last one is gone it has a lease left, since a client that opens a new socket is still the same.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ class Published:
         self._leases = leases
         self._limits = limits
         self.connections: dict[int, set[int]] = {}
-        """The sessions that each has joined."""
+        """The sessions that each connection has joined."""
         self._last = 0
 
     def connect(self) -> int:
-        """The number of a new connection."""
+        """Add a connection. Return its number."""
         self._last -= 1
         self.connections[self._last] = set()
         return self._last
 
     def disconnect(self, connection: int, now: float) -> None:
-        """It is gone: a session that it leaves alone has its lease left, its pins have ``v1_read_grace``."""
+        """Remove a connection.
+
+        A session without another connection has its lease left; pins of the connection have ``v1_read_grace``.
+        """
         for number in self.connections.pop(connection):
             session = self._state.sessions.get(number)
             if session is not None:
@@ -46,10 +49,10 @@ class Published:
         self._guard.keep_pins_until(connection, now + self._limits.v1_read_grace)
 
     def join(self, connection: int, instance_id: str) -> Session:
-        """The session of this instance, to which this connection belongs from now on.
+        """Add this connection to the session of this instance. Return the session.
 
-        A session without connections is not joined by its name alone: a process that was started again under the
-        same name knows nothing of the previous regions, and would keep them from being evicted for ever.
+        A session without connections is not joined by its name alone: a process that was started again under the same
+        name knows nothing of the previous regions, and would keep them from being evicted for ever.
         """
         joined = self.connections[connection]
         session = self.find(instance_id)
@@ -59,15 +62,16 @@ class Published:
         return session
 
     def find(self, instance_id: str) -> Session | None:
-        """The session that a connection of this instance joins, if it is there."""
+        """Return the session that a connection of this instance joins, if any."""
         account = self._state.instances.get(instance_id)
         living = () if account is None else account.sessions.values()
         return next((one for one in living if one.connections), None)
 
     def join_owners(self, connection: int, regions: int | Sequence[int]) -> None:
-        """This connection writes in these regions, so it belongs to their owners, as far as they are published ones.
+        """Add this connection to the published owners of these regions.
 
-        No other client could know of them. An orphan has its owner back: a client that had lost its connection for long.
+        It writes in them. No other client could know of these regions. An orphan has its owner back: a client that had
+        lost its connection for long.
         """
         joined = self.connections[connection]
         for region_id in (regions,) if isinstance(regions, int) else dict.fromkeys(regions):

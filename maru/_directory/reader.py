@@ -1,4 +1,4 @@
-"""What readers ask: where keys lie, whether they are there, and that they stay. Pure."""
+"""Readers' queries: locations and existence of keys, and pins. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reader:
         self._counters = counters
 
     def find(self, by: int, keys: Sequence[str], now: float, pin: bool, prefix: bool) -> list[Location | None]:
-        """Where these keys lie; see ``Directory.find``."""
+        """Return the locations of these keys; see ``Directory.find``."""
         answer = list(map(self._located.get, keys))
         if all(answer):
             locations: list[Location] = answer  # type: ignore[assignment]  # none is missing
@@ -46,11 +46,11 @@ class Reader:
         return answer
 
     def exists(self, keys: Iterable[str]) -> list[bool]:
-        """Which keys are there. No use of them."""
+        """Return whether each key exists. Counts no use."""
         return list(map(self._located.__contains__, keys))
 
     def pin(self, by: int, keys: Sequence[str], prefix: bool) -> list[bool]:
-        """One more pin for each key that is there; see ``Directory.pin``."""
+        """Add one pin to each key that exists; see ``Directory.pin``."""
         there = self.exists(keys)
         found = keys
         if not all(there):

@@ -1,9 +1,11 @@
-"""What must survive a restart, as records: the changes of a directory in the order in which they took effect. Pure.
+"""Journal records: the changes of a directory that must survive a restart.
 
-Rule 1. A record says what happened, never what was asked: a refused request leaves none, and pins leave none.
+Pure. They are in the order in which they took effect.
+
+Rule 1. A record describes a change, never a request: a refused request leaves none, and pins leave none.
 Rule 2. Replaying all records of a pool over an empty directory gives the directory again, but for the order of use.
-Rule 3. Requests are recorded as the raw bytes that asked for them: encoding them anew would cost more than all else.
-Rule 4. No wall-clock time: a lease is stored as its length, and starts anew when the server does.
+Rule 3. Requests are recorded as their raw bytes: encoding them again would cost more than all else.
+Rule 4. No wall-clock time: a lease is stored as its length, and starts again when the server does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class SessionOpened(Record, frozen=True, tag=1):
-    """A client of ours, or the connections of a published one that owns regions, have a session from here on."""
+    """Start of a session of a client.
+
+    Either a client of ours, or the connections of a published one that owns regions.
+    """
 
     session_id: int
     token: bytes
@@ -30,13 +35,19 @@ class SessionOpened(Record, frozen=True, tag=1):
 
 
 class SessionEnded(Record, frozen=True, tag=2):
-    """Closed by its client, or its lease is over: its regions are orphans."""
+    """End of a session: its regions are orphans.
+
+    Its client closed it, or its lease is over.
+    """
 
     session_id: int
 
 
 class RegionAdded(Record, frozen=True, tag=3):
-    """A region of the pool has an owner; or an orphan has one again."""
+    """A new owner of a region.
+
+    The region is new in the pool, or an orphan.
+    """
 
     region_id: int
     length: int
@@ -45,13 +56,19 @@ class RegionAdded(Record, frozen=True, tag=3):
 
 
 class RegionReturned(Record, frozen=True, tag=4):
-    """Its owner gave it back: hidden from now on, and dropped with its last key; at once if it has none."""
+    """Return of a region by its owner.
+
+    Hidden from now on, and dropped with its last key; at once if it has none.
+    """
 
     region_id: int
 
 
 class RegionDropped(Record, frozen=True, tag=5):
-    """Evicted whole, or lost: gone, with every key in it. One that goes with its last key, or empty, leaves no record."""
+    """Loss of a region with every key in it.
+
+    It was evicted whole, or lost. A region that goes with its last key, or empty, leaves no record.
+    """
 
     region_id: int
 
@@ -62,37 +79,43 @@ class Registered(Record, frozen=True, tag=6):
     session_id: int
     code: int
     payload: bytes
-    """The body of the request, as it came."""
+    """Body of the request, as received."""
     first_generation: int
-    """The generation of the first entry that was new; the further ones follow on."""
+    """The generation of the first new entry; the further ones follow on."""
     skipped: list[int]
-    """Positions of entries that were not registered (duplicates and refusals). Mostly empty."""
+    """Positions of entries that were not registered (duplicates and refusals).
+
+    Mostly empty.
+    """
 
 
 class Deleted(Record, frozen=True, tag=7):
-    """Deleted by request, evicted or reclaimed: the keys are gone and their pages are on the way to their owner."""
+    """Removal of keys: deleted by request, evicted or reclaimed.
+
+    The keys are gone and their pages are on the way to their owner.
+    """
 
     keys: list[str]
 
 
 class Fenced(Record, frozen=True, tag=8):
-    """This attempt of this session is resolved: should it arrive after all, it is refused."""
+    """Resolution of an attempt: it is refused if it still arrives."""
 
     session_id: int
     attempt: int
 
 
 class Acknowledged(Record, frozen=True, tag=9):
-    """The owner has applied every return up to this number."""
+    """The number up to which the owner has applied all returns."""
 
     session_id: int
     number: int
 
 
 class ReadUnpinned(Record, frozen=True, tag=10):
-    """A published client has read in this pool. It reads without a lease, so after a restart its end cannot be known.
+    """First read of a published client in this pool.
 
-    Written once in the life of a pool.
+    It reads without a lease, so after a restart its end cannot be known. Written once in the life of a pool.
     """
 
 
@@ -114,12 +137,12 @@ _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord
 
 
 def encode(record: Record) -> bytes:
-    """One record as bytes; the journal adds length and checksum."""
+    """Encode one record; the journal adds length and checksum."""
     return _encoder.encode(record)
 
 
 def decode(payload: bytes | memoryview) -> AnyRecord:
-    """The record in these bytes.
+    """Decode one record.
 
     Raises:
         msgspec.ValidationError: these bytes are no record.

@@ -1,4 +1,4 @@
-"""The directory's state of a region, and of the instance that its keys are charged to. Pure."""
+"""A directory's state of a region and of an account. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ if TYPE_CHECKING:
 
 
 class RegionState(enum.IntEnum):
-    """Whose a region is. *Abandoned* means one of the last two."""
+    """Ownership of a region. *Abandoned* means one of the last two."""
 
     OWNED = 0
     ORPHAN = 1
-    """Its owner's session is over: readable, and evicted whole when room is needed."""
+    """Without an owner, whose session is over.
+
+    Readable, and evicted whole when room is needed.
+    """
     RETURNED = 2
-    """Handed back with keys in it: hidden, but readable; dropped with its last key, or evicted whole."""
+    """Handed back with keys in it: hidden, but readable.
+
+    Dropped with its last key, or evicted whole.
+    """
 
 
 @attrs.define(eq=False)
 class Usage:
-    """What one instance_id has of the pool, orphans included."""
+    """Use of the pool by one instance_id, orphans included."""
 
     instance_id: str
     regions: int = 0
@@ -34,50 +40,68 @@ class Usage:
 
 @attrs.define(eq=False)
 class Account:
-    """What the living sessions of one instance, or of one tenant, have stored in regions of theirs."""
+    """Bytes stored by the living sessions of one instance or tenant.
+
+    Counted are keys in regions that they own.
+    """
 
     quota_bytes: int
-    """0: no quota."""
+    """Most bytes; 0: no quota."""
     charged_bytes: int = 0
     sessions: dict[int, Session] = attrs.field(factory=dict)
 
     @property
     def entries(self) -> int:
-        """Keys in the regions of these sessions; it costs as much as there are regions."""
+        """Number of keys in the regions of these sessions.
+
+        The cost grows with the number of regions.
+        """
         regions = [region for session in self.sessions.values() for region in session.regions.values()]
         return sum([len(region.keys_at) for region in regions])
 
     def excess(self, more_bytes: int) -> int:
-        """By how much the quota would be exceeded with so many more bytes. Not negative."""
+        """Return the excess over the quota with so many more bytes.
+
+        Not negative.
+        """
         return max(0, self.charged_bytes + more_bytes - self.quota_bytes) if self.quota_bytes else 0
 
 
 @attrs.define(eq=False)
 class Region:
-    """One region. ``pinned`` and ``read_until`` are kept up to date by the eviction guard."""
+    """One region of a pool.
+
+    ``pinned`` and ``read_until`` are kept up to date by the eviction guard.
+    """
 
     region_id: int
     length: int
-    """Bytes."""
+    """Length in bytes."""
     instance_id: str
     published: bool
     """Whether a published client allocated it."""
     usage: Usage
     session: Session | None = None
-    """Its owner's; ``None`` if it is abandoned."""
+    """The owner's session; ``None`` if the region is abandoned."""
     state: RegionState = RegionState.ORPHAN
     keys_at: dict[int, str] = attrs.field(factory=dict)
-    """By offset: which key lies there."""
+    """Keys by their offset."""
     returning: dict[int, int] = attrs.field(factory=dict)
-    """By offset: the attempt under which each page was stored that is on the way back to the owner."""
+    """Attempt of the store of each page on the way back.
+
+    By offset.
+    """
     used_bytes: int = 0
     pinned: int = 0
-    """How many of its keys have a pin."""
+    """Number of its keys that have a pin."""
     read_until: float = 0.0
-    """Until when a published connection that looked something up in it may be reading."""
+    """Time until which a published connection may be reading in it."""
 
     def charge(self, more_bytes: int) -> None:
-        """Its keys take so many bytes more (or less); so do those of its owner, on all accounts."""
+        """Add bytes of keys to this region and its owner's accounts.
+
+        A negative number removes them.
+        """
         self.used_bytes += more_bytes
         self.usage.used_bytes += more_bytes
         session = self.session
@@ -88,8 +112,8 @@ class Region:
 def keys_in_pieces(regions: Iterable[Region], size: int) -> Iterator[list[str]]:
     """Yield the keys of these regions in pieces of at most ``size``.
 
-    The keys of a region are listed when its turn comes. Keys that are registered in it later are left out, and keys that go
-    later may still be in a piece, so the caller must look up each key again.
+    The keys of a region are listed when its turn comes. Keys that are registered in it later are left out, and keys
+    that go later may still be in a piece, so the caller must look up each key again.
     """
     piece: list[str] = []
     for region in regions:

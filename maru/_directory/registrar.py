@@ -1,4 +1,4 @@
-"""Registration of keys: the plain case in a few calls for all entries, every other one entry by entry. Pure."""
+"""Registration of keys: usually in bulk, otherwise entry by entry. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from .statistics import Counters
 from .validation import NEW, RemainingQuota, Validation, validate
 
 _ENTRIES_SHARE: Final = 2
-"""Part of all entries that an account with a quota has at most: keys of a byte each stay far below its bytes."""
+"""Divisor of all entries that bounds an account with a quota.
+
+Keys of one byte each would stay far below its quota of bytes.
+"""
 
 
 class Registrar:
-    """Registers keys in regions that the caller may write, and makes room for them on their owner's account."""
+    """Registers keys in regions that the caller may write.
+
+    Makes room for them on the account of the regions' owner.
+    """
 
     def __init__(
         self, changes: Changes, limits: Limits, guard: EvictionGuard, evictor: Evictor, counters: Counters
@@ -41,7 +47,7 @@ class Registrar:
         source: tuple[int, bytes],
         later: bool,
     ) -> Registration | None:
-        """Register all entries if nothing speaks against any of them; ``None`` if something may."""
+        """Register all entries in bulk; ``None`` if any entry may be refused."""
         n, total, owners = len(columns.keys), 0, set()
         for region_id, part in parts.items():
             region = regions[region_id]
@@ -61,14 +67,18 @@ class Registrar:
         return Registration([NEW] * n, list(range(first, first + n)), first, [])
 
     def judge(self, regions: Mapping[int, Region], columns: Columns, now: float) -> list[int]:
-        """Judge each entry, without quotas. Nothing is registered, and nothing claimed."""
+        """Return a status for each entry, ignoring quotas.
+
+        Nothing is registered, and nothing claimed.
+        """
         return self._validate(regions, columns, now, self._guard.pinned_or(())).statuses
 
     def register(
         self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
     ) -> Registration:
         """Register entry by entry, in these regions; see ``Directory.register``."""
-        # Claimed before anything is decided: what is not held now cannot be held from here on, so the decision stays true.
+        # Claimed before anything is decided: a key that is not held now cannot be held from here on, so the decision
+        # stays true.
         lying = _lying_at(regions, columns)
         held = self._guard.claim(lying)
         try:
@@ -86,7 +96,10 @@ class Registrar:
         whole: bool,
         pinned: Container[str],
     ) -> Registration:
-        """Register entry by entry, what lies at their places being claimed. Those in ``pinned`` stay."""
+        """Register entry by entry, with the keys at these places claimed.
+
+        Those in ``pinned`` stay.
+        """
         validation = self._validate(regions, columns, now, pinned)
         if len(validation.skipped) < len(columns.keys) and not (whole and validation.refused):
             validation = self._make_room(regions, columns, validation, now, pinned)
@@ -106,7 +119,10 @@ class Registrar:
         return Registration(statuses, generations, first, skipped)
 
     def _bytes_if_right(self, region: Region, part: Columns) -> int:
-        """The bytes of these entries, if nothing is wrong with any but that it may be taken, or named twice; else 0."""
+        """Return the bytes of these entries; 0 if any is invalid.
+
+        It is not checked whether a key or an offset is taken, or named twice.
+        """
         keys, offsets, lengths = part.keys, part.offsets, part.lengths
         if isinstance(lengths, int):
             total, least, end = lengths * len(keys), lengths, max(offsets) + lengths
@@ -130,7 +146,10 @@ class Registrar:
         )
 
     def _entries_excess(self, owner: Session, more_entries: int) -> int:
-        """By how many keys an account of this owner that has a quota would exceed its share of all. Not negative."""
+        """Return the excess of keys of an account with a quota.
+
+        Such an account may have a part of all entries. Both accounts of this owner are checked. Not negative.
+        """
         most = self._limits.max_entries // _ENTRIES_SHARE
         if len(self._state.located) + more_entries <= most:  # nearly always: nothing is counted
             return 0
@@ -163,11 +182,15 @@ class Registrar:
         now: float,
         pinned: Container[str],
     ) -> Validation:
-        """Evict what is too much for the quotas, as far as it may go; the validation as it is then, which may refuse some."""
+        """Evict keys beyond the quotas, as far as allowed.
+
+        Return the new validation. It may refuse some entries.
+        """
         if self._all_fits(validation):
             return validation
-        # What this batch names must stay: evicted, a duplicate would be none any more, and its entry was answered as one. What
-        # it writes over gives its bytes back anyway, which the validation has counted already.
+        # Keys named by this batch must stay: an evicted duplicate would be no duplicate any more, but its entry was
+        # answered as one. Keys that it writes over give their bytes back anyway, which the validation has counted
+        # already.
         stays = validation.written_over.union(columns.keys)
         for account, more in _charges(validation).items():
             excess = account.excess(more)
@@ -205,7 +228,7 @@ class Registrar:
 
 
 def _lying_at(regions: Mapping[int, Region], columns: Columns) -> list[str]:
-    """The keys that lie where these entries go."""
+    """Return the keys that lie at the places of these entries."""
     if isinstance(columns.regions, int):
         region = regions.get(columns.regions)
         return [] if region is None else _named(map(region.keys_at.get, columns.offsets))
@@ -218,7 +241,7 @@ def _named(keys: Iterable[str | None]) -> list[str]:
 
 
 def _count(parts: Mapping[int, Columns], regions: Mapping[int, Region]) -> None:
-    """These were registered by the owners of their regions."""
+    """Count these registrations for the owners of the regions."""
     for region_id, part in parts.items():
         owner = regions[region_id].session
         assert owner is not None
@@ -226,7 +249,7 @@ def _count(parts: Mapping[int, Columns], regions: Mapping[int, Region]) -> None:
 
 
 def _charges(validation: Validation) -> dict[Account, int]:
-    """What the new entries take of each account."""
+    """Return the bytes that the new entries take of each account."""
     charges: dict[Account, int] = {}
     for owner, more in validation.more_bytes.items():
         for account in (owner.instance, owner.tenant_account):

@@ -1,7 +1,9 @@
-"""Removal by request: deletes, reclaims and trims of keys, and the removal of regions. Pure.
+"""Removal of keys and regions by request. Pure.
 
-Rule 1. A request that is repeated with the same request id gets the first answer, and is not carried out again: the answer was
-        lost, and the keys may have been stored anew.
+Keys are deleted, reclaimed and trimmed.
+
+Rule 1. A request that is repeated with the same request id gets the first answer, and is not carried out again: the
+        answer was lost, and the keys may have been stored again.
 Rule 2. A delete refuses nothing silently: each key has its answer, and one that stays has a reason.
 """
 
@@ -23,13 +25,19 @@ from .slices import AT_ONCE, Slices
 from .statistics import Counters
 
 _AHEAD: Final = 64
-"""Of so many keys of an owner one may go before its page is needed: for larger batches it asks."""
+"""Divisor of an owner's keys that bounds evictions ahead of need.
+
+For larger batches the owner asks.
+"""
 _LOOKED_AT: Final = 8_192
-"""Keys that are compared in one slice with what boards hold: a tenth of a microsecond each, and the boards once."""
+"""Keys that are compared with the boards in one slice.
+
+Each costs a tenth of a microsecond, and the boards are read once.
+"""
 
 
 class Remover:
-    """Removes what may go, and counts it."""
+    """Removes keys and regions on request, and counts them."""
 
     def __init__(
         self, changes: Changes, limits: Limits, guard: EvictionGuard, evictor: Evictor, counters: Counters
@@ -89,7 +97,7 @@ class Remover:
         request_id: int,
         generations: Sequence[int] | None,
     ) -> Slices[list[int]]:
-        """Delete keys, as :meth:`delete`. Asked again before the last slice, it waits for that."""
+        """Delete keys, as :meth:`delete`. A repeated request waits for the last slice."""
         if len(keys) <= KEYS_AT_ONCE:
             return self.delete(by, session, keys, now, request_id, generations)
         asked = "delete", request_id
@@ -113,7 +121,7 @@ class Remover:
         return answers
 
     def reclaim(self, session: Session, pages: int, now: float, request_id: int) -> Slices[int]:
-        """Delete so many of its keys that are not held; see ``Directory.reclaim``."""
+        """Delete keys of a session that are not held; see ``Directory.reclaim``."""
         asked = "reclaim", request_id
         if asked in session.answers:
             return session.answers[asked][0]  # as it is now
@@ -132,12 +140,18 @@ class Remover:
         return went[0]
 
     def keep_ahead(self, session: Session, now: float) -> int:
-        """Evict what makes up for what it has registered, if it has ever had to ask for room; how many keys went."""
-        missing = min(AT_ONCE, session.ahead.missing(session.flow))  # what is left comes behind its next registration
+        """Evict as many keys as the session has registered. Return how many.
+
+        Only if it has ever had to ask for room.
+        """
+        missing = min(AT_ONCE, session.ahead.missing(session.flow))  # the rest follows after its next registration
         return self._evictor.evict(session, missing, now) if missing else 0
 
     def trim(self, session: Session, now: float) -> Slices[int]:
-        """From above the high watermark down to the low one; how many keys went."""
+        """Delete keys above the high watermark down to the low one.
+
+        Return how many.
+        """
         went = 0
         if session.used_bytes <= self._limits.high_watermark * session.allocated_bytes:
             return went
@@ -153,14 +167,17 @@ class Remover:
         return went
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Drop these whatever protects them; how many were there."""
+        """Drop these keys whatever protects them. Return how many existed."""
         gone = [key for key in dict.fromkeys(keys) if key in self._state.located]
         self._guard.drop_pins(gone)
         self._changes.remove(gone)
         return len(gone)
 
     def drop_region(self, region_id: int) -> int:
-        """Drop it with every key in it, pinned or not; how many keys. An unknown one has none."""
+        """Drop a region with every key in it, pinned or not.
+
+        Return the number of keys. An unknown region has none.
+        """
         region = self._state.regions.get(region_id)
         if region is None:
             return 0
@@ -171,9 +188,12 @@ class Remover:
         return keys
 
     def make_room(self, wanted_bytes: int, now: float) -> Slices[list[int]]:
-        """Drop abandoned regions whole, the longest abandoned first, if that frees so many bytes; those, or none."""
+        """Drop abandoned regions whole, if that frees ``wanted_bytes``. Return their ids.
+
+        The longest abandoned go first. If they do not free so much, none is dropped.
+        """
         while chosen := self._evictor.abandoned(wanted_bytes, now):
-            # Before the first key goes: of a region that stays, all is to stay.
+            # Before the first key goes: a region that stays keeps all its keys.
             for region in chosen:
                 if (yield from self._find_held(region, now)):
                     break
@@ -186,7 +206,7 @@ class Remover:
         return []
 
     def _find_held(self, region: Region, now: float) -> Slices[bool]:
-        """Whether something in this region is held by a board."""
+        """Return whether a board holds something in this region."""
         keys = list(region.keys_at.values())
         for start in range(0, len(keys), _LOOKED_AT):
             if start:
@@ -197,9 +217,10 @@ class Remover:
         return False
 
     def _drop_if_free(self, region: Region, now: float) -> Slices[bool]:
-        """Drop an abandoned region unless it turns out to be read, or owned again; whether it is gone.
+        """Drop an abandoned region unless it is read or owned again.
 
-        Its keys go slice by slice, each with its record: wherever the journal is cut, what is left is a smaller region.
+        Return if it is gone. Its keys go slice by slice, each with its record: wherever the journal is cut, a smaller
+        region is left.
         """
         region_id = region.region_id
         keys = list(region.keys_at.values())
@@ -231,6 +252,6 @@ class Remover:
 
 
 def _protected(region: Region, by: int) -> bool:
-    """Whether a published owner lives that is not ``by``."""
+    """Return whether the region has a living published owner other than ``by``."""
     owner = region.session
     return owner is not None and owner.published and by not in owner.connections

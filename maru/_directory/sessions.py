@@ -1,4 +1,7 @@
-"""The sessions of clients: leases, fenced attempts, and the pages on the way back to their owner. Pure."""
+"""Sessions of clients: leases, fenced attempts, and pages on the way back.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,24 @@ if TYPE_CHECKING:
     from .regions import Account, Region
 
 _PLAIN: Final = 512
-"""Answers that are remembered as they are: packing few costs more than it saves."""
+"""Most answers that are remembered without packing.
+
+Packing few costs more than it saves.
+"""
 _ZLIB: Final = b"x"
-"""First byte of what is packed, which no answer is."""
+"""First byte of packed answers, which no answer is."""
 _KEPT: Final = 1 - 1 / 256
-"""Of the pages that are kept ahead, from one answer to the next: half of them after some 180."""
+"""Share of the pages kept ahead that remains after an answer.
+
+Half of them are left after some 180 answers.
+"""
 
 
 class Leases:
-    """Until when each of some numbers lives. Setting costs the same however many there are and however often it is done.
+    """End times of numbered leases.
 
-    A heap of times, of which those that were put off are only found out when they come up.
+    Setting one costs the same however many there are and however often it is done: a heap of times, whose postponed
+    entries are only found when they come up.
     """
 
     def __init__(self) -> None:
@@ -42,26 +52,32 @@ class Leases:
         return len(self._until)
 
     def set(self, number: int, until: float) -> None:
-        """It lives until then, be that later or earlier than it was."""
+        """Set the end of this lease, later or earlier than before."""
         self._until[number] = until
         if until < self._queued.get(number, math.inf):
             self._queued[number] = until
             heapq.heappush(self._heap, (until, number))
 
     def until(self, number: int) -> float:
-        """When it ends; ``inf`` if that is not known here."""
+        """Return the end of this lease; ``inf`` if it is unknown."""
         return self._until.get(number, math.inf)
 
     def discard(self, number: int) -> None:
-        """It has no end here any more."""
+        """Forget the end of this lease."""
         self._until.pop(number, None)
 
     def next(self) -> float:
-        """The time of the next end, or an earlier one; ``inf`` if there is none."""
+        """Return the time of the next end, or an earlier one.
+
+        ``inf`` if there is none.
+        """
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float, most: float = math.inf) -> list[int]:
-        """Those that have ended by ``now``, in the order of their ends, at most so many. They are forgotten."""
+        """Remove and return the numbers whose leases have ended by ``now``.
+
+        In the order of their ends, at most ``most``.
+        """
         ended: list[tuple[float, int]] = []
         heap = self._heap
         while heap and heap[0][0] <= now and len(ended) < most:
@@ -83,7 +99,7 @@ class Leases:
 
 
 class Fences:
-    """The attempts of one session that are refused should they still arrive.
+    """Attempts of one session that are refused if they still arrive.
 
     At most ``limit`` are kept one by one; beyond that, every attempt up to the lowest of them is refused. An attempt so
     old that a thousand later ones were resolved has been lost on the way.
@@ -98,7 +114,7 @@ class Fences:
         return attempt in self.attempts or 0 < attempt <= self.floor
 
     def add(self, attempt: int) -> None:
-        """Refuse this one from now on."""
+        """Refuse this attempt from now on."""
         if attempt > self.floor:
             self.attempts.add(attempt)
         while len(self.attempts) > self._limit:
@@ -107,13 +123,19 @@ class Fences:
 
 
 class Outbox:
-    """The pages on the way back to one owner, under ascending numbers from 1, until it acknowledges them."""
+    """Pages on the way back to one owner, until it acknowledges them.
+
+    They have ascending numbers from 1.
+    """
 
     def __init__(self, acknowledged: int = 0, pages: Iterable[tuple[int, int, int]] = ()) -> None:
         self.acknowledged = acknowledged
         """The number up to which the owner has applied them."""
         self.pages: deque[tuple[int, int, int]] = deque(pages)
-        """(region_id, offset, attempt) of the numbers from ``acknowledged + 1`` on. What goes back is added at the end."""
+        """(region_id, offset, attempt) of the pages from ``acknowledged + 1`` on.
+
+        Pages that go back are added at the end.
+        """
         self._sent = acknowledged
 
     def __len__(self) -> int:
@@ -126,16 +148,19 @@ class Outbox:
 
     @property
     def unsent(self) -> int:
-        """Pages that its owner was not told of yet."""
+        """Number of pages not sent to the owner yet."""
         return self.last - self._sent
 
     @property
     def under_way(self) -> int:
-        """Pages that its owner was told of, and has not acknowledged."""
+        """Number of pages sent to the owner, but not acknowledged."""
         return self._sent - self.acknowledged
 
     def acknowledge(self, number: int) -> list[tuple[int, int, int]]:
-        """The owner has applied all up to ``number``; those that are news. Numbers that were never given mean all."""
+        """Record that the owner has applied all up to ``number``.
+
+        Return the new ones. Numbers that were never given mean all.
+        """
         pop = self.pages.popleft
         news = [pop() for _ in range(min(number - self.acknowledged, len(self.pages)))]
         self.acknowledged += len(news)
@@ -143,7 +168,11 @@ class Outbox:
         return news
 
     def pending(self, resend: bool, limit: int) -> Returns | None:
-        """The next pages that were not sent yet, or the first that are not acknowledged; at most ``limit``. Now sent."""
+        """Return the next pages, and mark them as sent; at most ``limit``.
+
+        The next that were not sent yet or, with ``resend``, the first that are not acknowledged. ``None`` if there are
+        none.
+        """
         before = self.acknowledged if resend else self._sent
         skip = before - self.acknowledged
         if skip == len(self.pages):
@@ -155,45 +184,57 @@ class Outbox:
 
 
 class RoomAhead:
-    """How many pages an owner is to have free, so that it need not ask before it stores.
+    """Number of pages to keep free for an owner.
 
-    It has asked when it had too few, and for how many: so many are kept for it from then on, as far as what it registers and
-    what goes back to it tells. What is handed back behind an answer comes with the next one: an owner that needs them sooner
-    asks once more, and what was under way then is kept besides. Pages that are free hold no block that could be found, so what
-    is kept fades: what was needed once in some hundred stores is asked for.
+    So it need not ask for them. It asks when it has too few, and for how many: so many are kept for it from then on, as
+    far as its registrations and returns show. Pages handed back with an answer come with the next one: an owner that
+    needs them sooner asks once more, and the pages under way then are kept in addition. Free pages hold no block that
+    could be found, so their number fades: pages needed once in some hundred stores are asked for.
     """
 
     def __init__(self) -> None:
         self.level = 0.0
-        """So many pages. 0: it has never asked, or always for more than is worth it."""
+        """Number of pages to keep free.
+
+        0: the owner has never asked, or always for more than is worth it.
+        """
         self._base = 0
 
     def asked(self, pages: int, under_way: int, flow: int, most: int) -> None:
-        """It has asked for pages, and has none.
+        """Record that the owner has asked for pages, and has none.
 
         Args:
-            pages: for how many.
+            pages: how many it asked for.
             under_way: pages on the way back to it, of which it cannot know yet.
             flow: pages that ever went back to it, less those that it has registered.
-            most: that may be kept for it. One that needs more than that, now and then or always, asks then.
+            most: most pages that may be kept for it. An owner that needs more, now and then or always, asks then.
         """
         if under_way + pages <= most:
             self.level = max(self.level, under_way + pages)
         self._base = flow - under_way
 
     def missing(self, flow: int) -> int:
-        """How many it should get back now, behind an answer; not negative."""
+        """Return the number of pages to send back now, after an answer.
+
+        Not negative.
+        """
         self.level *= _KEPT
         return max(0, round(self.level) - (flow - self._base)) if self.level else 0
 
 
 @attrs.define(eq=False)
 class Session:
-    """One client process of ours, or all connections of a published one that said one instance_id."""
+    """One client process of ours, or all connections of a published client.
+
+    The latter sent one instance_id.
+    """
 
     number: int
     token: bytes
-    """What its client names it by; empty for a published one."""
+    """Name given to the session by its client.
+
+    Empty for a published one.
+    """
     instance_id: str
     tenant: str
     published: bool
@@ -205,26 +246,32 @@ class Session:
     fences: Fences
     outbox: Outbox = attrs.field(factory=Outbox)
     regions: dict[int, Region] = attrs.field(factory=dict)
-    """Those that it owns."""
+    """Regions that it owns."""
     connections: set[int] = attrs.field(factory=set)
-    """Of a published one: those that joined and are there."""
+    """Living connections that joined it, if it is a published one."""
     allocated_bytes: int = 0
-    """Of the regions that it owns."""
+    """Bytes of the regions that it owns."""
     used_bytes: int = 0
-    """Of the keys in them."""
+    """Bytes of the keys in them."""
     answers: dict[tuple[str, int], bytes | list[int]] = attrs.field(factory=dict)
-    """By what was asked for under which request id, should it ask again; the oldest first."""
+    """Answers by operation and request id, for repeated requests; oldest first."""
     ahead: RoomAhead = attrs.field(factory=RoomAhead)
     registered: int = 0
     """Keys that it has registered since this server started."""
     under_way: set[tuple[str, int]] = attrs.field(factory=set)
-    """What was asked for under which request id, and is not answered yet."""
+    """Operation and request id of each request not answered yet."""
     forgetting: int = 0
-    """Keys that its order of use still has to forget: they lay in a region that it does not own any more."""
+    """Number of keys that its order of use still has to forget.
+
+    They lay in a region that it does not own any more.
+    """
     is_reclaiming: bool = False
-    """Whether a RECLAIM of it is under way: a second one evicts nothing."""
+    """Whether a RECLAIM of it is under way.
+
+    A second one evicts nothing.
+    """
     barren_until: float = -math.inf
-    """Until when it is believed that none of its keys can go."""
+    """Time until which no key is expected to be evictable."""
 
     @property
     def flow(self) -> int:
@@ -232,11 +279,15 @@ class Session:
         return self.outbox.last - self.registered
 
     def charge(self, allocated_bytes: int, used_bytes: int) -> None:
-        """It owns regions of so many bytes more (or less), and its keys take so many more: on all accounts."""
+        """Add bytes of regions and keys to this session's accounts.
+
+        Negative numbers remove them.
+        """
         self.allocated_bytes += allocated_bytes
         self.used_bytes += used_bytes
-        # Quotas are charged with values, as published, and not with pages, whose size no message says; nor with regions: the
-        # first one of a client may be larger than the quota of its tenant, which could not store at all if it was refused.
+        # Quotas are charged with values, as published, and not with pages, whose size no message carries; nor with
+        # regions: the first one of a client may be larger than the quota of its tenant, which could not store at all if
+        # it was refused.
         self.instance.charged_bytes += used_bytes
         self.tenant_account.charged_bytes += used_bytes
 
@@ -251,7 +302,10 @@ class Session:
 
 
 def pack(answers: list[int]) -> bytes:
-    """Return answers to DROP as they are remembered: those of many keys are mostly alike."""
+    """Return answers to DROP in their remembered form.
+
+    The answers of many keys are mostly alike.
+    """
     packed = bytes(answers)
     return zlib.compress(packed, 1) if len(answers) > _PLAIN else packed
 

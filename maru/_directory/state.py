@@ -1,13 +1,14 @@
-"""What a directory is, and what may happen to it: the part that a restart finds again. Pure.
+"""State of a directory and its transitions. Pure.
 
-Whether something may happen is decided elsewhere (`maru._directory`). Here it happens, and whatever follows from it.
+This is the part that a restart restores. Other modules decide whether a change is allowed (`maru._directory`). Here it
+is carried out, with everything that follows.
 
-Rule 1. One method for each record of the journal. The same calls give the same state, whatever pins, leases and the order
-        of use were: so the journal need not say what follows (a region that is dropped with its last key).
+Rule 1. One method for each record of the journal. The same calls give the same state, whatever pins, leases and the
+        order of use were: so the journal need not record the consequences (a region that is dropped with its last key).
 Rule 2. An offset of a region holds at most one key; a key lies at one offset. All sums are kept with each change.
 Rule 3. A page of a key that is removed goes back to the owner of its region, if that is a living session of ours. A
-        published owner learns of nothing: nothing of its is removed but by its own request.
-Rule 4. What costs something for each key runs in C where it is the common case: some hundred nanoseconds a key.
+        published owner gets no message: its keys are removed only by its own request.
+Rule 4. Work for each key runs in C in the common case: some hundred nanoseconds a key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .slices import Slices
 
 
 class State:
-    """Sessions, regions, and where each key lies."""
+    """Sessions, regions, and the location of each key."""
 
     def __init__(self, limits: Limits, eviction: Callable[[], EvictionPolicy[str]]) -> None:
         self._limits = limits
@@ -34,28 +35,34 @@ class State:
         self.located: dict[str, Location] = {}
         self.regions: dict[int, Region] = {}
         self.abandoned: dict[int, Region] = {}
-        """Those of ``regions`` without an owner, in the order in which they were abandoned."""
+        """Regions without an owner, in the order in which they were abandoned."""
         self.sessions: dict[int, Session] = {}
         self.tokens: dict[bytes, int] = {}
         self.usage: dict[str, Usage] = {}
         self.instances: dict[str, Account] = {}
         self.tenants: dict[str, Account] = {}
         self.generation = 0
-        """The last one given."""
+        """The last generation given."""
         self.last_session = 0
-        """The highest number given."""
+        """The highest session number given."""
         self.read_unpinned = False
-        """Published clients have read here: after a restart they may still do so, without a message."""
+        """Whether published clients have read here.
+
+        After a restart they may still do so, without a message.
+        """
         self.used_bytes = 0
         self.allocated_bytes = 0
         self.watchers: KeyWatchers[str] = KeyWatchers()
-        """Are told which keys come and go."""
+        """Receivers of added and removed keys."""
         self.location_watcher: LocationWatcher | None = None
-        """Is told where they lie."""
+        """Receiver of the locations of keys."""
         self.chores: deque[Slices[None]] = deque()
-        """What is left to be done of what has happened, in slices; each yields before it does anything."""
+        """Work left after a change, in slices; each yields before it begins."""
         self.gone: list[tuple[str, Location]] | None = None
-        """Keys that went since somebody began to take this state down, and where they lay; ``None``: nobody does."""
+        """Keys removed since a dump of this state began, with their locations.
+
+        ``None``: there is no dump.
+        """
         self.dropped: list[int] = []
         """Regions that were removed, until the pool takes them from here."""
 
@@ -85,7 +92,7 @@ class State:
         return session
 
     def end_session(self, number: int) -> None:
-        """It is over: its regions are orphans, those without keys are dropped."""
+        """End this session: its regions become orphans, those without keys are dropped."""
         session = self.sessions.pop(number)
         if session.token:
             del self.tokens[session.token]
@@ -100,11 +107,14 @@ class State:
                 del accounts[name]
 
     def fence(self, number: int, attempt: int) -> None:
-        """This attempt of this session is refused from now on."""
+        """Refuse this attempt of this session from now on."""
         self.sessions[number].fences.add(attempt)
 
     def acknowledge(self, number: int, upto: int) -> bool:
-        """The session has applied all returns up to ``upto``: their pages are its own again. Whether that is news."""
+        """Record that the session has applied all returns up to ``upto``.
+
+        Their pages are its own again. Return whether any of them is new.
+        """
         news = self.sessions[number].outbox.acknowledge(upto)
         for region_id, offset, _ in news:
             region = self.regions.get(region_id)
@@ -115,10 +125,12 @@ class State:
     # --- regions --------------------------------------------------------------------------------------------------
 
     def add_region(self, region_id: int, length: int, number: int, instance_id: str, *, use: bool = True) -> Region:
-        """Add a region to this session; or give back an orphan whose owner turns out to live on in this session.
+        """Add a region to this session, or give an orphan back.
+
+        An orphan's owner has turned out to live on in this session.
 
         Args:
-            region_id: which one.
+            region_id: the region.
             length: in bytes.
             number: of the session.
             instance_id: of the session.
@@ -147,17 +159,19 @@ class State:
         return region
 
     def own(self, region: Region, session: Session) -> None:
-        """An orphan has an owner again."""
+        """Give an abandoned region this session as its owner."""
         del self.abandoned[region.region_id]
         region.session, region.state = session, RegionState.OWNED
         session.regions[region.region_id] = region
         session.charge(region.length, region.used_bytes)
 
     def return_region(self, region_id: int, *, discard: bool = True) -> None:
-        """Hand this region back: hidden from now on; dropped if no key lives in it.
+        """Hand this region back.
+
+        It is hidden from now on, and dropped if it has no key.
 
         Args:
-            region_id: which one.
+            region_id: the region.
             discard: have the order of use of its owner forget the keys; or else the caller does.
         """
         region = self.regions[region_id]
@@ -170,7 +184,7 @@ class State:
             self._abandon(session, region, RegionState.RETURNED)
 
     def drop_region(self, region_id: int) -> list[str]:
-        """Gone, with every key in it; those keys."""
+        """Drop this region with every key in it. Return these keys."""
         region = self.regions[region_id]
         keys = list(region.keys_at.values())
         self._unlocated(keys, [self.located.pop(key) for key in keys])
@@ -187,17 +201,20 @@ class State:
         return keys
 
     def _abandon(self, session: Session, region: Region, state: RegionState) -> None:
-        """Take the owner of a region away. Its keys leave the order of use: they are evicted together."""
+        """Remove the owner of a region.
+
+        Its keys leave the order of use: they are evicted together.
+        """
         del session.regions[region.region_id]
         session.charge(-region.length, -region.used_bytes)
         region.session, region.state = None, state
-        region.returning = {}  # whoever has this done frees the one before in slices
+        region.returning = {}  # the caller frees the previous dict in slices
         self.abandoned[region.region_id] = region
         if not region.keys_at:
             self._drop(region)
 
     def _drop(self, region: Region) -> None:
-        """This empty region is no more."""
+        """Remove this empty region."""
         del self.regions[region.region_id]
         self.abandoned.pop(region.region_id, None)
         usage = region.usage
@@ -211,9 +228,10 @@ class State:
     # --- keys -----------------------------------------------------------------------------------------------------
 
     def enter(self, columns: Columns) -> None:
-        """Register all of these, in order. A key that exists has been replaced by an earlier one of them.
+        """Register all entries, in order.
 
-        Keys at the same offsets are gone; their pages are not returned to the owner, who has overwritten them.
+        A key that exists has been replaced by an earlier one of them. Keys at the same offsets are gone; their pages
+        are not returned to the owner, who has overwritten them.
         """
         n, parts = len(columns.keys), columns.by_region()
         if self.is_fresh(columns, parts):
@@ -244,10 +262,10 @@ class State:
         self.watchers.stored(present)
 
     def is_fresh(self, columns: Columns, parts: Mapping[int, Columns]) -> bool:
-        """Whether no key and no offset of these is taken, and none is named twice.
+        """Return whether all keys and offsets are free and different.
 
         Args:
-            columns: what and where.
+            columns: the keys and their locations.
             parts: the same, by region.
         """
         keys = columns.keys
@@ -260,7 +278,10 @@ class State:
         return True
 
     def enter_fresh(self, columns: Columns, parts: Mapping[int, Columns], first: int) -> None:
-        """Register all of these, which are fresh, under the generations from ``first`` on, which were given already."""
+        """Register all these fresh entries, with generations from ``first`` on.
+
+        The generations were given already.
+        """
         regions, keys, offsets, lengths, checksums, attempt, depths = columns
         located, region_of = self.located, self.regions
         locations = map(
@@ -292,12 +313,17 @@ class State:
             self.watchers.stored(keys)
 
     def use(self, keys: Sequence[str], locations: Sequence[Location], *, are_new: bool = False) -> set[int]:
-        """These keys were used, which lie there: their owners' order of use, deepest first. The regions they lie in.
+        """Count a use of these keys, deepest first.
+
+        In the order of use of each owner.
 
         Args:
-            keys: what was used.
-            locations: of each.
-            are_new: the policies are told their depths: of what they know already they know those, too.
+            keys: the used keys.
+            locations: the location of each key.
+            are_new: pass the depths to the policies, which know those of known keys already.
+
+        Returns:
+            The regions of the keys.
         """
         region_ids = {location.region_id for location in locations}
         sessions = {self.regions[region_id].session for region_id in region_ids}
@@ -317,7 +343,10 @@ class State:
         return region_ids
 
     def remove(self, keys: Sequence[str]) -> None:
-        """These keys, each named once, are no more; their pages go back to their owners: by regions, then in this order."""
+        """Remove these keys, each named once.
+
+        Their pages go back to their owners: by regions, then in this order.
+        """
         located = self.located
         region_ids = {located[key].region_id for key in keys}
         if len(region_ids) == 1:
@@ -330,7 +359,7 @@ class State:
             self._take_out(self.regions[region_id], group)
 
     def _take_out(self, region: Region, keys: Sequence[str]) -> None:
-        """These keys, which lie in this region, are no more."""
+        """Remove these keys, which lie in this region."""
         locations = list(map(self.located.pop, keys))
         self._unlocated(keys, locations)
         offsets = [location.offset for location in locations]
@@ -353,7 +382,10 @@ class State:
             session.outbox.pages.extend(zip(repeat(region.region_id), offsets, attempts))
 
     def _write_over(self, region: Region, offset: int) -> None:
-        """What lies at this offset, if anything does, gives way to what its owner has written there."""
+        """Remove the key at this offset, if any.
+
+        Its owner has overwritten it.
+        """
         key = region.keys_at.pop(offset, None)
         if key is not None:
             location = self.located.pop(key)
@@ -365,7 +397,10 @@ class State:
                 region.session.policy.discard((key,))
 
     def _unlocated(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """Record that these keys are gone from there. Called before their pages can be free."""
+        """Record that these keys are gone from there.
+
+        Called before their pages can be free.
+        """
         if self.gone is not None:
             self.gone += zip(keys, locations, strict=True)
         if self.location_watcher is not None:
@@ -373,6 +408,9 @@ class State:
 
 
 def depths_of(locations: Sequence[Location]) -> list[int | None] | None:
-    """The depths of what lies there, as a policy takes them: ``None`` where none is known."""
+    """Return the depths of these locations, as a policy takes them.
+
+    ``None`` if none of them is known.
+    """
     depths = [location.depth for location in locations]
     return depths if depths.count(None) < len(depths) else None

@@ -1,4 +1,4 @@
-"""Statistics of a directory: the snapshots, the counters behind them, and how they are gathered. Pure."""
+"""Statistics of a directory: snapshots, counters, and how to gather them. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from .state import State
 
 @attrs.frozen
 class InstanceUsage:
-    """What one instance_id has of the pool, as GET_USAGE answers it."""
+    """Use of the pool by one instance_id.
+
+    As in the reply to GET_USAGE.
+    """
 
     instance_id: str
     regions: int
-    """Regions added under this instance_id and not dropped, orphans included."""
+    """Regions of this instance_id that were not dropped, orphans included."""
     allocated_bytes: int
     used_bytes: int
-    """Of the keys in them."""
+    """Bytes of the keys in them."""
 
 
 @attrs.frozen
 class KeyFacts:
-    """What there is to know about one key, for people."""
+    """Facts about one key, for people."""
 
     region_id: int
     offset: int
@@ -29,7 +32,10 @@ class KeyFacts:
     generation: int
     checksum: int | None
     attempt: int
-    """The STORE that registered it, as its session numbers them; 0 from a published client."""
+    """The STORE that registered it, as numbered by its session.
+
+    0 from a published client.
+    """
     owner: str
     """The instance_id that its region was allocated for."""
     session: int
@@ -37,7 +43,7 @@ class KeyFacts:
     published: bool
     """Whether a published client owns it."""
     pins: int
-    """Of all holders together."""
+    """Pins of all holders together."""
 
 
 @attrs.define(eq=False)
@@ -56,37 +62,43 @@ class Counters:
 
 @attrs.frozen
 class DirectoryStatistics:
-    """A snapshot; reading it costs the same whatever the directory holds. The counters are since this process began."""
+    """A snapshot of a directory.
+
+    Reading it costs the same whatever the directory holds. The counters are since this process began.
+    """
 
     entries: int
     used_bytes: int
     regions: int
     allocated_bytes: int
     abandoned: int
-    """Regions without an owner: orphans, and those handed back with keys in them. They may be evicted whole."""
+    """Regions without an owner: orphans, and those handed back with keys.
+
+    They may be evicted whole.
+    """
     sessions: int
-    """Living ones, of ours and of published clients."""
+    """Number of living sessions, of ours and of published clients."""
     connections: int
-    """Published connections."""
+    """Number of published connections."""
     pinned: int
-    """Keys with a pin, and registrations that clients hold by a board."""
+    """Keys with a pin, plus registrations that clients hold by a board."""
     generation: int
-    """The last one given."""
+    """The last generation given."""
     registered: int
     duplicates: int
     refused: int
     found: int
     missed: int
     deleted: int
-    """By request."""
+    """Keys deleted by request."""
     evicted: int
-    """Reclaimed, or made room for a quota or under a watermark."""
+    """Keys evicted by a reclaim, for a quota or under a watermark."""
     dropped_with_region: int
     """Keys of regions that were evicted whole, or lost."""
 
 
 def usage_of(state: State) -> list[InstanceUsage]:
-    """By instance_id, sorted."""
+    """Return the usage of each instance, sorted by instance_id."""
     return [
         InstanceUsage(instance_id, one.regions, one.allocated_bytes, one.used_bytes)
         for instance_id, one in sorted(state.usage.items())
@@ -94,7 +106,7 @@ def usage_of(state: State) -> list[InstanceUsage]:
 
 
 def facts_of(state: State, pins: int, key: str) -> KeyFacts | None:
-    """What there is to know about a key, which has so many pins; ``None`` if it is not here."""
+    """Return the facts about a key; ``None`` if it does not exist."""
     location = state.located.get(key)
     if location is None:
         return None
@@ -114,7 +126,7 @@ def facts_of(state: State, pins: int, key: str) -> KeyFacts | None:
 
 
 def statistics_of(state: State, counters: Counters, *, connections: int, pinned: int) -> DirectoryStatistics:
-    """An immutable snapshot, in O(1)."""
+    """Return an immutable snapshot, in O(1)."""
     return DirectoryStatistics(
         entries=len(state.located),
         used_bytes=state.used_bytes,

@@ -1,7 +1,8 @@
-"""Validation of a registration: what would become of each of its entries, before any of it happens. Pure.
+"""Validation of a registration: the status of each entry, before any change.
 
-Entries are validated one after the other, each with what those before it do: a key that an earlier entry registers is a
-duplicate, a key that an earlier entry writes over is none. What :func:`validate` finds new, ``State.enter`` can register.
+Pure. Entries are validated one after the other, each after the effects of those before it: a key that an earlier entry
+registers is a duplicate, a key that an earlier entry writes over is none. ``State.enter`` can register the entries that
+:func:`validate` finds new.
 """
 
 from __future__ import annotations
@@ -26,30 +27,33 @@ _BUSY: Final = StoreStatus.BUSY.value
 
 
 class Validation(NamedTuple):
-    """What would become of a registration."""
+    """Result of validating a registration."""
 
     statuses: list[int]
-    """A ``StoreStatus`` each, as a number."""
+    """A ``StoreStatus`` for each entry, as a number."""
     skipped: list[int]
-    """The positions of those that are not new."""
+    """Positions of the entries that are not new."""
     refused: int
-    """How many are neither new nor duplicates."""
+    """Number of entries that are neither new nor duplicates."""
     written_over: set[str]
-    """Keys that are there now, and would give way to what is written at their offset."""
+    """Existing keys that would give way to entries at their offset."""
     more_bytes: dict[Session, int]
-    """What all of it takes, by owner, less what gives way."""
+    """Bytes that the entries take, by owner, less those that give way."""
     more_entries: int
 
 
 class RemainingQuota:
-    """What the quotas still allow to be registered: in keys, and in bytes on each account with a quota."""
+    """Rest of the quotas in keys, and in bytes by account."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
         self._left: dict[Account, int] = {}
 
     def take(self, session: Session, more_bytes: int, more_entries: int) -> bool:
-        """Use up so much of it for this session; False, and nothing used, where it is not enough."""
+        """Take so much of the quotas for this session.
+
+        Return False, with nothing taken, if too little is left.
+        """
         if more_entries > self._entries:
             return False
         accounts = [account for account in (session.instance, session.tenant_account) if account.quota_bytes]
@@ -72,16 +76,16 @@ def validate(
     quiet: bool = False,
     remaining: RemainingQuota | None = None,
 ) -> Validation:
-    """What would become of each entry.
+    """Return the status of each entry.
 
     Args:
         columns: the registration.
         regions: those in which the requesting session may register.
-        located: where the keys lie that are there.
+        located: the locations of all existing keys.
         pinned: the keys that must stay.
-        max_key_bytes: a longer key cannot be one.
+        max_key_bytes: a longer key is refused.
         quiet: whether any key may be pinned, unknown to us.
-        remaining: what may still be registered; used up by this. ``None``: anything.
+        remaining: the rest of the quotas, which this uses up. ``None``: no limit.
     """
     n = len(columns.keys)
     region_ids = [columns.regions] * n if isinstance(columns.regions, int) else columns.regions
@@ -95,7 +99,7 @@ def validate(
 
 
 class _Entries:
-    """The entries of a registration, one after the other, and what those so far would change."""
+    """Entries of a registration in order, with their effects so far."""
 
     __slots__ = (
         "_lies_at", "_located", "_max_key_bytes", "_pinned", "_quiet", "_regions", "_remaining", "_there",
@@ -117,14 +121,14 @@ class _Entries:
         self._max_key_bytes = max_key_bytes
         self._quiet = quiet
         self._remaining = remaining
-        self._there: dict[str, bool] = {}  # whether a key that an entry has touched is there
-        self._lies_at: dict[tuple[int, int], tuple[str, int]] = {}  # what an entry has put at a place
+        self._there: dict[str, bool] = {}  # whether a key touched by an entry exists
+        self._lies_at: dict[tuple[int, int], tuple[str, int]] = {}  # (key, length) put there by an entry
         self.written_over: set[str] = set()
         self.more_bytes: dict[Session, int] = {}
         self.more_entries = 0
 
     def status_of(self, key: str, region_id: int, offset: int, length: int) -> int:
-        """The status of one more entry."""
+        """Return the status of one more entry."""
         region = self._regions.get(region_id)
         if len(key) * 4 > self._max_key_bytes and len(key.encode()) > self._max_key_bytes:
             return _KEY
@@ -141,7 +145,7 @@ class _Entries:
         return self._status_at(key, region, (region_id, offset), length)
 
     def _status_at(self, key: str, region: Region, place: tuple[int, int], length: int) -> int:
-        """The status of an entry that only what lies at its place, or a quota, can refuse."""
+        """Return the status decided by the key at its place or by a quota."""
         old, old_length = "", 0
         if place in self._lies_at:
             old, old_length = self._lies_at[place]
@@ -149,7 +153,7 @@ class _Entries:
             old = region.keys_at[place[1]]
             old_length = self._located[old].length
         if old_length and (self._quiet or old in self._pinned):
-            # What lies there is read, or in quiet time may be: it stays found where it is until its pins are gone.
+            # The key there is read, or in quiet time may be: it stays found until its pins are gone.
             return _PINNED
         owner = region.session
         assert owner is not None  # it may be registered in
