@@ -1,8 +1,8 @@
-"""The shared index: where keys lie, in a file that the server writes and its clients on this host read. Pure.
+"""Shared index of key locations, read by clients on the server's host.
 
-A lookup in it is no message, and a load needs no pin: bytes are copied, and then the index is looked at again. What is to stay
-is held by a board, which a client writes and the server looks at. Here is what stands in these files and in which order it is
-written and read; who makes, hands out and maps them is elsewhere.
+Pure. The server writes it to a file. A lookup in it is no message, and a load needs no pin: bytes are copied, and then
+the index is checked again. Keys that must stay are held by a board, which a client writes and the server reads. This
+package has the layout of these files and the order of reads and writes; other modules make, hand out and map them.
 """
 
 from .board import BOARD_BYTES as BOARD_BYTES

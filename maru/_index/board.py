@@ -1,20 +1,23 @@
-"""A pin board: what one client holds of that which it has found in an index, in memory that it alone writes. Pure.
+"""Pin boards: the registrations that one client holds. Pure.
+
+A board is memory that the client alone writes.
 
     header    64 bytes, as 8 words: see the constants below
     cells     8 bytes each: the generation of a registration that is held, or 0
-    uses      8 bytes each, a ring: what was read of late, for the order of use
+    uses      8 bytes each, a ring: the latest reads, for the order of use
 
-A generation is never given twice in the life of a pool, so it names a registration by itself: whichever file of an index it was
-found in, and whichever slot. A cell is one word, so that it is never seen half.
+A generation is never given twice in the life of a pool, so it names a registration by itself, in whichever index file
+and slot it was found. A cell is one word, so that it is never seen half.
 
-Rule 1. To hold: write the generation into a free cell, then a full fence, then look at the sequence in the index again. Is it
-        the same, then this is held until the cell is cleared.
-Rule 2. To remove: mark the sequence, then a full fence, then look at all boards. Whose generation stands on one is not removed,
-        and its mark is taken away; all others are removed (`maru._index.boards`). Of a reader and the server that meet, at
-        least one sees what the other has written.
-Rule 3. To let go: clear the cell, behind the last load of the bytes. x86 lets no store overtake a load before it.
-Rule 4. The server believes nothing that stands here: a number that is nobody's generation holds nothing, a use of what is not
-        there is no use. It looks at so many words at most as a board has, and as long as the lease of its client lasts.
+Rule 1. To hold: write the generation into a free cell, then a full fence, then read the sequence in the index again. If
+        it is the same, the registration is held until the cell is cleared.
+Rule 2. To remove: mark the sequence, then a full fence, then read all boards. A registration whose generation is on one
+        is not removed, and its mark is taken away; all others are removed (`maru._index.boards`). If a reader and the
+        server meet, at least one sees the other's write.
+Rule 3. To release: clear the cell, after the last load of the bytes. x86 lets no store overtake a load before it.
+Rule 4. The server trusts nothing on a board: a number that is no generation holds nothing, a use of an unknown
+        registration is no use. It reads at most as many words as a board has, and as long as the lease of its client
+        lasts.
 """
 
 from __future__ import annotations
@@ -33,14 +36,20 @@ BOARD_VERSION: Final = 1
 AT_BOARD_MAGIC: Final = 0
 AT_BOARD_VERSION: Final = 1
 AT_TOP: Final = 2
-"""Cells from here on were never used: they need not be looked at."""
+"""Word with the number of cells ever used.
+
+Further cells need not be read.
+"""
 AT_WRITTEN: Final = 3
-"""Uses that were noted, in all."""
+"""Word with the number of all uses noted."""
 
 CELLS: Final = 2048
-"""Held at once by one client: 2048 blocks of 64 KiB are 128 MiB, and what is more is pinned by message."""
+"""Most registrations held at once by one client.
+
+2048 blocks of 64 KiB are 128 MiB; more than that is pinned by message.
+"""
 USES: Final = 4096
-"""Uses that wait to be seen; of more than that the latest are."""
+"""Most uses that wait to be taken; the latest are kept."""
 _CELLS_AT: Final = 8
 _USES_AT: Final = _CELLS_AT + CELLS
 BOARD_BYTES: Final = 8 * (_USES_AT + USES)
@@ -50,12 +59,14 @@ _LOW_HALF: Final = 0 if sys.byteorder == "little" else 1
 
 
 def header_of_board() -> bytes:
-    """What a new board begins with; all else is zeros."""
+    """Return the header of a new board; the rest is zeros."""
     return struct.pack("=2Q", BOARD_MAGIC, BOARD_VERSION)
 
 
 class BoardWriter:
-    """The client's side. Not thread-safe: one thread at a time.
+    """The client's side of a board.
+
+    Not thread-safe: one thread at a time.
 
     Args:
         memory: a :class:`mmap.mmap` of the board, to be written.
@@ -80,9 +91,9 @@ class BoardWriter:
         return f"<BoardWriter with {CELLS - len(self._free)} of {CELLS} cells in use>"
 
     def put(self, generations: Sequence[int]) -> list[int]:
-        """Write these into cells, as many of the first as there are free ones; those cells.
+        """Write the first of these generations into the free cells.
 
-        They hold once a fence was made and their sequences were looked at behind it.
+        Return these cells. They hold once a fence was made and their sequences were read after it.
         """
         words, free = self._words, self._free
         cells = free[: -len(generations) - 1 : -1]
@@ -96,18 +107,18 @@ class BoardWriter:
         return cells
 
     def clear(self, cells: Sequence[int]) -> None:
-        """What stands in these cells is not held any more."""
+        """Release the registrations in these cells."""
         words = self._words
         for cell in cells:
             words[cell] = 0
         self._free += cells
 
     def note_used(self, places: Sequence[int], generations: Sequence[int]) -> None:
-        """Note that what stands in these words of the index was used: the deepest of a prefix last."""
+        """Note a use of these index words, the deepest block last."""
         words, written, n = self._words, self._written, len(places)
         first = written % USES
         if first + n <= USES and max(generations, default=0) <= _LOW:
-            # Two halves a word, made and written in C: a third of what a loop takes. The count is written behind them.
+            # Two halves a word, made and written in C: a third of the time of a loop. The count is written after them.
             uses = array("I", bytes(8 * n))
             uses[_LOW_HALF::2] = array("I", places[::-1])
             uses[1 - _LOW_HALF :: 2] = array("I", generations[::-1])
@@ -121,7 +132,7 @@ class BoardWriter:
 
 
 class BoardReader:
-    """The server's side.
+    """The server's side of a board.
 
     Args:
         memory: of the board, for reading. Its length cannot change.
@@ -132,13 +143,13 @@ class BoardReader:
         self._seen = 0
 
     def held(self) -> list[int]:
-        """What stands in its cells."""
+        """Return the contents of its cells."""
         top: int = min(self._words[AT_TOP], CELLS)
         return self._words[_CELLS_AT : _CELLS_AT + top].tolist()
 
     @property
     def has_uses(self) -> bool:
-        """Whether something was used that was not taken yet."""
+        """Whether there are uses that were not taken yet."""
         return bool(self._words[AT_WRITTEN] > self._seen)
 
     def take_uses(self, most: int = USES) -> list[tuple[int, int]]:

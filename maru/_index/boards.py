@@ -1,12 +1,15 @@
-"""All boards of a server's clients, and what stands on them: what may not be removed, since a client reads it. Pure.
+"""All boards of a server's clients, with the registrations held there. Pure.
 
-Rule 1. What is to go is *claimed* first: its sequence is marked in the index, then all boards are looked at, behind a full
-        fence. What stands on none of them can be held by nobody any more, and must be removed before anything else happens;
-        what does stays.
-Rule 2. A board counts until it is closed, which is when the lease of its client has ended. What it says is checked against
-        what is registered: garbage holds nothing.
-Rule 3. There are so many boards at most, each of so many cells: looking at all of them is bounded, whatever stands there. Who
-        opens sessions has a share of them, so that the boards of one do not keep others from reading without a message.
+A held registration may not be removed, since a client reads it.
+
+Rule 1. A registration that is to go is *claimed* first: its sequence is marked in the index, then all boards are read,
+        after a full fence. If it is on none of them, nobody can hold it any more, and it must be removed before
+        anything else happens; otherwise it stays.
+Rule 2. A board counts until it is closed, which is when the lease of its client has ended. Its contents are checked
+        against the registrations: garbage holds nothing.
+Rule 3. The number of boards is bounded, and so are the cells of each: reading all of them is bounded, whatever they
+        contain. Each opener of sessions has a share of them, so that the boards of one do not keep others from reading
+        without a message.
 """
 
 from __future__ import annotations
@@ -20,10 +23,15 @@ from .board import USES, BoardReader
 from .tenants import TenantIndexes
 
 MOST_BOARDS: Final = 256
-"""Clients that hold without a message; all others pin by message. So many full boards are looked at in some ten
-milliseconds."""
+"""Most clients that hold without a message; all others pin by message.
+
+So many full boards are read in some ten milliseconds.
+"""
 SHARE: Final = 8
-"""Part of them that sessions of one opener have at most: a client opens one, so a host has room for many."""
+"""Divisor for the share of boards of one opener of sessions.
+
+A client opens one session, so a host has room for many.
+"""
 
 
 @attrs.frozen
@@ -34,10 +42,10 @@ class _Open:
 
 
 class Boards:
-    """The boards that are open, by the number of the session that holds by them.
+    """Open boards, by the number of the session that holds with them.
 
     Args:
-        indexes: in which is found what is held.
+        indexes: the indexes of the held registrations.
         fence: a full fence of the processor.
     """
 
@@ -54,11 +62,11 @@ class Boards:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many as there may be."""
+        """Whether there are as many boards as allowed."""
         return len(self._open) >= MOST_BOARDS
 
     def why_not(self, holder: int, opener: object) -> str:
-        """Return the reason why a session can have no board; empty if it can.
+        """Return the reason why a session can have no board, or "".
 
         Args:
             holder: the session.
@@ -74,27 +82,32 @@ class Boards:
         return ""
 
     def open(self, holder: int, tenant: str, memory: Any, opener: object = None) -> None:
-        """Open the board of a session: the pages noted on it count as held.
+        """Open the board of a session.
+
+        The pages noted on it count as held.
 
         Args:
             holder: the session.
             tenant: the tenant that its client belongs to.
             memory: the memory of the board.
-            opener: the connection that opened the session, whose share the board counts for until it is closed; that may be
-                after the end of the session. ``None``: the session itself.
+            opener: the connection that opened the session, whose share the board counts for until it is closed; that
+                may be after the end of the session. ``None``: the session itself.
         """
         self._open[holder] = _Open(tenant, BoardReader(memory), holder if opener is None else opener)
 
     def close(self, holder: int) -> None:
-        """It holds nothing any more."""
+        """Close the board of this session, which holds nothing any more."""
         self._open.pop(holder, None)
 
     def close_all(self) -> None:
-        """Nobody holds anything any more."""
+        """Close all boards."""
         self._open.clear()
 
     def held(self) -> set[int]:
-        """The generations that stand on the boards now; others that are nobody's may be among them."""
+        """Return the generations on the boards now.
+
+        Numbers that are no generation may be among them.
+        """
         held: set[int] = set()
         for one in self._open.values():
             held.update(one.board.held())
@@ -102,19 +115,19 @@ class Boards:
         return held
 
     def holders(self, generation: int) -> int:
-        """On how many boards it stands."""
+        """Return the number of boards that hold this generation."""
         return sum([generation in one.board.held() for one in self._open.values()])
 
     def claim(self, names: Sequence[str], generations: Sequence[int]) -> set[int]:
-        """Let nobody hold these registrations any more, but who does already: the generations that are held. Those stay.
+        """Let nobody else hold these registrations. Return the generations already held.
 
-        All others have to be removed now, or :meth:`give_up` has to be called for them.
+        Those stay. All others have to be removed now, or :meth:`give_up` has to be called for them.
         """
         if not self._open:
             return set()
         self._indexes.mark(names, generations)
-        # Between a mark and a look at the boards, as between a cell and a look at the index: without it a processor may do
-        # both looks before either store is seen.
+        # Between a mark and a read of the boards, as between a cell and a read of the index: without it a processor may
+        # do both reads before either store is seen.
         self._fence()
         held = self.held().intersection(generations)
         if held:
@@ -123,26 +136,31 @@ class Boards:
         return held
 
     def give_up(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """These were claimed and stay after all: they can be held again."""
+        """Release the claim on these registrations.
+
+        They can be held again.
+        """
         self._indexes.unmark(names, generations)
 
     def has_uses(self) -> bool:
-        """Return whether somebody has used something that was not taken yet."""
+        """Return whether there are uses that were not taken yet."""
         return any([one.board.has_uses for one in self._open.values()])
 
     def take_uses(self, by: int | None = None, most: int = USES) -> list[list[str]]:
-        """Return names that this session, or each, has used since they were taken last: the deepest of a prefix first.
+        """Take names that this session, or each, has used, the deepest first.
+
+        Uses since the last call.
 
         Args:
             by: the session; ``None``: each in its turn, so that one that has used much leaves a turn to others.
-            most: uses that are taken at most. What is left is taken next time.
+            most: uses that are taken at most. The rest is taken next time.
         """
         found = []
         for holder in list(self._open) if by is None else [by] if by in self._open else []:
             one = self._open[holder]
             uses = one.board.take_uses(most)
             if uses:
-                self._open[holder] = self._open.pop(holder)  # behind all others
+                self._open[holder] = self._open.pop(holder)  # after all others
                 if names := self._indexes.names_at(one.tenant, uses):
                     found.append(names)
                 most -= len(uses)

@@ -1,17 +1,19 @@
-"""A reader of an index, in a process that may not write it. Pure.
+"""Reader of an index, in a process that may not write it.
+
+Pure.
 
     found = reader.find(names)
-    ...                         # copy what it says, from wherever it is mapped
+    ...                         # copy the bytes that it names, from their mapping
     changed = reader.changed(found)
 
-Rule 1. What was copied counts if nothing of it has changed *after* the copy: its sequence is the same, and the file is not
-        retired. x86 lets loads be seen in order, so the bytes were loaded before the sequence was looked at again.
-Rule 2. A sequence is loaded before the rest of its entry. So if it is the same in the end, the rest was of it, in whatever
-        order that was loaded: the words of one entry are not loaded at once.
-Rule 3. What has changed is not wrong and not missing. It is to be asked for by message, with a pin.
-Rule 4. What is not found is not stored, if the file was not retired and left nothing out when the search began.
-        What is marked is there: it may go, and is not to be held.
-Rule 5. Whoever relies on this holds a live lease before and after: a server that is gone retires nothing.
+Rule 1. Copied bytes count if their entry has not changed *after* the copy: its sequence is the same, and the file is
+        not retired. x86 lets loads be seen in order, so the bytes were loaded before the sequence was read again.
+Rule 2. A sequence is loaded before the rest of its entry. So if it is the same in the end, the rest belonged to it, in
+        whatever order that was loaded: the words of one entry are not loaded at once.
+Rule 3. A changed entry is neither wrong nor missing. It is to be asked for by message, with a pin.
+Rule 4. A name that is not found is not stored, if the file was not retired and left nothing out when the search began.
+        A marked name is there: it may go, and is not to be held.
+Rule 5. The caller holds a live lease before and after: a server that is gone retires nothing.
 """
 
 from __future__ import annotations
@@ -51,30 +53,33 @@ V = TypeVar("V")
 
 _ENTRY_PER_HASH: Final = ENTRY_BYTES // HASH_BYTES
 _GENERATION: Final = MARK - 1
-"""Of a sequence, all but its mark."""
+"""Mask of a sequence without its mark."""
 
 
 @attrs.frozen(eq=False)
 class Found:
-    """What a search has found, in columns of equal length."""
+    """Result of a search, in columns of equal length."""
 
     positions: Sequence[int]
-    """Among the names that were looked for."""
+    """Positions among the names that were looked for."""
     words: Sequence[int]
-    """Where the sequence of each stands."""
+    """Word of the sequence of each entry."""
     generations: Sequence[int]
     regions: Sequence[int]
     offsets: Sequence[int]
     lengths: Sequence[int]
     checksums: Sequence[int | None]
     is_definite: bool
-    """Whether what was not found is not stored. With ``prefix``: whether the first that was not found is not."""
+    """Whether a name that was not found is not stored.
+
+    With ``prefix``: whether the first that was not found is not stored.
+    """
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def pick(self, at: Sequence[int]) -> Found:
-        """What stands at these places of the columns."""
+        """Return the entries at these places of the columns."""
 
         def pick(column: Sequence[V]) -> tuple[V, ...]:
             return tuple([column[place] for place in at])
@@ -119,24 +124,27 @@ class IndexReader:
         self._entries = entries
         self._seed: int = words[AT_SEED]
         self.epoch: int = words[AT_EPOCH]
-        """Of the server that writes it."""
+        """Epoch of the server that writes it."""
 
     def __repr__(self) -> str:
         return f"<IndexReader of {self._buckets} buckets{' (retired)' if self.is_retired else ''}>"
 
     @property
     def is_retired(self) -> bool:
-        """Whether nobody writes it any more. It never comes back; another file may be there."""
+        """Whether nobody writes it any more.
+
+        It is never written again; another file may be there.
+        """
         return self._words[AT_RETIRED] != 0
 
     def find(self, names: Sequence[str], *, prefix: bool = False) -> Found:
-        """Where these names lie.
+        """Return the locations of these names.
 
         Args:
             names: as the server knows them.
-            prefix: look for nothing behind the first that is not found.
+            prefix: look for nothing after the first that is not found.
         """
-        # The header first (rule 4): a name that is added while this looks may be missed, one that was there may not.
+        # The header first (rule 4): a name that is added during this search may be missed, one that was there may not.
         words, memory, buckets, seed, hashing = self._words, self._memory, self._buckets, self._seed, self._hash
         is_definite = not (words[AT_RETIRED] or words[AT_LEFT_OUT])
         search, fields_of = memory.find, FIELDS.unpack
@@ -168,7 +176,7 @@ class IndexReader:
                 places.append(where >> 3)
                 generations.append(generation & _GENERATION)
                 rows.append(row)
-            elif prefix:  # removed between the two looks, and perhaps given to another name
+            elif prefix:  # removed between the two reads, and perhaps given to another name
                 break
         if not rows:
             return Found((), (), (), (), (), (), (), is_definite)
@@ -178,11 +186,13 @@ class IndexReader:
         return Found(positions, places, tuple(generations), regions, offsets, lengths, checksums, is_definite)
 
     def changed(self, found: Found, *, marked: bool = False) -> Sequence[int]:
-        """Which of these, by their index in the columns, are not what they were when they were found. Call it behind a copy.
+        """Return the column indexes of entries that have changed since the search.
+
+        Call it after a copy.
 
         Args:
             found: by this reader.
-            marked: count what is marked among them, too: it may go, so it cannot be held.
+            marked: count marked entries as changed, too: they may go, so they cannot be held.
         """
         where, generations, words = found.words, found.generations, self._words
         if not where:

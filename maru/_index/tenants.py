@@ -1,11 +1,12 @@
-"""The indexes of all tenants, kept true to what a directory says of locations. Pure.
+"""Indexes of all tenants, updated from a directory's locations. Pure.
 
-Rule 1. What was registered is found when the journal has it: it waits here until :meth:`TenantIndexes.publish`, which comes
-        behind the journal and before the answer. So a client finds what it was told that it stored, and nobody finds what a
-        crash undoes.
-Rule 2. What is removed is not found from that moment on, whether it was published or still waits.
-Rule 3. A name is in the index of the tenant that it names, whoever registered it: so it is found by whom a message would tell.
-Rule 4. A tenant of whom nobody reads has no index, and costs nothing.
+Rule 1. A registration is found when the journal has it: it waits here until :meth:`TenantIndexes.publish`, which comes
+        after the journal and before the answer. So a client finds all that it was told to be stored, and nobody finds a
+        registration that a crash undoes.
+Rule 2. A removed name is not found from that moment on, whether it was published or still waits.
+Rule 3. A name is in the index of the tenant that it names, whoever registered it: it is found by the same clients as by
+        message.
+Rule 4. A tenant without readers has no index, and costs nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class TenantIndexes:
-    """The writers, by tenant; and what waits for the journal."""
+    """Index writers by tenant, and entries that wait for the journal."""
 
     def __init__(self) -> None:
         self._writers: dict[str, IndexWriter] = {}
         self._waiting: list[tuple[str, Entries]] = []
-        self._gone: set[int] = set()  # generations of what waits
+        self._gone: set[int] = set()  # generations of waiting entries that were removed
 
     def __len__(self) -> int:
         return len(self._writers)
@@ -35,9 +36,10 @@ class TenantIndexes:
         return tenant in self._writers
 
     def open(self, tenant: str, memory: Any, epoch: int, seed: int) -> None:
-        """Begin a new index for this tenant; one that there was is retired.
+        """Begin a new index for this tenant; an existing one is retired.
 
-        It is empty. What is not found says nothing until :meth:`fill` was called with all names, and then :meth:`end_filling`.
+        It is empty. A missing name means nothing until :meth:`fill` was called with all names, and then
+        :meth:`end_filling`.
         """
         writer = IndexWriter(memory, epoch, seed)
         writer.begin_filling()
@@ -47,20 +49,23 @@ class TenantIndexes:
         self._writers[tenant] = writer
 
     def drop(self, tenant: str) -> None:
-        """Retire the index of this tenant and let go of its memory: its readers ask by message from now on."""
+        """Retire the index of this tenant and release its memory.
+
+        Its readers ask by message from now on.
+        """
         self._writers.pop(tenant).retire()
         self._waiting = [(other, entries) for other, entries in self._waiting if other != tenant]
 
     def close(self) -> None:
-        """Have no index any more, and let go of their memory. They are not retired."""
+        """Drop all indexes and release their memory, without retiring them."""
         self._writers.clear()
 
     def fill(self, tenant: str, located: Iterable[tuple[str, Location, bool]]) -> None:
-        """Add names that a directory has; what is another tenant's is passed over.
+        """Add names that a directory has, passing over other tenants' names.
 
         Args:
-            tenant: whose index.
-            located: names, where they lie, and whether they may be found. All of them are in the journal.
+            tenant: the owner of the index.
+            located: names, their locations, and whether they may be found. All of them are in the journal.
         """
         writer = self._writers[tenant]
         mine = [one for one in located if tenant_of(one[0]) == tenant]
@@ -78,31 +83,34 @@ class TenantIndexes:
         writer.leave_out([name for name, _, is_readable in mine if not is_readable])
 
     def end_filling(self, tenant: str) -> None:
-        """All names were handed to :meth:`fill`."""
+        """Mark the index as filled: all names were handed to :meth:`fill`."""
         self._writers[tenant].end_filling()
 
     def is_filling(self, tenant: str) -> bool:
-        """Whether this index has not been filled yet."""
+        """Return whether this index has not been filled yet."""
         return self._writers[tenant].is_filling
 
     def is_empty(self, tenant: str) -> bool:
-        """Whether this index is filled and its tenant has no key."""
+        """Return whether this index is filled and its tenant has no key."""
         writer = self._writers[tenant]
         statistics = writer.statistics()
         return not (writer.is_filling or statistics.keys or statistics.left_out)
 
     def is_crowded(self, tenant: str) -> bool:
-        """Whether this tenant should have a larger file."""
+        """Return whether this tenant should have a larger file."""
         return self._writers[tenant].is_crowded
 
     def statistics(self) -> dict[str, IndexStatistics]:
-        """A snapshot for each tenant."""
+        """Return a snapshot for each tenant."""
         return {tenant: writer.statistics() for tenant, writer in self._writers.items()}
 
-    # --- what a directory tells -----------------------------------------------------------------------------------
+    # --- notifications of a directory -----------------------------------------------------------------------------
 
     def registered(self, columns: Columns, generations: Sequence[int], readable: bool) -> None:
-        """These are registered. Those in regions of published owners, who may write there at any time, are never found."""
+        """Queue registered entries until they are published.
+
+        Those in regions of published owners, who may write there at any time, are never found.
+        """
         if not self._writers:
             return
         regions, keys, offsets, lengths, checksums, _, _ = columns
@@ -117,7 +125,7 @@ class TenantIndexes:
                 writer.leave_out(part.names)
 
     def removed(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """These are not registered any more."""
+        """Remove names that are not registered any more."""
         if not self._writers:
             return
         if self._waiting:
@@ -126,24 +134,30 @@ class TenantIndexes:
             writer.remove(some, of_them)
 
     def mark(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """Let nobody begin to hold these from now on."""
+        """Let nobody begin to hold these registrations from now on."""
         for writer, some, of_them in self._parts(names, generations):
             writer.mark(some, of_them)
 
     def unmark(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """These stay after all."""
+        """Remove the marks of these registrations, which stay after all."""
         for writer, some, of_them in self._parts(names, generations):
             writer.unmark(some, of_them)
 
     def names_at(self, tenant: str, uses: Iterable[tuple[int, int]]) -> list[str]:
-        """The names at these words of a tenant's index, whose generations end so; what is not there is passed over."""
+        """Return the names at these words of a tenant's index.
+
+        Their generations end in the given halves; a use that does not match is passed over.
+        """
         writer = self._writers.get(tenant)
         if writer is None:
             return []
         return [name for word, low in uses if (name := writer.name_at(word, low)) is not None]
 
     def publish(self) -> bool:
-        """The journal has everything that was registered until now: let it be found. Whether there was anything."""
+        """Let all waiting registrations be found, now that the journal has them.
+
+        Return whether there were any.
+        """
         waiting, self._waiting = self._waiting, []
         gone, self._gone = self._gone, set()
         for tenant, entries in waiting:
@@ -155,7 +169,7 @@ class TenantIndexes:
     def _parts(
         self, names: Sequence[str], generations: Sequence[int]
     ) -> Iterable[tuple[IndexWriter, Sequence[str], Sequence[int]]]:
-        """The writer of each tenant that has one, with those of these that are its."""
+        """Yield each tenant's writer, if any, with its part of these names."""
         for tenant, positions in _positions(names).items():
             writer = self._writers.get(tenant)
             if writer is None:
@@ -167,7 +181,10 @@ class TenantIndexes:
 
 
 def _positions(names: Sequence[str]) -> dict[str, Sequence[int] | None]:
-    """Which of these belong to which tenant; ``None``: all. Mostly all belong to one, and begin alike."""
+    """Return the positions of each tenant's names; ``None``: all.
+
+    Mostly all belong to one tenant, and begin alike.
+    """
     if not names:
         return {}
     tenant = tenant_of(names[0])
@@ -189,7 +206,7 @@ def _by_tenant(entries: Entries) -> Iterable[tuple[str, Entries]]:
 
 
 def _at(entries: Entries, positions: Sequence[int]) -> Entries:
-    """The entries at these positions."""
+    """Return the entries at these positions."""
 
     def pick(column: Any) -> Any:
         return column if column is None or isinstance(column, int) else [column[at] for at in positions]

@@ -1,16 +1,17 @@
-"""The writer of an index: one for each file, in the server. Pure.
+"""Writer of an index: one for each file, in the server. Pure.
 
-Rule 1. A name that comes: its entry, then its sequence, then its hash. A reader that finds the hash finds all of the entry.
-Rule 2. A name that goes: its sequence first, then its hash. From the first store on, no copy that is looked at again counts.
-Rule 3. Nothing is read from the file that decides anything but whether a hash is there: which slots are taken is known here.
-Rule 4. A name that has no room is *left out*, and counted where readers see it before any reader can be told of the name.
-Rule 5. What the server wants to remove is marked first, so that nobody begins to hold it (`maru._index.board`); then it goes,
-        or its mark does.
-Rule 6. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored and has
-        the hash of one that is would be found: one in 2**128.)
+Rule 1. To add a name: its entry, then its sequence, then its hash. A reader that finds the hash finds all of the entry.
+Rule 2. To remove a name: its sequence first, then its hash. From the first store on, no copy that is checked again
+        counts.
+Rule 3. The file is read only to search for a hash: the taken slots are known here.
+Rule 4. A name that has no room is *left out*, and counted in the file before any reader can hear of the name.
+Rule 5. A registration that the server wants to remove is marked first, so that nobody begins to hold it
+        (`maru._index.board`); then it is removed, or its mark is.
+Rule 6. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored
+        and has the hash of a stored one would be found: one in 2**128.)
 
-x86 lets other cores see stores in the order in which they were made, which rules 1 and 2 rely on. No lock is taken, no fence is
-needed, and no reader is waited for.
+x86 lets other cores see stores in the order in which they were made, which rules 1 and 2 rely on. No lock is taken, no
+fence is needed, and no reader is waited for.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ from .layout import (
 _EMPTY: Final = bytes(HASH_BYTES)
 _FULL: Final = (1 << BUCKET_SLOTS) - 1
 _TAKEN: Final = bytes([mask.bit_count() for mask in range(_FULL + 1)])
-"""How many slots of a bucket are taken, by the mask of those."""
+"""Number of taken slots, by the mask of a bucket."""
 _FREE: Final = bytes([(~mask & mask + 1).bit_length() - 1 for mask in range(_FULL)] + [0])
-"""The first slot that is not."""
+"""First free slot, by the mask of a bucket."""
 
 
 class Entries(NamedTuple):
-    """Where names lie, in columns of equal length. A number stands for a column of equal ones."""
+    """Locations of names, in columns of equal length.
+
+    A number stands for a column of equal ones.
+    """
 
     names: Sequence[str]
     regions: int | Sequence[int]
@@ -72,11 +76,14 @@ class IndexStatistics:
     keys: int
     """Names that can be found."""
     slots: int
-    """For how many there is a place."""
+    """Number of names that have a place."""
     left_out: int
-    """Names that are stored and cannot be found: their buckets were full, or nobody may load them without a pin."""
+    """Stored names that cannot be found here.
+
+    Their buckets were full, or nobody may load them without a pin.
+    """
     collided: int
-    """Hashes that two names had."""
+    """Hashes shared by two names."""
 
 
 class IndexWriter:
@@ -86,7 +93,7 @@ class IndexWriter:
         memory: a writable :class:`mmap.mmap` of at least ``MIN_BYTES``, which nobody else writes.
         epoch: of the server; not 0.
         seed: 64 random bits.
-        hashing: xxh3-128, but where a test needs hashes that collide.
+        hashing: xxh3-128, unless a test needs hashes that collide.
     """
 
     def __init__(self, memory: Any, epoch: int, seed: int, *, hashing: Callable[[bytes, int], bytes] = hash_of) -> None:
@@ -105,7 +112,7 @@ class IndexWriter:
         self._had_no_room = False
         self._marked: dict[int, int] = {}  # generation -> slot, until it is removed or unmarked: a name never moves
         self.is_filling = False
-        """Whether names that are stored are still to be added."""
+        """Whether stored names are still to be added."""
         words = self._words
         words[AT_VERSION], words[AT_EPOCH], words[AT_BUCKETS], words[AT_SEED] = VERSION, epoch, self._buckets, seed
         words[AT_MAGIC] = MAGIC
@@ -118,19 +125,23 @@ class IndexWriter:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a larger file is due: four fifths of the slots are taken, or a name had no room."""
+        """Whether a larger file is due.
+
+        Four fifths of the slots are taken, or a name had no room.
+        """
         return self._had_no_room or self._keys * 5 >= self._buckets * BUCKET_SLOTS * 4
 
     def statistics(self) -> IndexStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         return IndexStatistics(self._keys, self._buckets * BUCKET_SLOTS, len(self._left_out), len(self._collided))
 
-    # --- names come -----------------------------------------------------------------------------------------------
+    # --- adding names ---------------------------------------------------------------------------------------------
 
     def add(self, entries: Entries) -> None:
-        """Let these names be found. One that is there under its generation already is passed over.
+        """Let these names be found, passing over unchanged ones.
 
-        To be called when the registration is in the journal, and before anybody is told of it.
+        A name that is there under its generation already is unchanged. Call it when the registration is in the journal,
+        and before anybody is told of it.
         """
         names, regions, offsets, lengths, checksums, generations = entries
         for name, region, offset, length, checksum, generation in zip(
@@ -146,7 +157,7 @@ class IndexWriter:
         self._tell_left_out()
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """These names are stored, and are not to be found here."""
+        """Count these stored names, which are not to be found here."""
         self._left_out.update(names)
         self._tell_left_out()
 
@@ -186,12 +197,13 @@ class IndexWriter:
         self._set_hash(slot, digest)
         self._keys += 1
 
-    # --- names go -------------------------------------------------------------------------------------------------
+    # --- removing names -------------------------------------------------------------------------------------------
 
     def remove(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """Let these registrations be found no more. To be called before anybody is told that they go.
+        """Let these registrations be found no more.
 
-        What is not there, or not under that generation, is passed over.
+        Call it before anybody is told that they go. A name that is not there, or not under that generation, is passed
+        over.
         """
         for slot, _ in self._slots_of(names, generations):
             self._clear(slot)
@@ -200,25 +212,31 @@ class IndexWriter:
             self._tell_left_out()
 
     def mark(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """Let these registrations be held by nobody from now on. What was found and copied of them is still right."""
+        """Let nobody begin to hold these registrations from now on.
+
+        Copies of them are still right.
+        """
         for slot, generation in self._slots_of(names, generations):
             self._set_sequence(slot, generation | MARK)
             self._marked[generation] = slot
 
     def unmark(self, names: Sequence[str], generations: Sequence[int]) -> None:
-        """They stay after all."""
+        """Remove the marks of these registrations, which stay after all."""
         for slot, generation in self._slots_of(names, generations):
             self._set_sequence(slot, generation)
 
     def name_at(self, word: int, low: int) -> str | None:
-        """The name whose sequence stands in that word, if that ends in these 32 bits. A reader may say any word."""
+        """Return the name whose sequence in this word ends in ``low``.
+
+        A reader may send any word.
+        """
         slot, rest = divmod(8 * word - self._entries, ENTRY_BYTES)
         if rest or not 0 <= slot < len(self._names) or self._words[word] & 0xFFFF_FFFF != low:
             return None
         return self._names[slot]
 
     def _slots_of(self, names: Sequence[str], generations: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The slots of those that are there, and their generations."""
+        """Yield the slots of the existing registrations, and their generations."""
         memory, words, buckets, seed, hashing = self._memory, self._words, self._buckets, self._seed, self._hash
         marked = self._marked
         for name, generation in zip(names, generations, strict=True):
@@ -238,20 +256,29 @@ class IndexWriter:
         self._taken[bucket] &= ~(1 << place)
         self._keys -= 1
 
-    # --- all of it ------------------------------------------------------------------------------------------------
+    # --- whole file -----------------------------------------------------------------------------------------------
 
     def begin_filling(self) -> None:
-        """Names that are stored will be added piece by piece: until :meth:`end_filling`, not to find one says nothing."""
+        """Begin to add the stored names piece by piece.
+
+        Until :meth:`end_filling`, a missing name means nothing.
+        """
         self.is_filling = True
         self._tell_left_out()
 
     def end_filling(self) -> None:
-        """Every name that is stored was added, or left out."""
+        """Mark the index complete: a miss is now definite.
+
+        Every stored name was added, or left out.
+        """
         self.is_filling = False
         self._tell_left_out()
 
     def retire(self) -> None:
-        """Tell readers that this file says nothing any more. To be called before anything happens that it does not show."""
+        """Retire this file, so that readers do not use it any more.
+
+        Call it before any change that it does not show.
+        """
         self._words[AT_RETIRED] = 1
 
     # --- single stores --------------------------------------------------------------------------------------------
@@ -264,7 +291,7 @@ class IndexWriter:
         self._words[self._word_of(slot)] = sequence
 
     def _set_hash(self, slot: int, digest: bytes) -> None:
-        # May be seen half. Half a hash is nobody's; were it, the entry would tell.
+        # May be seen half. Half a hash matches no name; otherwise the entry would show it.
         at = HEADER_BYTES + slot * HASH_BYTES
         self._memory[at : at + HASH_BYTES] = digest
 
