@@ -1,1 +1,4 @@
-"""Regions of memory that other processes map: their backing, their state directory, and how descriptors are handed out."""
+"""Memory regions that other processes map.
+
+With their backing, their state directory, and how descriptors are handed out.
+"""

@@ -1,12 +1,14 @@
-"""What a region's memory is made of: the contract of files, memfds and devices. Blocking; any thread.
+"""Memory of regions: the contract of files, memfds and devices. Blocking.
 
-Rule 1. Memory is reserved with fallocate before a region is handed out, or a client that writes its pages would meet SIGBUS.
-        (ftruncate reserves nothing.) New regions are zeros, also those of a device.
+May be called in any thread.
+
+Rule 1. Memory is reserved with fallocate before a region is handed out, or a client that writes its pages would meet
+        SIGBUS. (ftruncate reserves nothing.) New regions are zeros, also those of a device.
 Rule 2. A file gets its region's name only once it is complete. After an error, or when abandoned, it leaves nothing.
-Rule 3. At the start, what the journal knows is adopted if it is there at its full length; every other file with our kind of
-        name is removed. Other names are not looked at.
-Rule 4. What cannot be looked at is not gone: that the environment refuses to open or map a region fails the start. It is as it
-        was at the next one.
+Rule 3. At the start, a region known by the journal is adopted if it is there at its full length; every other file with
+        our kind of name is removed. Other names are not looked at.
+Rule 4. A region that cannot be opened or mapped is not gone: if the environment refuses that, the start fails.
+        Everything is unchanged at the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .spans import ALIGN_BYTES as ALIGN_BYTES
 
 Kind: TypeAlias = Literal["files", "memfd", "device"]
 Reserve: TypeAlias = Callable[[int, int, int], object]
-"""As ``os.posix_fallocate``: descriptor, offset, length."""
+"""Function as ``os.posix_fallocate``: descriptor, offset, length."""
 
 STEP_BYTES = 1 << 30
 """Bytes between two checks for a cancelled wait."""
@@ -35,20 +37,26 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG})
 
 @attrs.frozen
 class Adoption:
-    """What became of the regions that the journal knows."""
+    """Result of adopting the regions that the journal knows."""
 
     adopted: tuple[RegionFile, ...]
-    """There, at their full length."""
+    """Regions that are there, at their full length."""
     missing: tuple[int, ...]
-    """Nowhere."""
+    """Ids of regions without memory."""
     short: tuple[int, ...]
-    """There, but not whole, and there is no memory to make them whole: removed."""
+    """Ids of regions removed as incomplete.
+
+    There was no memory to complete them.
+    """
     swept: int
-    """How much else was removed: files, or spans of a device."""
+    """Number of other files, or spans of a device, removed."""
 
 
 class Backing(Protocol):
-    """Memory for regions. Every method may block, and may be called in any thread."""
+    """Memory for regions.
+
+    Every method may block, and may be called in any thread.
+    """
 
     @property
     def kind(self) -> Kind: ...
@@ -60,7 +68,7 @@ class Backing(Protocol):
 
     @property
     def align(self) -> int:
-        """Every length is a multiple of it."""
+        """Bytes that every length is a multiple of."""
         ...
 
     @property
@@ -70,11 +78,11 @@ class Backing(Protocol):
     def allocated_bytes(self) -> int: ...
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
-        """A fresh region. ``length`` is aligned.
+        """Make a region. ``length`` is aligned.
 
         Args:
             length: bytes.
-            go_on: called between steps; what it raises ends the work, with nothing made.
+            go_on: called between steps; an error that it raises ends the work, with nothing made.
 
         Raises:
             PoolFull: there is no memory for it.
@@ -83,11 +91,14 @@ class Backing(Protocol):
         ...
 
     def remove(self, region: RegionFile) -> None:
-        """Free its memory, once no process maps it. A process that has it mapped may go on reading it (except on a device)."""
+        """Free the memory of a region, once no process maps it.
+
+        A process that has it mapped may go on reading it (except on a device).
+        """
         ...
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
-        """A new descriptor, opened only to be read unless ``write``.
+        """Return a new descriptor, opened only to be read unless ``write``.
 
         Raises:
             OSError: the region is gone.
@@ -95,27 +106,34 @@ class Backing(Protocol):
         ...
 
     def peek(self, region_id: int) -> memoryview | None:
-        """What the last server left of a region, to be read before it is adopted; None where there is nothing.
+        """Return the bytes of a region left by the last server.
+
+        They are to be read before it is adopted; ``None`` if there are none.
 
         Raises:
-            PoolUnusable: it is there, and cannot be looked at now.
+            PoolUnusable: it is there, and cannot be read now.
         """
         ...
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
-        """Take in the regions (id and length) that the journal knows, and remove all else. Once, before any other call.
+        """Adopt the regions that the journal knows, and remove all else.
+
+        Each is given as id and length. Call it once, before any other method.
 
         Raises:
-            PoolUnusable: one of them is there, and cannot be looked at now. Nothing is removed.
+            PoolUnusable: one of them is there, and cannot be read now. Nothing is removed.
         """
         ...
 
     def renew(self, regions: Iterable[RegionFile]) -> int:
-        """Follow a directory that was made again. Return how many of these regions have no file any more."""
+        """Follow a directory that was made again.
+
+        Return how many of these regions have no file any more.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of it. Regions stay, but for memfd."""
+        """Close the backing. Regions stay, but for memfd."""
         ...
 
 
@@ -129,7 +147,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def taking(self, length: int) -> Iterator[None]:
-        """Take so much, and give it back if what is done with it fails."""
+        """Take so many bytes, and give them back if the body fails."""
         with self._mutex:
             if self.allocated_bytes + length > self.total_bytes:
                 raise PoolFull(f"{length} bytes do not fit: {self.allocated_bytes} of {self.total_bytes} are allocated")
@@ -141,7 +159,10 @@ class Ledger:
             raise
 
     def renew(self, regions: Iterable[RegionFile]) -> int:
-        """See :class:`Backing`: without a directory, nothing is to be done."""
+        """Return 0: without a directory, nothing is to be done.
+
+        See :class:`Backing`.
+        """
         return 0
 
     def give_back(self, length: int) -> None:
@@ -152,7 +173,10 @@ class Ledger:
 
 @contextlib.contextmanager
 def full_is_an_answer(length: int) -> Iterator[None]:
-    """That a file system has no more memory is not a failure of it."""
+    """Raise PoolFull if the file system has no more memory.
+
+    That is no failure of the file system.
+    """
     try:
         yield
     except OSError as exc:
@@ -162,7 +186,10 @@ def full_is_an_answer(length: int) -> Iterator[None]:
 
 
 def not_now(path: str, exc: Exception) -> PoolUnusable:
-    """Make the error for a region that is there, and cannot be looked at: rule 4."""
+    """Return the error for an existing region that cannot be read.
+
+    See rule 4.
+    """
     return PoolUnusable(
         f"{path} is there, and cannot be looked at: {exc}. Nothing of it is given up: start the server again once that is "
         "mended"
@@ -177,5 +204,5 @@ def reserve_all(fd: int, length: int, reserve: Reserve, go_on: Callable[[], obje
 
 
 def flags_for(write: bool) -> int:
-    """How a region is opened."""
+    """Return the flags for opening a region."""
     return (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC

@@ -1,7 +1,8 @@
-"""Regions as spans of one DAX device, or of one plain file. See :mod:`maru._pool.backing` for the rules. Blocking.
+"""Regions as spans of one DAX device, or of one plain file.
 
-What is said of a device (``/dev/dax*``) holds for a plain file as well, and is tested on one. A device differs in two
-things: its size and its alignment are in sysfs, and it needs no reserving.
+Blocking. See :mod:`maru._pool.backing` for the rules. All that holds for a device (``/dev/dax*``) holds for a plain
+file as well, and is tested on one. A device differs in two things: its size and its alignment are in sysfs, and it
+needs no reserving.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from .writers import may_read, may_write, read, written
 
 
 class Device:
-    """Regions are spans of one device, or of one plain file, found again by what the state directory remembers.
+    """Regions as spans of one device or plain file.
 
-    A descriptor of it reaches the whole device, and a process that has a freed region mapped sees the memory of the next region
-    there: a device protects regions from each other less than files do. So a span that one of our clients may still write is
-    not handed out again: see :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has
-    ended by then, and tells so. Of a span that is left by an earlier server nobody knows the leases: it waits for readers, too.
+    After a restart they are found again with the state directory. A descriptor of a device reaches all of it, and a
+    process that has a freed region mapped sees the memory of the next region there: a device protects regions from each
+    other less than files do. So a span that one of our clients may still write is not handed out again: see
+    :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has ended by then, which
+    the reader notices. Of a span that is left by an earlier server nobody knows the leases: it waits for readers, too.
     """
 
     kind: Kind = "device"
@@ -82,7 +84,7 @@ class Device:
 
     @property
     def allocated_bytes(self) -> int:
-        if self._in_use and self._mutex.acquire(blocking=False):  # this is asked on the server's loop
+        if self._in_use and self._mutex.acquire(blocking=False):  # called on the server's loop
             try:
                 self._sweep()
             finally:
@@ -105,8 +107,8 @@ class Device:
                     self._clear(offset, length, go_on)
                 region_id = self._state_directory.next_region_id()
                 with self._mutex:
-                    # On disk before the region is handed out: after a crash, a span that a client may have mapped must not look
-                    # free.
+                    # On disk before the region is handed out: after a crash, a span that a client may have mapped must
+                    # not look free.
                     self._state_directory.keep_spans(self._place, self._taken | {region_id: (offset, length)})
                     self._taken[region_id] = (offset, length)
         except BaseException:
@@ -119,8 +121,8 @@ class Device:
         with self._mutex:
             taken = {region_id: span for region_id, span in self._taken.items() if region_id != region.region_id}
             self._state_directory.keep_spans(self._place, taken)
-            # The state was written first: if that raises, the span stays taken. It becomes free only once no process can write
-            # it.
+            # The state was written first: if that raises, the span stays taken. It becomes free only once no process
+            # can write it.
             self._in_use.append(self._taken.pop(region.region_id))
             self._sweep()
 
@@ -137,7 +139,10 @@ class Device:
         self._in_use = staying
 
     def _users(self, offset: int, length: int, *, found: bool) -> list[tuple[int, int]]:
-        """The parts that a process may write or, of a span that was found, read."""
+        """Return the parts that a process may write.
+
+        For a span found at the start also the parts that a process may read.
+        """
         return written(self._fd, offset, length) + (read(self._fd, offset, length) if found else [])
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
@@ -182,7 +187,10 @@ class Device:
         return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
 
     def _leave_alone(self) -> None:
-        """Take out spans that are free, but that a process may still write or read since the time of another server."""
+        """Take out free spans that a process may still use.
+
+        It may write or read them since the time of another server.
+        """
         for start, size in self._spans.free():
             end = start
             for at, n in sorted(self._users(start, size, found=True)):
@@ -202,7 +210,10 @@ class Device:
         self._fd = -1
 
     def _clear(self, offset: int, length: int, go_on: Callable[[], object]) -> None:
-        """Overwrite what the last owner of this span has left there, so that it cannot be read."""
+        """Clear a span, so that its old bytes cannot be read.
+
+        They are those of its last owner.
+        """
         step = STEP_BYTES - STEP_BYTES % self.align or self.align
         for start in range(0, length, step):
             go_on()
@@ -211,7 +222,9 @@ class Device:
 
 
 def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
-    """A locked descriptor of a device, or of a file, and what it has to give.
+    """Open and lock a device or a file.
+
+    Return its descriptor and spans.
 
     Raises:
         PoolInUse: another server has it.
@@ -240,7 +253,9 @@ def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
 
 
 def device_facts(fd: int) -> tuple[int, int]:
-    """Size and alignment of an open device or plain file, in bytes.
+    """Return size and alignment of an open device or plain file.
+
+    In bytes.
 
     Raises:
         PoolUnusable: it is neither, or sysfs does not know its size.
@@ -259,7 +274,8 @@ def device_facts(fd: int) -> tuple[int, int]:
     except OSError as exc:
         raise PoolUnusable(f"its size cannot be read now: {exc}") from exc
     align = ALIGN_BYTES
-    # Older kernels do not say. That it cannot be read once is another thing: the spans of before are those of one alignment.
+    # Older kernels have no such file. An error in reading it is different: the earlier spans are those of one
+    # alignment.
     try:
         with contextlib.suppress(FileNotFoundError, ValueError), open(f"{about}/align") as file:
             align = max(align, int(file.read()))

@@ -1,7 +1,7 @@
-"""What would go wrong with a pool here, found before it does: a page without memory behind it is a SIGBUS, not an error. Pure.
+"""Diagnosis of a pool's environment before problems occur. Pure.
 
-:func:`maru._pool.facts.read_facts` looks around and decides nothing; :func:`examine` decides and looks at nothing. Each finding
-says what was found, what is needed, and the way out.
+A page without memory is a SIGBUS, not an error. :func:`maru._pool.facts.read_facts` reads the facts and decides
+nothing; :func:`examine` decides and reads nothing. Each finding has the facts, the requirement, and the way out.
 """
 
 from __future__ import annotations
@@ -15,92 +15,101 @@ from ..base.findings import Finding, PathFact, Verdict, examine_directory, exami
 from .spans import ALIGN_BYTES
 
 _DESCRIPTORS_OF_ITS_OWN: Final = 64
-"""Sockets, eventfds, journal, lock."""
+"""Descriptors of the server itself: sockets, eventfds, journal, lock."""
 _TMPFS: Final = "tmpfs"
 _MIB: Final = 1 << 20
 
 
 @attrs.frozen
 class Wanted:
-    """What a server is going to need."""
+    """Requirements of a server."""
 
     capacity_bytes: int = 0
-    """What regions may take together. 0: whatever there is."""
+    """Bytes that regions may take together; 0: no requirement."""
     pin: bool = False
     """Whether clients pin regions for CUDA."""
     connections: int = 1_000
-    """Clients at once."""
+    """Number of clients at once."""
     regions: int = 256
-    """Regions at once: one descriptor each, where they have no names."""
+    """Number of regions at once.
+
+    One descriptor each, if they have no names.
+    """
     curve: bool = False
     """Whether clients come from other hosts."""
 
 
 @attrs.frozen
 class PoolFact:
-    """A pool directory that is there."""
+    """An existing pool directory."""
 
     path: str
     held_bytes: int
-    """What its regions take."""
+    """Bytes of its regions."""
     served: bool
     """Whether a living server has it."""
 
 
 @attrs.frozen
 class DeviceFact:
-    """A DAX device, or what was named as one."""
+    """A DAX device, or a path named as one."""
 
     path: str
     problem: str
-    """Why it cannot be used; empty if it can."""
+    """Reason why it cannot be used; empty if it can."""
     size: int = 0
     align: int = 0
 
 
 @attrs.frozen
 class Facts:
-    """What was found."""
+    """Facts about a machine and a pool's place on it."""
 
     directory: PathFact
-    """Of the pool."""
+    """The pool's directory."""
     file_system: str = _TMPFS
-    """Its kind."""
+    """Kind of its file system."""
     free_bytes: int = 0
-    """In that file system, for this user."""
+    """Bytes free in that file system, for this user."""
     held_bytes: int = 0
-    """What the pool's own regions take already."""
+    """Bytes that the pool's own regions take already."""
     memory_left_bytes: int | None = None
-    """What this control group may still use; None where it has no limit."""
+    """Bytes that this control group may still use; None: no limit."""
     available_bytes: int = 0
-    """Memory that the kernel could give without swapping."""
+    """Bytes of memory that the kernel could give without swapping."""
     memlock_bytes: int | None = None
-    """None: no limit, or a process that none holds for."""
+    """Limit of locked memory in bytes.
+
+    None: no limit, or it does not apply to this process.
+    """
     descriptors: int = 0
-    """How many a process may have open."""
+    """Number of descriptors that a process may have open."""
     most_descriptors: int = 0
-    """Up to which it may raise that by itself."""
+    """Number of descriptors that a process may allow itself."""
     sockets: tuple[PathFact, ...] = ()
     """Sockets that should be there."""
     pools: tuple[PoolFact, ...] = ()
-    """Other pools of this user beside it."""
+    """Other pools of this user in the same directory."""
     device: DeviceFact | None = None
-    """Where regions are spans of one."""
+    """The device, if regions are spans of one."""
     populates: bool = True
-    """Whether the kernel puts pages in place when told (MADV_POPULATE_WRITE)."""
+    """Whether the kernel populates pages on request (MADV_POPULATE_WRITE)."""
     why_no_huge_pages: str = ""
-    """Reason why the kernel makes no huge pages of shared memory; empty if it does."""
+    """Reason why shared memory has no huge pages; empty if it has."""
     why_no_driver: str | None = None
-    """Reason why memory cannot be pinned for CUDA; empty: there is a driver; None: not asked."""
+    """Reason why memory cannot be pinned for CUDA.
+
+    Empty: there is a driver; None: not checked.
+    """
     curve: bool | None = None
-    """Whether ZeroMQ was built with CURVE; None: not asked."""
+    """Whether ZeroMQ was built with CURVE; None: not checked."""
 
 
 # --- deciding -----------------------------------------------------------------------------------------------------
 
 
 def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
-    """What is to be said about these facts, the same things in the same order each time."""
+    """Return the findings about these facts, in a fixed order."""
     findings = [examine_directory(facts.directory)]
     if facts.device is None:
         findings += [*examine_space(facts, wanted), _kind(facts)]
@@ -117,7 +126,7 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
 
 
 def examine_space(facts: Facts, wanted: Wanted) -> list[Finding]:
-    """Of these, what is to be said about room for regions in a directory."""
+    """Return the findings about room for regions in a directory."""
     return [_space(facts, wanted), _memory(facts, wanted)]
 
 
@@ -139,7 +148,10 @@ def _space(facts: Facts, wanted: Wanted) -> Finding:
 
 
 def _memory(facts: Facts, wanted: Wanted) -> Finding:
-    """Regions in a tmpfs are memory: when memory runs out, the kernel kills a process, whatever the file system says."""
+    """Judge the memory of regions in a tmpfs.
+
+    When memory runs out, the kernel kills a process, whatever the file system reports.
+    """
     name = "memory for regions"
     if facts.file_system != _TMPFS:
         return Finding(name, "ok", "regions are on a disk", "none")

@@ -1,4 +1,7 @@
-"""Looking around for :mod:`maru._pool.doctor`: what the kernel and the file system say. Changes nothing, and takes no lock."""
+"""Facts for :mod:`maru._pool.doctor`, from the kernel and the file system.
+
+Reading them changes nothing, and takes no lock.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,17 @@ def read_facts(
     proc: str = "/proc",
     cgroup: str = "/sys/fs/cgroup",
 ) -> Facts:
-    """Look around. Changes nothing, takes no lock; blocking, but briefly.
+    """Read the facts about a pool's place. Blocking, but briefly.
+
+    Changes nothing, and takes no lock.
 
     Args:
-        path: the pool's directory; it need not be there.
-        device: what holds the regions instead, or empty.
+        path: the pool's directory; it need not exist.
+        device: the device or file that holds the regions instead, or empty.
         sockets: sockets that a running server should have.
-        curve: whether ZeroMQ has CURVE, where the caller knows.
-        proc: where the kernel tells about processes.
-        cgroup: where it tells about control groups.
+        curve: whether ZeroMQ has CURVE, if the caller knows.
+        proc: the kernel's directory of processes.
+        cgroup: the kernel's directory of control groups.
     """
     path = os.path.abspath(path)
     there = path
@@ -63,7 +68,7 @@ def read_facts(
 
 
 def file_system_of(path: str, mounts: str) -> str:
-    """The kind of file system a path is in, from what ``/proc/self/mounts`` says."""
+    """Return the kind of a path's file system, from ``/proc/self/mounts``."""
     best, kind = "", ""
     for line in mounts.splitlines():
         _, at, found, *_ = [*line.split(" "), "", "", ""]

@@ -1,4 +1,7 @@
-"""Regions as files: with a name in a directory, or without one. See :mod:`maru._pool.backing` for the rules. Blocking."""
+"""Regions as files: with a name in a directory, or without one.
+
+Blocking. See :mod:`maru._pool.backing` for the rules.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,20 @@ from .state_directory import StateDirectory, in_use, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a reservation that last: the file system has not got these bytes. A lack of memory may be over soon."""
+"""Lasting errors of a reservation.
+
+The file system has not got these bytes. A lack of memory may be over soon.
+"""
 _MAX_STRAY_ID = 10**17
-"""New regions get the number after the largest file found below this: ids are microseconds, and have 16 digits. After a
-larger one, which no server has given, they would become too long for a name."""
+"""Largest id of a found file that new ids continue from.
+
+New regions get the number after the largest file found below this: ids are microseconds, and have 16 digits. After a
+larger one, which no server has given, they would become too long for a name.
+"""
 
 
 class Files(Ledger):
-    """Each region is a file ``maru_ID.dat`` in a directory, most likely of a tmpfs."""
+    """Regions as files ``maru_ID.dat`` in a directory, most likely of a tmpfs."""
 
     kind: Kind = "files"
     align = ALIGN_BYTES
@@ -165,10 +174,12 @@ class Files(Ledger):
                         yield entry.name, status
 
     def _is_whole(self, region_id: int, length: int, status: os.stat_result) -> bool:
-        """Whether all its bytes are there. Holes are filled: a copy of a pool may have come without its zeros.
+        """Return whether all its bytes are there.
+
+        Holes are filled: a copy of a pool may have come without its zeros.
 
         Raises:
-            PoolUnusable: it cannot be looked at now.
+            PoolUnusable: it cannot be read now.
         """
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size < length:
             return False
@@ -185,7 +196,10 @@ class Files(Ledger):
             raise not_now(f"{self.path}/{region_file_name(region_id)}", exc) from exc
 
     def _fill(self, fd: int, length: int) -> bool:
-        """Reserve the holes of a file; whether the file system has the room."""
+        """Reserve the holes of a file.
+
+        Return whether the file system has the room.
+        """
         try:
             self._reserve(fd, 0, length)
         except OSError as exc:
@@ -195,14 +209,15 @@ class Files(Ledger):
         return True
 
     def _unlink(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # it is looked for again at the next start
+        with contextlib.suppress(OSError):  # the next start looks for it again
             os.unlink(name, dir_fd=self._fd)
 
 
 class Memfds(Ledger):
-    """Each region is a file without a name, which does not survive a restart. It is sealed against being made shorter.
+    """Regions as files without a name, which do not survive a restart.
 
-    A path names a descriptor of this process; once a region is freed, its number may come to name another region.
+    They are sealed against being made shorter. A path names a descriptor of this process; once a region is freed, its
+    number may come to name another region.
     """
 
     kind: Kind = "memfd"
@@ -224,8 +239,8 @@ class Memfds(Ledger):
             try:
                 os.fchmod(fd, 0o600)
                 reserve_all(fd, length, self._reserve, go_on)
-                # After the reservation, which grows the file. From here on no process can take pages away from one that has
-                # them mapped.
+                # After the reservation, which grows the file. From here on no process can take pages away from one that
+                # has them mapped.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             except BaseException:
                 os.close(fd)

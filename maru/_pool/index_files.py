@@ -1,14 +1,16 @@
-"""The files of shared indexes, in the directory of what outlives a server; and the boards, which nothing outlives. Blocking.
+"""Files of shared indexes in a server's home, and boards. Blocking.
 
-    DIRECTORY/maru.index.N    one for a tenant of whom somebody reads; made anew when it was too small, and at each start.
+The home holds everything that outlives a server; boards do not.
+
+    DIRECTORY/maru.index.N    one for each tenant with readers; replaced when it is too small, and at each start.
                               Other names are not looked at
 
-Rule 1. What the server before has left is retired before anything else happens: its readers may still look at it, and it shows
-        nothing of what happens now.
+Rule 1. Index files left by the previous server are retired before anything else happens: their readers may still read
+        them, and they show nothing of later changes.
 Rule 2. All of a file is reserved before it is used: a store into it must not meet a full disk, which would be a SIGBUS.
-Rule 3. Readers get a descriptor that was opened to be read. No path is told.
-Rule 4. A board is memory without a name, since a server that comes next has no use for it: until then nothing may go that was
-        held. It is sealed against every change of its length: the server looks at it, and must not meet its end.
+Rule 3. Readers get a descriptor that was opened to be read. They get no path.
+Rule 4. A board is memory without a name, since the next server has no use for it: until it starts, no held key may go.
+        It is sealed against every change of its length: the server reads it, and must not meet its end.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def why_not_here(machine: str = "") -> str:
-    """Why no index can be used on this machine; empty if it can. The order of stores and loads of x86 is relied on."""
+    """Return why no index can be used on this machine, or "".
+
+    The index relies on the order of stores and loads of x86.
+    """
     machine = machine or os.uname().machine
     if machine not in ("x86_64", "amd64", "i686"):
         return f"{machine} does not keep loads and stores in order"
@@ -44,7 +49,7 @@ def why_not_here(machine: str = "") -> str:
 
 
 def make_index_file(home: str, number: int, length: int, keep_free: int = 0) -> mmap.mmap:
-    """Make a new file, of zeros, mapped to be written.
+    """Make a new file of zeros, mapped to be written.
 
     Args:
         home: the directory.
@@ -72,10 +77,12 @@ def make_index_file(home: str, number: int, length: int, keep_free: int = 0) -> 
 
 
 def leave_free(fd: int, length: int, keep_free: int) -> None:
-    """Refuse to take ``length`` bytes of a file system that would have less than ``keep_free`` left: the journal needs those.
+    """Refuse to take ``length`` bytes if fewer than ``keep_free`` would be left.
+
+    The journal needs those.
 
     Raises:
-        OSError: it would have less.
+        OSError: the file system would have less.
     """
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
@@ -84,18 +91,20 @@ def leave_free(fd: int, length: int, keep_free: int) -> None:
 
 
 def open_index_file(home: str, number: int) -> int:
-    """A new descriptor, to read."""
+    """Return a new descriptor of an index file, opened to be read."""
     return os.open(os.path.join(home, f"{PREFIX}{number}"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def remove_index_file(home: str, number: int) -> None:
-    """Its readers keep it; it is not found any more."""
+    """Remove an index file. Its readers keep it."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(home, f"{PREFIX}{number}"))
 
 
 def retire_left(home: str) -> int:
-    """Retire and remove what an earlier server has left; how many there were. The directory is locked.
+    """Retire and remove index files of an earlier server. Return their number.
+
+    The directory is locked.
 
     Raises:
         OSError: one cannot be retired: then its readers must not be left alone with it.
@@ -114,7 +123,9 @@ def retire_left(home: str) -> int:
 
 
 def make_board() -> tuple[int, mmap.mmap]:
-    """A new board: a descriptor to hand out, and its memory for the server to read.
+    """Make a board. Return a descriptor to hand out, and its memory.
+
+    The memory is for the server to read.
 
     Raises:
         OSError: there is no memory for it.
@@ -131,7 +142,9 @@ def make_board() -> tuple[int, mmap.mmap]:
 
 
 def map_board(fd: int) -> mmap.mmap:
-    """Map a board to write it, from a descriptor that the server has handed out.
+    """Map a board to write it.
+
+    The descriptor was handed out by the server.
 
     Raises:
         CannotMap: it is no memory of that kind.
@@ -145,7 +158,9 @@ def map_board(fd: int) -> mmap.mmap:
 
 
 def map_index(fd: int) -> mmap.mmap:
-    """Map an index to read it, from a descriptor that the server has handed out.
+    """Map an index to read it.
+
+    The descriptor was handed out by the server.
 
     Raises:
         CannotMap: it is no file of this user's alone.

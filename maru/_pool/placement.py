@@ -1,9 +1,10 @@
-"""Chooses the place of a temporary pool: in memory if there is enough of it, else on a disk, with a note.
+"""Choice of a temporary pool's place: in memory, or on a disk.
 
-For commands that make a temporary pool. They ask before they begin, since a pool that is too small shows minutes later, as a
-wait for a page that never ends. The directory of a server is a setting of its configuration, and is used as it is.
+On a disk only if there is not enough memory, and with a note. For commands that make a temporary pool. They choose
+before they begin, since a pool that is too small shows minutes later, as a wait for a page that never ends. The
+directory of a server is a setting of its configuration, and is used as it is.
 
-Rule 1. The first place is chosen where the doctor finds enough space and memory (:mod:`.doctor`).
+Rule 1. The first place is chosen that has enough space and memory by the doctor's rules (:mod:`.doctor`).
 Rule 2. If that is not the first candidate, the note names it, and the reason against the others.
 """
 
@@ -23,24 +24,27 @@ from .facts import read_facts
 
 MEMORY: Final = "/dev/shm"
 _JOURNAL_BYTES: Final = 4 << 20
-"""What a pool takes beside its regions, in a run of a command."""
+"""Bytes that a pool takes next to its regions.
+
+In one run of a command.
+"""
 
 
 @attrs.frozen
 class Placement:
-    """Where to make the directory of a pool."""
+    """Place of the directory of a pool."""
 
     parent: str
     """The directory that it is to be made in."""
     note: str = ""
-    """A note for the user if it is not in memory; else empty."""
+    """A note for the user, if not in memory; else empty."""
 
 
 def choose_place(places: Sequence[tuple[str, Facts]], nbytes: int) -> Placement:
-    """The first of these places that has room for a pool of so many bytes. Pure.
+    """Return the first place with room for a pool of ``nbytes``. Pure.
 
     Raises:
-        PoolUnusable: none of them has; the text says what each of them lacks.
+        PoolUnusable: none of them has; the text names the lack of each of them.
     """
     wanted = Wanted(capacity_bytes=nbytes)
     lacking: list[str] = []
@@ -54,14 +58,16 @@ def choose_place(places: Sequence[tuple[str, Facts]], nbytes: int) -> Placement:
 
 
 def find_place(nbytes: int, parents: Sequence[str] = ()) -> Placement:
-    """Where a temporary pool of so many bytes goes now: in ``/dev/shm``, or else where temporary files are. Blocking, briefly.
+    """Return the place for a temporary pool of ``nbytes``. Blocking, briefly.
+
+    In ``/dev/shm``, or else in the directory of temporary files.
 
     Args:
         nbytes: of all its regions together.
         parents: the directories to try instead.
 
     Raises:
-        PoolUnusable: there is no room for it anywhere; the text says what is where, and what to do about it.
+        PoolUnusable: there is no room for it anywhere; the text names the lack of each place, and the remedy.
     """
     parents = parents or (MEMORY, tempfile.gettempdir())
     places = [parent for parent in dict.fromkeys(parents) if os.access(parent, os.W_OK)]

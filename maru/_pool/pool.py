@@ -1,7 +1,7 @@
-"""The pool: regions of memory that processes share, behind an asynchronous interface.
+"""Pool of memory regions shared by processes, with an asynchronous interface.
 
-Blocking work runs in the pool's own threads, so a pool that stalls (a full disk, a dead NFS server) delays only tasks that wait
-for memory: queries are answered at once, from what this process knows.
+Blocking work runs in the pool's own threads, so a pool that stalls (a full disk, a dead NFS server) delays only tasks
+that wait for memory: queries are answered at once, from this process's own tables.
 
 Rule 1. A region that was handed out exists until it is freed. A cancelled allocation leaves nothing.
 Rule 2. Freeing takes effect at once, and completes even if the waiting task is cancelled.
@@ -31,7 +31,10 @@ from .files import Files, Memfds
 from .state_directory import StateDirectory, check_private, holder_of, identity_of, in_use
 
 MEMFD = "memfd"
-"""In place of a path: files without a name, which no restart survives."""
+"""Place of a pool of files without a name.
+
+It is given instead of a path. No restart survives them.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +44,14 @@ class Totals:
     """A snapshot of a pool."""
 
     total_bytes: int
-    """What regions may take together."""
+    """Bytes that regions may take together."""
     allocated_bytes: int
-    """What they take, those being made or freed included."""
+    """Bytes that regions take, those being made or freed included."""
     free_bytes: int
-    """What is left. The file system may have less: then an allocation finds the pool full."""
+    """Bytes left. The file system may have less.
+
+    Then an allocation finds the pool full.
+    """
     regions: int
     """The number of regions."""
     pending: int
@@ -53,14 +59,17 @@ class Totals:
 
 
 class Pool:
-    """Regions of shared memory. Made by :func:`open_pool`; belongs to one trio run."""
+    """Regions of shared memory.
+
+    Made by :func:`open_pool`; belongs to one trio run.
+    """
 
     def __init__(self, state_directory: StateDirectory, backing: Backing, *, threads: int = 4) -> None:
         self._state_directory = state_directory
         self._backing = backing
         self._regions: dict[int, RegionFile] = {}
         self._memory = Workers(threads)
-        # Separate threads, so that a client that maps a region does not wait behind allocations.
+        # Separate threads, so that a client that maps a region does not wait for allocations.
         self._descriptors = Workers(threads)
         self._adopted = self._closed = False
 
@@ -70,7 +79,10 @@ class Pool:
 
     @property
     def home(self) -> str:
-        """The directory in which this server keeps what outlives it: state, journal, sockets."""
+        """The directory of this server's state, journal and sockets.
+
+        All that outlives the server is there.
+        """
         return self._state_directory.path
 
     @property
@@ -80,12 +92,12 @@ class Pool:
 
     @property
     def kind(self) -> Kind:
-        """What regions are made of."""
+        """Kind of the regions' memory."""
         return self._backing.kind
 
     @property
     def align(self) -> int:
-        """Every region's length is a multiple of it, in bytes."""
+        """Bytes that every region's length is a multiple of."""
         return self._backing.align
 
     @property
@@ -95,38 +107,44 @@ class Pool:
 
     @property
     def secret(self) -> bytes:
-        """What tokens and capabilities are signed with; the same after a restart."""
+        """Key that signs tokens and capabilities; the same after a restart."""
         return self._state_directory.secret
 
     @property
     def rebooted(self) -> bool:
-        """Whether the machine was started anew since :meth:`remember_boot`. If so, only what verifies is to be kept."""
+        """Whether the machine was rebooted since :meth:`remember_boot`.
+
+        If so, only regions that pass verification are to be kept.
+        """
         return self._state_directory.rebooted
 
     async def remember_boot(self) -> None:
-        """What is left was verified after a reboot. Cancelled, it may be remembered or not."""
+        """Record that the remaining regions were verified after a reboot.
+
+        Cancelled, this may be remembered or not.
+        """
         await self._memory.do(self._state_directory.remember_boot)
 
     def peek(self, region_id: int) -> memoryview | None:
-        """The bytes that the last server left of a region, to be verified before it is adopted. Blocking; any thread.
+        """Return the bytes of a region left by the last server.
 
-        None where there is nothing: no file, or none of a memfd.
+        They are to be verified before it is adopted. Blocking; any thread. None if there are none: no file, or a memfd.
 
         Raises:
-            PoolUnusable: there is something, and it cannot be looked at now.
+            PoolUnusable: there is something, and it cannot be read now.
         """
         return self._backing.peek(region_id)
 
     async def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
-        """Take in what the last server left, and remove every other file of ours. Once, before anything is allocated.
+        """Adopt the last server's regions, and remove our other files.
 
-        Cancelled, it may have removed some; the pool is to be closed.
+        Call it once, before anything is allocated. Cancelled, it may have removed some; the pool is to be closed.
 
         Args:
             regions: id and length of each that the journal knows.
 
         Raises:
-            PoolUnusable: one of them is there, and cannot be looked at now. Nothing is removed.
+            PoolUnusable: one of them is there, and cannot be read now. Nothing is removed.
         """
         assert not self._adopted, "a pool adopts once"
         self._adopted = True
@@ -136,9 +154,10 @@ class Pool:
         return adoption
 
     async def allocate(self, length: int) -> RegionFile:
-        """Make a region of at least ``length`` bytes (rounded up to the alignment). All of it is reserved, and zeros.
+        """Make a region of at least ``length`` bytes.
 
-        Cancelled, it leaves at once, and nothing is left of the region.
+        The length is rounded up to the alignment. All of it is reserved, and zeros. Cancelled, it leaves at once, and
+        nothing is left of the region.
 
         Raises:
             PoolFull: there is no room for it, in the pool's capacity or in the file system.
@@ -151,7 +170,7 @@ class Pool:
         assert self._adopted, "adopt first: what the last server left would be removed with what is allocated now"
         length += -length % self._backing.align
         totals = self.totals()
-        if length > totals.free_bytes:  # without waiting for a thread; it asks again
+        if length > totals.free_bytes:  # without waiting for a thread, which checks again
             await trio.lowlevel.checkpoint()
             raise PoolFull(f"{length} bytes do not fit: {totals.free_bytes} of {totals.total_bytes} are free")
         try:
@@ -162,14 +181,14 @@ class Pool:
         return region
 
     async def free(self, region_id: int) -> None:
-        """Give a region's memory back. One that is not here is freed already.
+        """Free a region's memory. An unknown one is freed already.
 
-        From the call on the region is not found any more. Cancelled, its memory is freed all the same. A process that has it
-        mapped keeps it (except on a device) until it unmaps it.
+        From the call on the region is not found any more. Cancelled, its memory is freed all the same. A process that
+        has it mapped keeps it (except on a device) until it unmaps it.
         """
         self._check()
-        # Out of the table before the thread removes it: no descriptor of it may be handed out any more, also when this is
-        # cancelled meanwhile and the removal goes on.
+        # Out of the table before the thread removes it: no descriptor of it may be handed out any more, also when this
+        # is cancelled meanwhile and the removal goes on.
         region = self._regions.pop(region_id, None)
         if region is None:
             await trio.lowlevel.checkpoint()
@@ -180,13 +199,13 @@ class Pool:
             _log.warning("region %d cannot be removed: %s", region_id, exc)
 
     def find(self, region_id: int) -> RegionFile | None:
-        """Where this region is, or None."""
+        """Return the file of this region, or None."""
         return self._regions.get(region_id)
 
     async def open_fd(self, region_id: int, write: bool) -> int:
-        """A new descriptor of the file that a region lies in, opened only to be read unless ``write``.
+        """Return a new descriptor of a region's file.
 
-        Cancelled, nothing stays open.
+        It is opened only to be read unless ``write``. Cancelled, nothing stays open.
 
         Raises:
             CannotMap: the region is not here, or cannot be opened.
@@ -203,13 +222,15 @@ class Pool:
             raise CannotMap(f"region {region_id} cannot be opened: {exc!r}") from exc
 
     def totals(self) -> Totals:
-        """An immutable snapshot, in constant time."""
+        """Return an immutable snapshot, in constant time."""
         total, allocated = self._backing.total_bytes, self._backing.allocated_bytes
         pending = self._memory.statistics().pending + self._descriptors.statistics().pending
         return Totals(total, allocated, max(0, total - allocated), len(self._regions), pending)
 
     async def renew(self) -> tuple[list[str], int]:
-        """Make again what was removed of it under this server. Return the paths, and the number of regions without memory.
+        """Make again all that was removed of the pool under this server.
+
+        Return the paths, and the number of regions without memory.
 
         Raises:
             PoolInUse: another server has the directory by now.
@@ -229,10 +250,10 @@ class Pool:
             raise PoolUnusable(f"what was removed from {self.home!r} cannot be made again: {exc}") from exc
 
     async def aclose(self, grace: float = 0.5) -> None:
-        """Let go of the pool: another server may have it then. Regions stay.
+        """Close the pool: another server may have it then. Regions stay.
 
-        What was given up is waited for, for ``grace`` seconds at most and cancelled or not; a thread stuck beyond that lets
-        go of the pool when it is done, or with the process.
+        Waits for abandoned work, for ``grace`` seconds at most and cancelled or not; a thread stuck beyond that
+        releases the pool when it is done, or with the process.
         """
         if not self._closed:
             self._closed = True
@@ -276,12 +297,13 @@ async def open_pool(
     Cancelled, nothing stays open.
 
     Args:
-        where: a directory, ``"memfd"``, or a DAX device. A plain file is taken for a device. A directory that is the home as
-            well is made if need be, with mode 0700; anything else must be there.
-        capacity_bytes: what regions may take together. None: all of a device; elsewhere nine tenths of what is free now.
-        home: the directory of what outlives the server. By default ``where``, which must be a directory then.
+        where: a directory, ``"memfd"``, or a DAX device. A plain file is taken for a device. A directory that is the
+            home as well is made if need be, with mode 0700; anything else must exist.
+        capacity_bytes: bytes that regions may take together. None: all of a device; elsewhere nine tenths of the free
+            bytes.
+        home: the directory of all that outlives the server. By default ``where``, which must be a directory then.
         threads: how many allocations and removals may be under way at once, and how many openings.
-        reserve: reserves memory for a file; by default as the next argument says.
+        reserve: reserves memory for a file; by default as the next argument requires.
         huge_pages: reserve memory in huge pages as far as they are to be had.
         keep_free: bytes that a region leaves free in a directory's file system.
 
@@ -313,7 +335,7 @@ def open_backing(
     reserve: Reserve = os.posix_fallocate,
     keep_free: int = 0,
 ) -> tuple[StateDirectory, Backing]:
-    """As :func:`open_pool`, blocking: what a :class:`Pool` is made of."""
+    """Open the parts of a :class:`Pool`, as :func:`open_pool`. Blocking."""
     where = os.fspath(where)
     kind = kind_of(where, home)
     state_directory = StateDirectory(where if home is None else home)
@@ -329,7 +351,9 @@ def open_backing(
 
 
 def check_pool(where: str, capacity_bytes: int | None, *, home: str) -> None:
-    """Raise what opening a pool would; take no lock but a device's for a moment, and make nothing.
+    """Raise the errors of opening a pool, without opening or making it.
+
+    Takes no lock but a device's for a moment.
 
     Raises:
         PoolInUse: another server has it.
@@ -348,10 +372,10 @@ def check_pool(where: str, capacity_bytes: int | None, *, home: str) -> None:
 
 
 def kind_of(where: str, home: str | os.PathLike[str] | None) -> Kind:
-    """What regions would be made of.
+    """Return the kind of the memory that regions would have.
 
     Raises:
-        PoolUnusable: there is nothing of this name. Only the home is made: any other place is one that is there.
+        PoolUnusable: there is nothing of this name. Only the home is made: any other place must exist.
     """
     if where == MEMFD:
         kind: Kind = "memfd"

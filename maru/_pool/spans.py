@@ -1,9 +1,9 @@
-"""Which spans of a device are free: first fit, neighbours joined again. Pure.
+"""Free spans of a device: first fit, with neighbours joined again. Pure.
 
 Rule 1. Every offset and every length is a multiple of the alignment.
 Rule 2. Free spans lie in ascending order, never touch and never overlap.
-Rule 3. The lowest span that is large enough is taken, from its start: what lives long gathers at the bottom, and the large
-        free spans are left at the top.
+Rule 3. The lowest span that is large enough is taken, from its start: long-lived spans gather at the bottom, and the
+        large free spans are left at the top.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Final
 from .._config import LEAST_CAPACITY
 
 ALIGN_BYTES: Final = LEAST_CAPACITY
-"""A region's length, and what it is aligned to, are multiples of it: a huge page."""
+"""Bytes of a huge page.
+
+A region's length and alignment are multiples of it.
+"""
 
 
 class Spans:
@@ -32,11 +35,14 @@ class Spans:
         return f"<Spans {self.free_bytes} of {self.total_bytes} bytes free in {len(self._offsets)}>"
 
     def free(self) -> list[tuple[int, int]]:
-        """(offset, length) of each free span."""
+        """Return (offset, length) of each free span."""
         return list(zip(self._offsets, self._lengths, strict=True))
 
     def take(self, length: int) -> int | None:
-        """The offset of a free span of ``length`` bytes, which is taken; or None, where no single one is large enough."""
+        """Take a free span of ``length`` bytes. Return its offset.
+
+        None if no single one is large enough.
+        """
         self._check(0, length)
         for at, room in enumerate(self._lengths):
             if room >= length:
@@ -46,7 +52,10 @@ class Spans:
         return None
 
     def claim(self, offset: int, length: int) -> bool:
-        """Take exactly this span. False, and nothing taken, where it is not free, not aligned, or not inside."""
+        """Take exactly this span.
+
+        Return False, with nothing taken, if it is not free, not aligned, or not inside.
+        """
         if length <= 0 or offset % self.align or length % self.align:
             return False
         at = bisect_left(self._offsets, offset + 1) - 1
@@ -56,10 +65,10 @@ class Spans:
         return True
 
     def give_back(self, offset: int, length: int) -> None:
-        """This span is free again.
+        """Free this span.
 
         Raises:
-            ValueError: it is not aligned, not inside, or overlaps with what is free.
+            ValueError: it is not aligned, not inside, or overlaps with a free span.
         """
         self._check(offset, length)
         at = bisect_left(self._offsets, offset)
@@ -84,7 +93,7 @@ class Spans:
             raise ValueError(f"{length} bytes at {offset} do not fit an alignment of {self.align}")
 
     def _cut(self, at: int, offset: int, length: int) -> None:
-        """Take this out of free span ``at``, which it lies in."""
+        """Take a part out of free span ``at``."""
         start, room = self._offsets[at], self._lengths[at]
         before, behind = offset - start, start + room - (offset + length)
         self.free_bytes -= length

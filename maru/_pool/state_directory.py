@@ -1,12 +1,15 @@
-"""The state directory of a pool: it belongs to one server at a time, and holds what has to outlive that server. Blocking.
+"""State directory of a pool, owned by one server. Blocking.
 
-    DIRECTORY/maru.lock     held with flock for as long as the directory is open; says which process holds it
-    DIRECTORY/maru.pool     which pool this is, and its secret; written once
+One server at a time. It holds all that has to outlive that server.
+
+    DIRECTORY/maru.lock     held with flock for as long as the directory is open; has the id of the holding process
+    DIRECTORY/maru.pool     the id of the pool, and its secret; written once
     DIRECTORY/maru.state    the next region id, the boot, and the spans of a device; written with each region
 
-Rule 1. Directories are made with mode 0700, files with 0600. One that is not ours, or that others may enter, is refused.
+Rule 1. Directories are made with mode 0700, files with 0600. One that is not ours, or that others may enter, is
+        refused.
 Rule 2. State is on disk before it is acted on, and is replaced as a whole: a crash leaves the old or the new one.
-Rule 3. A region id is never used twice. If the counter was lost or is behind the ids found, it continues far above.
+Rule 3. A region id is never used twice. If the counter was lost or is below the ids found, it continues far above.
 Rule 4. A damaged state does not prevent a start: it costs the spans of a device and a jump of the counter.
 """
 
@@ -41,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """What ``maru.pool`` holds, as JSON."""
+    """Content of ``maru.pool``, as JSON."""
 
     format: int
     pool_id: bytes
@@ -49,18 +52,23 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What ``maru.state`` holds, as JSON: an operator may want to read it."""
+    """Content of ``maru.state``, as JSON.
+
+    An operator may want to read it.
+    """
 
     next_region_id: Annotated[int, msgspec.Meta(ge=1)]
     boot_id: str
     place: str
-    """Which device the spans are of."""
+    """The device of the spans."""
     spans: dict[int, tuple[int, int]]
     """Offset and length of each region of a device."""
 
 
 class StateDirectory:
-    """An open, locked directory. Every method may be called in any thread.
+    """An open, locked directory.
+
+    Every method may be called in any thread.
 
     Raises:
         PoolInUse: another server has it; the text names its process.
@@ -95,49 +103,57 @@ class StateDirectory:
 
     @property
     def pool_id(self) -> bytes:
-        """16 bytes that no other pool has. The same after a restart."""
+        """16 bytes that no other pool has; the same after a restart."""
         return self._identity.pool_id
 
     @property
     def secret(self) -> bytes:
-        """What the regions' tokens and capabilities are signed with. The same after a restart."""
+        """Key that signs tokens and capabilities; the same after a restart."""
         return self._identity.secret
 
     @property
     def rebooted(self) -> bool:
-        """Whether the machine was started anew since :meth:`remember_boot`: pages may have lost what was stored."""
+        """Whether the machine was rebooted since :meth:`remember_boot`.
+
+        Pages may have lost their contents then.
+        """
         return self._state.boot_id != self._boot_id
 
     def remember_boot(self) -> None:
-        """What survived the reboot was verified: from now on it counts as stored since."""
+        """Record that regions were verified after the reboot.
+
+        From now on they count as stored since.
+        """
         with self._mutex:
             self._change(boot_id=self._boot_id)
 
     def next_region_id(self) -> int:
-        """An id that was never used before, and never will be again."""
+        """Return an id that was never used, and never will be again."""
         with self._mutex:
             region_id = self._state.next_region_id
             self._change(next_region_id=region_id + 1)
         return region_id
 
     def saw(self, region_ids: Iterable[int]) -> None:
-        """These ids were found in use."""
+        """Record that these ids were found in use."""
         highest = max(region_ids, default=0)
         with self._mutex:
             if highest >= self._state.next_region_id:
                 self._change(next_region_id=max(highest + 1, _far_above()))
 
     def spans_of(self, place: str) -> dict[int, tuple[int, int]]:
-        """Offset and length of each region that this device was said to have."""
+        """Return offset and length of each recorded region of this device."""
         return dict(self._state.spans) if self._state.place == place else {}
 
     def keep_spans(self, place: str, spans: dict[int, tuple[int, int]]) -> None:
-        """Remember these, and nothing else."""
+        """Record these spans, replacing all others."""
         with self._mutex:
             self._change(place=place, spans=spans)
 
     def renew(self) -> list[str]:
-        """Make again what was removed under this server: the directory, its lock, its identity. Return the paths.
+        """Make again all that was removed under this server. Return the paths.
+
+        The directory, its lock, its identity and its state.
 
         Raises:
             PoolInUse: another server has the directory by now.
@@ -153,7 +169,7 @@ class StateDirectory:
         return made
 
     def close(self) -> None:
-        """Let another server have it. Idempotent."""
+        """Let another server have the directory. Idempotent."""
         for fd in (self._lock, self.fd):
             if fd >= 0:
                 os.close(fd)
@@ -171,7 +187,7 @@ class StateDirectory:
     def _read_state(self, is_new: bool) -> _State:
         state = _read(self.fd, self.path, _STATE, _State)
         if state is None:
-            # Lost, unless the pool is new: it is unknown which ids were used, and the regions found have to be verified.
+            # Lost, unless the pool is new: the used ids are unknown, and the regions found have to be verified.
             state = _State(1, self._boot_id, "", {}) if is_new else _State(_far_above(), "", "", {})
             self._write(_STATE, state)
         return state
@@ -191,8 +207,8 @@ class StateDirectory:
                 file.write(msgspec.json.encode(content))
                 file.flush()
                 os.fsync(fd)
-            # The content is on disk before it gets the name, and the directory is synced after: a crash leaves the old file or
-            # the new one, never a part of it.
+            # The content is on disk before it gets the name, and the directory is synced after: a crash leaves the old
+            # file or the new one, never a part of it.
             os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except BaseException:
             self._unlink(temporary)
@@ -205,7 +221,9 @@ class StateDirectory:
 
 
 def open_private(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Open a directory that is ours alone, made if need be. Returns its descriptor and its real path.
+    """Open a directory that is ours alone, made if need be.
+
+    Return its descriptor and its real path.
 
     Raises:
         PoolUnusable: its parent is missing, it cannot be made, is not ours, or others may enter it.
@@ -214,17 +232,23 @@ def open_private(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 
 def check_private(path: str | os.PathLike[str]) -> None:
-    """Raise what :func:`open_private` would. Nothing is left of a directory that had to be made to find out."""
+    """Raise the errors of :func:`open_private`.
+
+    A directory that had to be made to find out is removed again.
+    """
     check_private_directory(path, PoolUnusable, purpose="the directory of a pool")
 
 
 def in_use(path: str, process: str) -> PoolInUse:
-    """The error for a second server in the same directory."""
+    """Return the error for a second server in the same directory."""
     return PoolInUse(f"{path!r} is in use by another server, process {process}")
 
 
 def holder_of(path: str | os.PathLike[str]) -> str:
-    """The process that holds the lock of a directory, as it wrote there; empty if there is none. Takes no lock."""
+    """Return the process that holds a directory's lock, or "".
+
+    As it wrote there. Takes no lock.
+    """
     lock_path = os.path.join(path, LOCK)
     with contextlib.suppress(OSError):
         inode = os.stat(lock_path).st_ino
@@ -234,11 +258,13 @@ def holder_of(path: str | os.PathLike[str]) -> str:
         ):
             if inode in locked_inodes(locks.read()):
                 return file.read(32).strip() or "unknown"
-    return holder_of_lock(os.fspath(path))  # whose lock file was removed
+    return holder_of_lock(os.fspath(path))  # the lock file was removed
 
 
 def identity_of(path: str | os.PathLike[str]) -> bytes | None:
-    """The id of the pool in a directory; None where there is none, or one that is damaged and will be made anew.
+    """Return the id of the pool in a directory, or None.
+
+    A damaged one that will be replaced counts as none.
 
     Raises:
         PoolUnusable: it is of another format.
@@ -268,7 +294,7 @@ def _checked(identity: _Identity, path: str) -> _Identity:
 
 
 def _read(directory: int, path: str, name: str, kind: type[S]) -> S | None:
-    """What is in this file, or None where it is not there or damaged."""
+    """Return the content of a file; None if missing or damaged."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     except FileNotFoundError:
@@ -283,7 +309,10 @@ def _read(directory: int, path: str, name: str, kind: type[S]) -> S | None:
 
 
 def _far_above() -> int:
-    """An id above all that were ever used: the time in microseconds, in each of which there is less than one new region."""
+    """Return the time in microseconds, above all ids ever used.
+
+    In each microsecond there is less than one new region.
+    """
     return time.time_ns() // 1_000
 
 
