@@ -1,8 +1,8 @@
-"""The wire protocol: messages and bytes, in both directions. Pure.
+"""Wire protocol: messages and bytes, in both directions. Pure.
 
-`frames` has the frames, `messages_v1` and `messages_own` the messages, and `table` which answers which; all of them can be
-imported from here. Separate modules: the resource manager's protocol (`resource_manager`), and the proofs that a client was
-given a region (`capability`).
+`frames` has the frames, `messages_v1` and `messages_own` the messages, and `table` the reply of each request; all of
+them can be imported from here. Separate modules: the resource manager's protocol (`resource_manager`), and the proofs
+that a client was given a region (`capability`).
 """
 
 from .frames import HEADER_BYTES as HEADER_BYTES

@@ -1,9 +1,9 @@
-"""The frame around every message: sixteen bytes of header, and what a body may be at most. Pure.
+"""Frames of messages: a header of sixteen bytes, and limits. Pure.
 
-Rule 1. A header that cannot be read gets no answer: it raises :class:`BadFrame`. The codec of messages handles a readable
-        header with a bad body, since its sender can still be told which request it was.
-Rule 2. What lies behind ``length`` is not part of the frame and is never looked at. A ``length`` that the frame does not
-        have is a bad frame.
+Rule 1. A header that cannot be read gets no answer: it raises :class:`BadFrame`. The codec of messages handles a
+        readable header with a bad body, since its sender can still be told which request it was.
+Rule 2. Bytes beyond ``length`` are not part of the frame and are never read. A ``length`` beyond the end of the frame is
+        a bad frame.
 Rule 3. The three reserved bytes are written as zeros and not read, and flags are carried, not judged: a later peer may
         give them a meaning.
 """
@@ -20,26 +20,47 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 HEADER_BYTES: Final = 16
 MAX_KEYS: Final = 8192
-"""Keys in one request: a context of a million tokens in chunks of 128. All of them are decoded in one step of a server."""
+"""Most keys in one request.
+
+All of them are decoded in one step of a server. A context of a million tokens in chunks of 128.
+"""
 KEYS_AT_ONCE: Final = 1024
-"""Keys of a request that a server handles in one step, and that our clients put into one: larger requests are worked off in
-slices, which costs the same and delays nobody else."""
+"""Most keys that a server handles in one step.
+
+Our clients put as many into one request: larger requests are worked off in slices, which costs the same and delays
+nobody else.
+"""
 MAX_KEY_BYTES: Final = 1024
-"""A key of at most this many bytes (in UTF-8) is always taken. What is checked is the number of characters, since that costs
-nothing while decoding: a key that is not ASCII may come out up to four times as long."""
+"""Bytes of a key (in UTF-8) that are always accepted.
+
+The number of characters is checked, since that costs nothing while decoding: a key that is not ASCII may come out up to
+four times as long.
+"""
 MAX_NAME_LENGTH: Final = 256
-"""Characters of an instance, a tenant, a client or an operation: they are kept in tables as long as the server runs."""
+"""Most characters of an instance, a tenant, a client or an operation.
+
+They are kept in tables as long as the server runs.
+"""
 MAX_REGIONS: Final = 65_536
-"""Regions or instances in one list: a thousand instances with some tens of regions each."""
+"""Most regions or instances in one list.
+
+A thousand instances with some tens of regions each.
+"""
 MAX_FRAME_BYTES: Final = 16 << 20
-"""The largest request, MAX_KEYS keys of MAX_KEY_BYTES with their locations, fits twice. The sockets refuse longer ones."""
+"""Most bytes of a frame; the sockets refuse longer ones.
+
+The largest request, MAX_KEYS keys of MAX_KEY_BYTES with their locations, fits twice.
+"""
 
 REPLY: Final = 0x80
-"""Set in the code of a reply. Codes from 0xF0 on carry it already in the request."""
+"""Bit in the code of a reply.
+
+Codes from 0xF0 on carry it already in the request.
+"""
 
 
 class Code(enum.IntEnum):
-    """The codes of messages."""
+    """Codes of messages."""
 
     REQUEST_ALLOC = 0x01
     RETURN_ALLOC = 0x03
@@ -76,12 +97,15 @@ class Code(enum.IntEnum):
 
 
 OWN_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code if 0x40 <= code <= 0x4F)
-"""Codes unknown to published peers: used only with a server whose HANDSHAKE lists them."""
+"""Codes unknown to published peers.
+
+Used only with a server whose HANDSHAKE lists them.
+"""
 V1_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code) - OWN_CODES
 
 
 class Flag(enum.IntFlag):
-    """Defined by the protocol and without effect; a reply echoes those of its request."""
+    """Flags of the protocol, without effect; a reply echoes its request's."""
 
     BATCH = 1
     COMPRESSED = 2
@@ -90,10 +114,10 @@ class Flag(enum.IntFlag):
 
 
 class Header(NamedTuple):
-    """What stands before every body."""
+    """Header of a frame, before its body."""
 
     code: int
-    """As on the wire: in a reply with the reply bit."""
+    """Code as on the wire: in a reply with the reply bit."""
     flags: int
     sequence: int
     length: int
@@ -108,7 +132,7 @@ _pack = _HEADER.pack
 
 
 def read_header(frame: Buffer) -> Header:
-    """The header of a frame, checked against the frame's length.
+    """Return the header of a frame, checked against the frame's length.
 
     Raises:
         BadFrame: too short, another magic or version, or a length that goes beyond the frame. It is answered with the
@@ -125,10 +149,16 @@ def read_header(frame: Buffer) -> Header:
 
 
 def body_of(frame: Buffer, header: Header) -> memoryview:
-    """The body, without what lies behind it. Nothing is copied: the view keeps the frame alive."""
+    """Return the body, without any bytes after it.
+
+    Nothing is copied: the view keeps the frame alive.
+    """
     return memoryview(frame)[HEADER_BYTES : HEADER_BYTES + header.length]
 
 
 def frame_of(code: int, sequence: int, body: bytes, flags: int = 0) -> bytes:
-    """A whole frame. ``code`` goes out as it is: a reply's has the reply bit already."""
+    """Return a whole frame. ``code`` is sent unchanged.
+
+    The code of a reply has the reply bit already.
+    """
     return _pack(_MAGIC, _VERSION, code, flags, sequence, len(body)) + body

@@ -1,9 +1,11 @@
-"""The messages between our own client and our own server: arrays and columns instead of a map per entry. Pure data.
+"""Messages between our own client and our own server. Pure data.
 
-Rule 1. Every request opens with the session's token and with the highest return its client has applied; every reply with
-        the server's epoch and with returns that are new. (A *return* is a page handed back to its owner.)
-Rule 2. Later fields are added at the end, with a default: what a peer does not know stands behind what it knows, and is
-        ignored. Nothing is ever removed or moved.
+They are arrays and columns instead of a map for each entry.
+
+Rule 1. Every request opens with the session's token and with the highest return its client has applied; every reply
+        with the server's epoch and with returns that are new. (A *return* is a page handed back to its owner.)
+Rule 2. Later fields are added at the end, with a default: fields that a peer does not know come after those it knows,
+        and are ignored. Nothing is ever removed or moved.
 Rule 3. Columns that belong together are equally long, or the message is refused as a whole.
 """
 
@@ -22,7 +24,7 @@ from .messages_v1 import Bools, Key, Keys, Message, Token
 
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 Sums: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_KEYS)]
-"""Of 64 bits; a larger number cannot be encoded in MessagePack."""
+"""Numbers of 64 bits; a larger one cannot be encoded in MessagePack."""
 Depths: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)] | None], Meta(max_length=MAX_KEYS)]
 Places: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int | None]]
 
@@ -32,37 +34,40 @@ _pack: Final = Struct("<" + _PLACE).pack
 
 
 class StoreStatus(enum.IntEnum):
-    """What became of one entry of a STORE."""
+    """Result of one entry of a STORE."""
 
     NEW = 0
     DUPLICATE = 1
-    """The key was there: the page stays with its owner, free."""
+    """The key exists: the page stays with its owner, free."""
     PINNED = 2
     """The offset is held by a pinned key."""
     FOREIGN = 3
     """The region is unknown, or another session's."""
     RANGE = 4
-    """Outside the region, negative, or of no length."""
+    """The span is outside the region, negative, or empty."""
     QUOTA = 5
     KEY = 6
-    """The key cannot be one."""
+    """The key is too long."""
     BUSY = 7
-    """The page is being returned to its owner, which has not acknowledged it; or too many are."""
+    """The page's return is not acknowledged by its owner yet.
+
+    Or too many returns are not.
+    """
 
 
 class DropAnswer(enum.IntEnum):
-    """What became of one key of a DROP."""
+    """Result of one key of a DROP."""
 
     DELETED = 0
     MISSING = 1
-    """It is not there, or not the one that was meant."""
+    """The key does not exist, or has another generation."""
     PINNED = 2
     PROTECTED = 3
-    """Its owner is a published client that is connected, or the server has just restarted."""
+    """A connected published client owns it, or the server has just restarted."""
 
 
 class Returns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Pages handed back to their owner, numbered ``first_number`` and on."""
+    """Pages handed back to their owner, numbered from ``first_number`` on."""
 
     first_number: int
     regions: Ints
@@ -95,14 +100,17 @@ class StoreRequest(OwnRequest, frozen=True):
 
     attempt: int
     regions: int | Ints
-    """One number stands for all."""
+    """Region of each page; one number stands for all."""
     keys: Keys
     offsets: Ints
     lengths: int | Ints
-    """One number stands for all."""
+    """Length of each page; one number stands for all."""
     checksums: Sums | None
     depths: Depths | None = None
-    """The index of each block in its prefix, where it is known: of what is next to be evicted the deepest goes first."""
+    """Index of each block in its prefix, if known.
+
+    Of the next blocks to be evicted the deepest goes first.
+    """
 
     def __post_init__(self) -> None:
         n = len(self.keys)
@@ -118,30 +126,39 @@ class StoreRequest(OwnRequest, frozen=True):
 
 
 class StoreReply(OwnReply, frozen=True):
-    """For each key what became of it."""
+    """Result of each key."""
 
     statuses: Ints
     """:class:`StoreStatus`, as numbers."""
     generations: Ints
-    """0 where it is not new."""
+    """Generation of each key; 0 if it is not new."""
 
 
 class FindRequest(OwnRequest, frozen=True):
-    """Where are these keys?"""
+    """Find these keys."""
 
     keys: Keys
     pin: bool
     prefix: bool
     """Stop at the first miss."""
     turn: int = 0
-    """The pin epoch of the session: see :class:`PinsRequest`. In one that is over, nothing is pinned any more."""
+    """Pin epoch of the session: see :class:`PinsRequest`.
+
+    In one that is over, nothing is pinned any more.
+    """
 
 
 class FindReply(OwnReply, frozen=True):
-    """Where keys lie. ``places`` has a :func:`place` for each that was found, which a server makes once for a key."""
+    """Locations of keys.
+
+    ``places`` has a :func:`place` for each key that was found, which a server makes once for a key.
+    """
 
     found: Annotated[int, Meta(ge=0, le=MAX_KEYS)] | Ints
-    """Positions among the keys of the request; a number stands for so many of the first."""
+    """Positions among the keys of the request.
+
+    A number stands for so many of the first.
+    """
     places: Annotated[bytes, Meta(max_length=MAX_KEYS * PLACE_BYTES)]
 
     def __post_init__(self) -> None:
@@ -150,12 +167,15 @@ class FindReply(OwnReply, frozen=True):
 
     @property
     def positions(self) -> Sequence[int]:
-        """Of what was found, among the keys of the request."""
+        """Positions of the found keys among the keys of the request."""
         found = self.found
         return range(found) if isinstance(found, int) else found
 
     def columns(self) -> Places:
-        """What was found, in columns of equal length: regions, offsets, lengths, generations, checksums."""
+        """Return the found locations, in columns of equal length.
+
+        Regions, offsets, lengths, generations, checksums.
+        """
         flat = unpack("<" + _PLACE * (len(self.places) // PLACE_BYTES), self.places)
         lengths: Sequence[int] = flat[2::5]
         checksums: Sequence[int | None] = flat[4::5]
@@ -166,7 +186,10 @@ class FindReply(OwnReply, frozen=True):
 
 
 def place(region_id: int, offset: int, length: int, generation: int, checksum: int | None) -> bytes:
-    """Where one key lies: five numbers of 64 bits, little-endian. A negative length says that the checksum is not known."""
+    """Encode the location of one key: five numbers of 64 bits, little-endian.
+
+    A negative length means that the checksum is not known.
+    """
     if checksum is None:
         return _pack(region_id, offset, -length, generation, 0)
     return _pack(region_id, offset, length, generation, checksum)
@@ -177,25 +200,28 @@ class UnpinRequest(OwnRequest, frozen=True):
 
     keys: Keys
     turn: int = 0
-    """As in :class:`FindRequest`: in one that is over, nothing is given back any more."""
+    """Pin epoch, as in :class:`FindRequest`.
+
+    In one that is over, nothing is given back any more.
+    """
 
 
 class UnpinReply(OwnReply, frozen=True):
-    """For each key whether there was a pin."""
+    """Whether each key had a pin."""
 
     results: Bools
 
 
 class PinsRequest(OwnRequest, frozen=True):
-    """These are the pins that this session holds, of all that it took in earlier *pin epochs*.
+    """Report the pins held from earlier *pin epochs*.
 
-    A client numbers its epochs upwards. As soon as a request of a later epoch has been seen, FIND and UNPIN of earlier ones are
-    refused, should they still arrive. What the session has pinned in earlier epochs and does not name goes with the ``last`` of
-    these, which is sent when all others were answered.
+    A client numbers its epochs upwards. As soon as a request of a later epoch has been seen, FIND and UNPIN of earlier
+    ones are refused, should they still arrive. Pins that the session took in earlier epochs and does not name go with
+    the ``last`` of these, which is sent when all others were answered.
     """
 
     turn: int
-    """The one that begins with this."""
+    """The epoch that begins with this request."""
     keys: Keys
     counts: Ints
     """Pins of each key. The server may have fewer, never more."""
@@ -207,19 +233,25 @@ class PinsRequest(OwnRequest, frozen=True):
 
 
 class PinsReply(OwnReply, frozen=True):
-    """What was not named is not pinned any more."""
+    """Acknowledge that the pins which were not named are gone."""
 
     dropped: int
-    """Pins that this session had and did not name; 0 unless this was the ``last``."""
+    """Pins of this session that it did not name; 0 unless ``last``."""
 
 
 class DropRequest(OwnRequest, frozen=True):
-    """Delete these keys. Asked again under the same number, it is answered again and not done again."""
+    """Delete these keys.
+
+    A repeated number is answered again and not done again.
+    """
 
     request_id: int
     keys: Keys
     generations: Ints | None = None
-    """The registration of each key that is meant: of what lies there under another one, nothing goes. ``None``: whichever."""
+    """Generation of each key to delete; ``None``: any.
+
+    A key that lies there under another one stays.
+    """
 
     def __post_init__(self) -> None:
         if self.generations is not None and len(self.generations) != len(self.keys):
@@ -227,27 +259,33 @@ class DropRequest(OwnRequest, frozen=True):
 
 
 class DropReply(OwnReply, frozen=True):
-    """For each key what became of it."""
+    """Result of each key."""
 
     answers: Ints
     """:class:`DropAnswer`, as numbers."""
 
 
 class ReclaimRequest(OwnRequest, frozen=True):
-    """Evict as many of this owner's pages. Asked again under the same number, it is not done again."""
+    """Evict as many of this owner's pages.
+
+    A repeated number is not done again.
+    """
 
     request_id: int
     pages: int
 
 
 class ReclaimReply(OwnReply, frozen=True):
-    """How many were evicted; the pages come as returns."""
+    """Number of evicted pages, which come as returns."""
 
     dropped: int
 
 
 class ResolveRequest(OwnRequest, frozen=True):
-    """What became of this attempt? Whatever the answer, it is over: should its STORE arrive after all, it is refused."""
+    """Ask for the result of an attempt, and end it.
+
+    Whatever the answer: should its STORE arrive after all, it is refused.
+    """
 
     attempt: int
     regions: Ints
@@ -259,42 +297,45 @@ class ResolveRequest(OwnRequest, frozen=True):
 
 
 class ResolveReply(OwnReply, frozen=True):
-    """For each page the generation under which that attempt holds it, or 0."""
+    """Generation under which the attempt holds each page, or 0."""
 
     held: Ints
 
 
 class BeatRequest(OwnRequest, frozen=True):
-    """A sign of life; returns that were not acknowledged come again."""
+    """Sign of life; returns that were not acknowledged come again."""
 
     epoch: int = 0
-    """Of the server that its sender has heard last: whatever it knew from an earlier one it does not use any more."""
+    """Epoch of the server that its sender has heard last.
+
+    The sender does not use anything any more that it knew from an earlier one.
+    """
 
 
 class BeatReply(OwnReply, frozen=True):
-    """Alive, and this long from now."""
+    """Sign of life of the server, with the granted lease."""
 
     lease: float
-    """Seconds."""
+    """Seconds of the lease from now on."""
 
 
 class CloseRequest(OwnRequest, frozen=True):
-    """This session ends."""
+    """End this session."""
 
 
 class CloseReply(OwnReply, frozen=True):
-    """It has ended."""
+    """Acknowledge the end of the session."""
 
 
 class RegionRequest(OwnRequest, frozen=True):
-    """A capability for a region."""
+    """Ask for a capability for a region."""
 
     region_id: int
     write: bool
 
 
 class RegionReply(OwnReply, frozen=True):
-    """To be shown where descriptors are handed out."""
+    """Capability to show when asking for a descriptor."""
 
     capability: bytes
     offset: int
@@ -303,14 +344,14 @@ class RegionReply(OwnReply, frozen=True):
 
 
 class ListKeysRequest(OwnRequest, frozen=True):
-    """List the keys of this tenant that begin with a prefix, a page at a time.
+    """List this tenant's keys with a prefix, a page at a time.
 
     A listing shows the keys of its first page's moment; those that have gone meanwhile may be among them.
     """
 
     prefix: Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
     cursor: Annotated[int, Meta(ge=0)] = 0
-    """0 for the first page; later that of the page before."""
+    """0 for the first page; later the cursor of the page before."""
 
 
 class ListKeysReply(OwnReply, frozen=True):
@@ -318,17 +359,23 @@ class ListKeysReply(OwnReply, frozen=True):
 
     keys: Keys
     cursor: int
-    """For the next page; 0 behind the last one."""
+    """Cursor of the next page; 0 after the last one."""
 
 
 class DescribeRequest(Message, frozen=True):
-    """What is there to know about this server; and about a key, if one is named. A map, and without a session."""
+    """Ask for facts about this server, and about a key, if named.
+
+    A map, and without a session.
+    """
 
     key: Key | None = None
 
 
 class DescribeReply(msgspec.Struct, frozen=True, gc=False):
-    """For people: facts by section and name; those of a key in the section ``key``. A map, and without a session."""
+    """Facts for people, by section and name.
+
+    Those of a key are in the section ``key``. A map, and without a session.
+    """
 
     epoch: int
     server: str

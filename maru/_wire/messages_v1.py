@@ -1,12 +1,12 @@
-"""The messages that published peers know: maps with string keys. Pure data.
+"""Messages of published peers: maps with string keys. Pure data.
 
-Rule 1. What we send beyond the published fields is extra keys, which published peers ignore; an extra that has nothing to
-        say is left out. What comes beyond ours is ignored.
-Rule 2. A published field is always sent, also where its value is the default here: their clients index, they do not ask.
-Rule 3. A reply cannot be mistaken for an error: every reply but HEARTBEAT's has a field that must be there, and an error
-        has ``error`` and none of those. A success never has ``error``, not even an empty one: there are clients that ask
-        no more than whether it is there.
-Rule 4. Every list and every string is bounded, so that a length that lies costs its sender an error and us nothing.
+Rule 1. Our additions to the published fields are extra keys, which published peers ignore; an empty extra is left out.
+        Unknown keys of others are ignored.
+Rule 2. A published field is always sent, even if its value is the default here: their clients index, they do not ask.
+Rule 3. A reply cannot be mistaken for an error: every reply but HEARTBEAT's has a field that must be there, and an
+        error has ``error`` and none of those. A success never has ``error``, not even an empty one: some clients only
+        check whether it is there.
+Rule 4. Every list and every string is bounded, so that a false length costs its sender an error and us nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ NIL: Final = msgspec.Raw(b"\xc0")
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Base of the published messages: a map. A field with a default is an extension of ours, or may be missing."""
+    """Base of the published messages: a map.
+
+    A field with a default is an extension of ours, or may be missing.
+    """
 
 
 class EmptyRequest(Message, frozen=True):
-    """GET_STATS, HEARTBEAT, GET_USAGE and SHUTDOWN ask without saying anything."""
+    """Empty request of GET_STATS, HEARTBEAT, GET_USAGE and SHUTDOWN."""
 
 
 class ErrorReply(Message, frozen=True):
-    """The answer to any request that could not be served."""
+    """Answer to any request that could not be served."""
 
     error: str
     code: str = ""
@@ -46,7 +49,7 @@ class ErrorReply(Message, frozen=True):
 
 
 class SuccessReply(Message, frozen=True):
-    """RETURN_ALLOC, DELETE_KV, UNPIN_KV, REPORT_STATS and SHUTDOWN."""
+    """Reply to RETURN_ALLOC, DELETE_KV, UNPIN_KV, REPORT_STATS and SHUTDOWN."""
 
     success: bool
     error: str = ""
@@ -57,18 +60,24 @@ class SuccessReply(Message, frozen=True):
 
 
 class HandshakeRequest(Message, frozen=True):
-    """A published client sends nothing, or the first two. All else is ours."""
+    """HANDSHAKE: a published client sends nothing, or the first two fields.
+
+    All else is ours.
+    """
 
     client_version: msgspec.Raw = NIL
-    """Any scalar, undecoded: make one with :func:`raw_scalar`, read it with :attr:`version`."""
+    """Any scalar, undecoded.
+
+    Make one with :func:`raw_scalar`, read it with :attr:`version`.
+    """
     instance_id: Name | None = None
     extensions: int = 0
     """1: this client understands our own codes."""
     session: Token | None = None
-    """Reattach to this session."""
+    """Session to reattach to."""
     tenant: Name | None = None
     lease: float | None = None
-    """Seconds this session wants to be kept without a sign of life."""
+    """Seconds to keep this session without a sign of life."""
     readonly: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +89,7 @@ class HandshakeRequest(Message, frozen=True):
         """``client_version``, decoded.
 
         Raises:
-            ValueError: it is no scalar. A decoded message has been asked already.
+            ValueError: it is no scalar. In a decoded message this was checked already.
         """
         raw = bytes(self.client_version)
         # bin 8 to bin 32 apart from the rest: msgspec knows no union of str and bytes.
@@ -93,9 +102,10 @@ class HandshakeRequest(Message, frozen=True):
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
-    """A published server sends the first two fields. Ours sends all, to every client; a refusal is an :class:`ErrorReply`.
+    """HANDSHAKE: a published server sends the first two fields.
 
-    Were a bound left out where it is the default, a later version with another default would misread it.
+    Ours sends all, to every client; a refusal is an :class:`ErrorReply`. If a bound was left out because it is the
+    default, a later version with another default would misread it.
     """
 
     success: bool
@@ -103,23 +113,26 @@ class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
     """``host:port`` of the resource manager."""
     epoch: int = 0
     session: Token | None = None
-    """What a client that said ``extensions`` opens its own requests with."""
+    """Token for the own requests of a client that sent ``extensions``."""
     resumed: bool = False
     lease: float = 0.0
-    """Seconds, as granted."""
+    """Granted lease in seconds."""
     codes: Annotated[list[int], Meta(max_length=256)] = []
     """The own codes that this server knows."""
     descriptors: str = ""
-    """The Unix socket that hands out file descriptors of regions; empty if there is none."""
+    """Unix socket that hands out file descriptors of regions; empty if none."""
     server: str = ""
     max_keys: int = MAX_KEYS
     max_key_bytes: int = MAX_KEY_BYTES
     begins_anew: bool = False
-    """Whether this server has just started, and may not know what an earlier one had acknowledged."""
+    """Whether this server has just started.
+
+    It may not know all that an earlier one had acknowledged.
+    """
 
 
 class HeartbeatReply(Message, frozen=True):
-    """Alive."""
+    """Sign of life."""
 
     epoch: int = 0
 
@@ -181,7 +194,10 @@ class ListReply(Message, frozen=True):
 
 
 class RegisterRequest(Message, frozen=True):
-    """REGISTER_KV, and one entry of BATCH_REGISTER_KV. What is out of range is refused by the directory, not here."""
+    """REGISTER_KV, and one entry of BATCH_REGISTER_KV.
+
+    Numbers out of range are refused by the directory, not here.
+    """
 
     key: Key
     region_id: int
@@ -194,7 +210,7 @@ class RegisterReply(Message, frozen=True):
 
     success: bool
     is_new: bool
-    """False: the key was there, and its first location is kept."""
+    """False: the key exists, and its first location is kept."""
     error: str = ""
     epoch: int = 0
 
@@ -206,7 +222,10 @@ class KeyRequest(Message, frozen=True):
 
 
 class LookupReply(msgspec.Struct, frozen=True, gc=False):
-    """LOOKUP_KV, and one entry of BATCH_LOOKUP_KV. Servers answer with `lookup_reply`, which encodes nothing anew."""
+    """LOOKUP_KV, and one entry of BATCH_LOOKUP_KV.
+
+    Servers answer with `lookup_reply`, which encodes nothing again.
+    """
 
     found: bool
     handle: Handle | None = None
@@ -231,7 +250,10 @@ class BatchRegisterRequest(Message, frozen=True):
 
 
 class BatchRegisterReply(Message, frozen=True):
-    """BATCH_REGISTER_KV: for each entry whether it was new. One bad entry refuses all of them."""
+    """BATCH_REGISTER_KV: whether each entry was new.
+
+    One bad entry refuses all of them.
+    """
 
     success: bool
     results: Bools
@@ -246,14 +268,20 @@ class KeysRequest(Message, frozen=True):
 
 
 class BatchLookupReply(Message, frozen=True):
-    """BATCH_LOOKUP_KV. Servers answer with `batch_lookup_reply`, which encodes nothing anew."""
+    """BATCH_LOOKUP_KV.
+
+    Servers answer with `batch_lookup_reply`, which encodes nothing again.
+    """
 
     entries: Annotated[list[LookupReply], Meta(max_length=MAX_KEYS)]
     epoch: int = 0
 
 
 class ResultsReply(Message, frozen=True):
-    """BATCH_EXISTS_KV, BATCH_PIN_KV (false from the first miss on) and BATCH_UNPIN_KV."""
+    """BATCH_EXISTS_KV, BATCH_PIN_KV and BATCH_UNPIN_KV.
+
+    For BATCH_PIN_KV false from the first miss on.
+    """
 
     results: Bools
     epoch: int = 0
@@ -263,7 +291,10 @@ class ResultsReply(Message, frozen=True):
 
 
 class OperationStats(msgspec.Struct, frozen=True, gc=False):
-    """One operation of one client. ``interval_*`` begin anew with each GET_STATS."""
+    """One operation of one client.
+
+    ``interval_*`` begin again with each GET_STATS.
+    """
 
     count: int = 0
     hit_count: int = 0
@@ -286,20 +317,20 @@ class ClientStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class StatsManagerStats(msgspec.Struct, frozen=True, gc=False):
-    """What clients have reported, by client; ``_all`` is all of them."""
+    """Reports of clients, by client; ``_all`` is all of them."""
 
     clients: dict[str, ClientStats] = {}
 
 
 class KvManagerStats(msgspec.Struct, frozen=True, gc=False):
-    """The directory."""
+    """Figures of the directory."""
 
     total_entries: int = 0
     total_size: int = 0
 
 
 class AllocationManagerStats(msgspec.Struct, frozen=True, gc=False):
-    """The regions."""
+    """Figures of the regions."""
 
     num_allocations: int = 0
     total_allocated: int = 0
@@ -316,7 +347,10 @@ class StatsReply(Message, frozen=True):
 
 
 class ReportEntry(Message, frozen=True):
-    """One operation that a client has timed. A ``result`` that is neither hit nor miss counts as neither."""
+    """One operation that a client has timed.
+
+    A ``result`` that is neither hit nor miss counts as neither.
+    """
 
     client_id: Name
     op_type: Name
@@ -332,12 +366,12 @@ class ReportRequest(Message, frozen=True):
 
 
 class InstanceUsage(msgspec.Struct, frozen=True, gc=False):
-    """What one instance has."""
+    """Use of the pool by one instance."""
 
     instance_id: str
     regions: int
     allocated: int
-    """Bytes."""
+    """Bytes of its regions."""
     used: int
     """Bytes that hold a key."""
 
@@ -386,5 +420,5 @@ _bytes_decoder: msgspec.msgpack.Decoder[bytes] = msgspec.msgpack.Decoder(bytes)
 
 
 def raw_scalar(value: Scalar) -> msgspec.Raw:
-    """A scalar as a field that may be any of them."""
+    """Encode a scalar for a field that may be any of them."""
     return msgspec.Raw(msgspec.msgpack.encode(value))

@@ -1,9 +1,11 @@
-"""Resource manager IPC, version 2: how published clients ask for regions over TCP, as messages and bytes. Pure.
+"""Resource manager IPC, version 2, as messages and bytes. Pure.
+
+Published clients ask for regions with it over TCP.
 
 Rule 1. A header that cannot be read ends the connection after one ERROR_RESP, since it is unknown where the next frame
         begins: :class:`BadFrame`. A body that is no message of its type has a known end: :class:`BadMessage`.
-Rule 2. No length is believed: a string, a list or a body that is longer or shorter than it says is refused.
-Rule 3. Texts keep bytes that are no UTF-8 as they are (``surrogateescape``): a path is what the kernel says it is.
+Rule 2. No length is trusted: a string, a list or a body that is longer or shorter than its length is refused.
+Rule 3. Texts keep bytes that are no UTF-8 unchanged (``surrogateescape``): a path is whatever the kernel reports.
 
 One request at a time per connection. A status is 0 or ``-errno``, and a response with another one has empty fields.
 """
@@ -21,7 +23,7 @@ from ..base.errors import BadFrame, BadMessage
 
 HEADER_BYTES: Final = 12
 MAX_PAYLOAD_BYTES: Final = 8192
-"""The protocol's."""
+"""Most bytes of a body in this protocol."""
 
 _MAGIC: Final = 0x4D415255
 _VERSION: Final = 2
@@ -44,7 +46,10 @@ class Kind(enum.IntEnum):
 
 
 class DaxType(enum.IntEnum):
-    """How the memory of a pool is reached: ``access_type`` of a region and ``dax_type`` of a pool."""
+    """Access to the memory of a pool.
+
+    ``access_type`` of a region and ``dax_type`` of a pool.
+    """
 
     DEV_DAX = 0
     """A span of one device."""
@@ -53,7 +58,7 @@ class DaxType(enum.IntEnum):
 
 
 class RmHeader(NamedTuple):
-    """What stands before every body."""
+    """Header of a frame, before its body."""
 
     kind: int
     length: int
@@ -94,7 +99,7 @@ class RmAllocResponse(RmMessage, frozen=True):
     handle: RmHandle = RmHandle()
     requested_size: int = 0
     path: str = ""
-    """What to map: the device, or the region's own file."""
+    """The path to map: the device, or the region's own file."""
     uuid: str = ""
 
 
@@ -148,13 +153,13 @@ class RmAccessResponse(RmMessage, frozen=True):
     status: int
     path: str = ""
     offset: int = 0
-    """Where the region begins behind ``path``, in bytes."""
+    """Offset of the region in the file ``path``, in bytes."""
     length: int = 0
     uuid: str = ""
 
 
 class RmErrorResponse(RmMessage, frozen=True):
-    """ERROR_RESP: the answer to what could not be read."""
+    """ERROR_RESP: the answer to a frame that could not be read."""
 
     status: int
     message: str
@@ -177,7 +182,7 @@ _SPAN = struct.Struct("<QQ")
 
 
 def read_rm_header(header: Buffer) -> RmHeader:
-    """The header of a frame, from its first twelve bytes.
+    """Return the header of a frame, from its first twelve bytes.
 
     Raises:
         BadFrame: too short, another magic or version, or a body over MAX_PAYLOAD_BYTES.
@@ -196,7 +201,7 @@ def read_rm_header(header: Buffer) -> RmHeader:
 
 
 def encode_rm(message: RmRequest | RmResponse) -> bytes:
-    """A whole frame.
+    """Encode a whole frame.
 
     Raises:
         ValueError: a text or a list that a frame cannot hold, or a number out of its field's range.
@@ -269,7 +274,7 @@ def _handle(handle: RmHandle) -> bytes:
 
 
 def decode_rm_request(kind: int, body: Buffer) -> RmRequest:
-    """What is asked.
+    """Decode a request.
 
     Raises:
         BadMessage: the type is none of a request, or the body is no request of that type.
@@ -281,7 +286,7 @@ def decode_rm_request(kind: int, body: Buffer) -> RmRequest:
 
 
 def decode_rm_response(kind: int, body: Buffer) -> RmResponse:
-    """What is answered.
+    """Decode a response.
 
     Raises:
         BadMessage: the type is none of a response, or the body is no response of that type.
@@ -303,7 +308,7 @@ def _decoded(kind: int, body: Buffer, read: Callable[[_Cursor], M]) -> M:
 
 
 class _Cursor:
-    """Reads on from where it stands, never beyond the end."""
+    """Reader of a body, which never reads beyond the end."""
 
     __slots__ = ("_at", "_body")
 
@@ -355,7 +360,7 @@ def _alloc_response(body: _Cursor) -> RmAllocResponse:
 
 def _stats_response(body: _Cursor) -> RmStatsResponse:
     pools = []
-    for _ in range(body.number(_U32)):  # however many it says: it ends with the body
+    for _ in range(body.number(_U32)):  # however large the number: it ends with the body
         path_length, dax_type, total, free, align = body.numbers(_POOL)
         pools.append(RmPool(body.text(path_length), dax_type, total, free, align))
     return RmStatsResponse(tuple(pools))

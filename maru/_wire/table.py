@@ -1,12 +1,13 @@
-"""Messages and bytes: one table of codes, and both directions of it. Pure.
+"""Table of message codes, with encoding and decoding. Pure.
 
 Rule 1. A frame whose header is unusable raises :class:`BadFrame`; a body that is no message of its code raises
-        :class:`BadMessage`. Nothing else comes out of a decoder, whatever goes in, and what goes in costs memory in
-        proportion to its size.
-Rule 2. Every reply may be an :class:`ErrorReply` instead. Which it is, the body says: all but HEARTBEAT's have a field that no
-        error has.
-Rule 3. What the directory knows about a key does not change while the key lives, so its LOOKUP answer is encoded once
-        (:func:`lookup_entry`) and spliced into replies from then on. Encoding 64 entries anew costs five times as much.
+        :class:`BadMessage`. A decoder raises nothing else, whatever its input, and takes memory in proportion to the
+        size of the input.
+Rule 2. Every reply may be an :class:`ErrorReply` instead. The body shows which it is: all but HEARTBEAT's have a field
+        that no error has.
+Rule 3. The directory's facts about a key do not change while the key lives, so its LOOKUP answer is encoded once
+        (:func:`lookup_entry`) and spliced into replies from then on. Encoding 64 entries again costs five times as
+        much.
 """
 
 from __future__ import annotations
@@ -113,21 +114,25 @@ MESSAGES: Final[Mapping[int, tuple[type[Request], type[Reply]]]] = {
     Code.HANDSHAKE: (HandshakeRequest, HandshakeReply),
     Code.SHUTDOWN: (EmptyRequest, SuccessReply),
 }
-"""What is asked and what is answered, by code."""
+"""Request and reply type of each code."""
 
 _EMPTY: Final = b"\x80"
 _encode = msgspec.msgpack.Encoder().encode
 _error_decoder = msgspec.msgpack.Decoder(ErrorReply)
 _request_decoders: dict[int, Any] = {code: msgspec.msgpack.Decoder(asked) for code, (asked, _) in MESSAGES.items()}
 _reply_decoders: dict[int, tuple[Any, Any]] = {}
-"""What to try first and what then, by the code of the request and by that of the reply."""
+"""First and second decoder of a reply.
+
+By the code of the request and by that of the reply.
+"""
 for _code, (_, _answered) in MESSAGES.items():
     _pair = (msgspec.msgpack.Decoder(_answered), _error_decoder)
-    # Any map could be a HEARTBEAT's reply, and a refused HANDSHAKE may say ``success`` as well: the error is tried first.
+    # Any map could be a HEARTBEAT's reply, and a refused HANDSHAKE may have ``success`` as well: the error is tried
+    # first.
     _error_first = _code in (Code.HEARTBEAT, Code.HANDSHAKE)
     _reply_decoders[_code] = _reply_decoders[_code | REPLY] = _pair[::-1] if _error_first else _pair
 
-# What msgspec raises for what comes from outside: its own, bad UTF-8, and nesting without end.
+# Errors of msgspec for input from outside: its own, bad UTF-8, and nesting without end.
 _BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -135,9 +140,10 @@ _BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def request(code: int, sequence: int, message: Request | None = None, flags: int = 0) -> bytes:
-    """A whole frame that asks. Without a message, the body is an empty map.
+    """Encode a whole frame of a request.
 
-    ``sequence`` is a u32, and 0 is not used by clients: it stands in the answers to what could not be read.
+    Without a message, the body is an empty map. ``sequence`` is a u32, and 0 is not used by clients: it is in the
+    answers to frames that could not be read.
 
     Raises:
         ValueError: a key has a lone surrogate, which no bytes stand for.
@@ -147,12 +153,18 @@ def request(code: int, sequence: int, message: Request | None = None, flags: int
 
 
 def reply(code: int, sequence: int, message: Reply | ErrorReply | bytes, flags: int = 0) -> bytes:
-    """A whole frame that answers: ``code``, ``sequence`` and ``flags`` are those of the request."""
+    """Encode a whole frame of a reply.
+
+    ``code``, ``sequence`` and ``flags`` are those of the request.
+    """
     return frame_of(code | REPLY, sequence, message if type(message) is bytes else _encode(message), flags)
 
 
 def error_reply(code: int, sequence: int, text: str, word: str = "", epoch: int = 0, flags: int = 0) -> bytes:
-    """A whole frame that says why there is no answer. Code 0 and sequence 0 answer a frame that could not be read."""
+    """Encode a whole frame with the reason why a request failed.
+
+    Code 0 and sequence 0 answer a frame that could not be read.
+    """
     return frame_of(code | REPLY, sequence, _encode(ErrorReply(text, word, epoch)), flags)
 
 
@@ -160,7 +172,7 @@ def error_reply(code: int, sequence: int, text: str, word: str = "", epoch: int 
 
 
 def decode_request(code: int, payload: Buffer) -> Request:
-    """What is asked.
+    """Decode a request.
 
     Raises:
         BadMessage: the code is unknown (it is not in ``MESSAGES``), or the body is no request of that code.
@@ -176,7 +188,9 @@ def decode_request(code: int, payload: Buffer) -> Request:
 
 
 def decode_reply(code: int, payload: Buffer) -> Reply | ErrorReply:
-    """What is answered to a request of this code (the code of the request or that of the reply).
+    """Decode the reply to a request of this code.
+
+    The code may be that of the request or that of the reply.
 
     Raises:
         BadMessage: the code is unknown, or the body is neither a reply to it nor an error.
@@ -214,17 +228,19 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 MISS: Final = b"\x81\xa5found\xc2"
-"""The entry of a key that is not there."""
+"""The entry of a key that does not exist."""
 _EPOCH = b"\xa5epoch\xcf"
 
 
 def handle_bytes(handle: Handle) -> bytes:
-    """A region's handle, as :func:`lookup_entry` takes it."""
+    """Encode a region's handle, as :func:`lookup_entry` takes it."""
     return _encode(handle)
 
 
 def lookup_entry(handle: bytes, offset: int, length: int, generation: int, checksum: int | None) -> bytes:
-    """The answer for one key that is there, as :func:`lookup_reply` and :func:`batch_lookup_reply` take it.
+    """Encode the answer for one existing key.
+
+    :func:`lookup_reply` and :func:`batch_lookup_reply` take it.
 
     Args:
         handle: the :func:`handle_bytes` of its region.
@@ -237,12 +253,12 @@ def lookup_entry(handle: bytes, offset: int, length: int, generation: int, check
 
 
 def lookup_reply(sequence: int, epoch: int, entry: bytes, flags: int = 0) -> bytes:
-    """A whole LOOKUP_KV reply: the entry's map with one more key."""
+    """Encode a whole LOOKUP_KV reply: the entry's map with one more key."""
     body = b"".join(((entry[0] + 1).to_bytes(), _EPOCH, epoch.to_bytes(8), entry[1:]))
     return frame_of(Code.LOOKUP_KV | REPLY, sequence, body, flags)
 
 
 def batch_lookup_reply(sequence: int, epoch: int, entries: Sequence[bytes], flags: int = 0) -> bytes:
-    """A whole BATCH_LOOKUP_KV reply, at most MAX_KEYS entries."""
+    """Encode a whole BATCH_LOOKUP_KV reply, at most MAX_KEYS entries."""
     body = b"".join((b"\x82", _EPOCH, epoch.to_bytes(8), b"\xa7entries\xdc", len(entries).to_bytes(2), *entries))
     return frame_of(Code.BATCH_LOOKUP_KV | REPLY, sequence, body, flags)
