@@ -1,11 +1,12 @@
-"""An engine's side of a daemon (:mod:`offload.daemon`): the daemon's tiers as one tier, so that the engine's own faces stay.
+"""Client of a daemon (:mod:`offload.daemon`): its tiers as one tier.
 
-``offload.open_engine(cache, [DaemonTier()])`` for trio, ``offload.from_thread.open_engine(cache, [DaemonTier()])`` for
-threads and
-asyncio: one line is another one than with tiers of its own. :func:`open_client` says it shorter. For the daemon to copy in
-place, the tensors of the cache lie in :class:`SharedMemory`, or on a CUDA device.
+The engine's own faces stay: ``offload.open_engine(cache, [DaemonTier()])`` for trio,
+``offload.from_thread.open_engine(cache, [DaemonTier()])`` for threads and asyncio, one line other than with tiers of
+its own. :func:`open_client` is shorter. For the daemon to copy in place, the tensors of the cache lie in
+:class:`SharedMemory`, or on a CUDA device.
 
-:func:`open_pages`, and :class:`BlockingPages` for threads, write and read pages of the daemon's page store in this process.
+:func:`open_pages`, and :class:`BlockingPages` for threads, write and read pages of the daemon's page store in this
+process.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""Pages of a daemon's page store for threads that know no trio: they live in a thread of their own, and each call waits."""
+"""Pages of a daemon's page store for threads without trio.
+
+They live in a thread of their own, and each call waits.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,24 @@ from ._errors import DaemonUnavailable
 from ._pages import POOL_BYTES, PageLease, PageReservation, Pages, open_pages
 
 _CLOSE_TIMEOUT: Final = 60.0
-"""Seconds that closing waits for commits under way, each of which is bounded by half as much."""
+"""Seconds that closing waits for commits under way.
+
+Each of them is bounded by half as much.
+"""
 
 
 class BlockingPages:
-    """:class:`Pages` for any thread: ``with BlockingPages(url, block_bytes=...) as pages``.
+    """:class:`Pages` for any thread.
 
-    Reservations and leases are the same. Their pages and views are used anywhere; what ends them goes through here.
+    Use ``with BlockingPages(url, block_bytes=...) as pages``. Reservations and leases are the same. Their pages and
+    views are used anywhere; they are ended by the methods of this class.
 
     Args:
         url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
         block_bytes: size of every block.
-        timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then. A commit that was sent is
-            bounded by itself.
-        name: see :func:`open_pages`, as for what follows.
+        timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then. A commit that was
+            sent is bounded by itself.
+        name: see :func:`open_pages`, as for the further arguments.
         credential: of :func:`open_pages`.
         pool_bytes: of :func:`open_pages`.
         wait: of :func:`open_pages`.
@@ -56,12 +63,12 @@ class BlockingPages:
         return f"<BlockingPages over {self._pages!r}>"
 
     def start(self) -> BlockingPages:
-        """Start its thread, and connect. Raises what :func:`open_pages` does."""
+        """Start its thread, and connect. Raises the errors of :func:`open_pages`."""
         self._pages = self._home.start()
         return self
 
     def close(self) -> None:
-        """Give back what is reserved, end the session, join the thread. Idempotent.
+        """Release all reservations, end the session, join the thread. Idempotent.
 
         Raises:
             TimeoutError: the thread has not ended in time, and goes on.
@@ -82,7 +89,7 @@ class BlockingPages:
 
     @property
     def tier(self) -> str:
-        """The name of the daemon's tier in which they are."""
+        """Name of the daemon's tier with these pages."""
         return self._opened().tier
 
     def reserve_write(self, keys: Sequence[Key]) -> PageReservation:
@@ -90,7 +97,7 @@ class BlockingPages:
         return self._home.wait(self._opened().reserve_write, keys)
 
     def commit(self, reservation: PageReservation) -> Sequence[Outcome]:
-        """Have the filled pages found; see :meth:`Pages.commit`."""
+        """Register the filled pages; see :meth:`Pages.commit`."""
         return self._home.wait(self._opened().commit, reservation)
 
     def reserve_read(self, keys: Sequence[Key]) -> PageLease:
@@ -100,11 +107,11 @@ class BlockingPages:
     def load(
         self, lease: PageLease, destination: Destination, *, precondition: PreconditionLike | None = None
     ) -> Sequence[Outcome]:
-        """Copy what is held, and verify it; see :meth:`Pages.load`."""
+        """Copy the held blocks, and verify them; see :meth:`Pages.load`."""
         return self._home.wait(partial(self._opened().load, lease, destination, precondition=precondition))
 
     def release(self, reserved: PageReservation | PageLease) -> None:
-        """Give back what is reserved; see :meth:`Pages.release`."""
+        """Release a reservation or lease; see :meth:`Pages.release`."""
         self._home.wait(self._opened().release, reserved)
 
     def _opened(self) -> Pages:

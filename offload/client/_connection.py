@@ -1,16 +1,17 @@
-"""A session with a daemon: requests and answers, begun anew when it is lost.
+"""Session with a daemon: requests and answers, begun again after a loss.
 
-Rule 1. What was asked is answered, or raises :class:`DaemonUnavailable`: what is lost is never a miss.
-Rule 2. A request that has the daemon read or write this process's memory ends only when that is over for certain: by its
-        answer; by the word of the same start of the daemon that the session it was asked in is given back, which the next hello
-        asks for; or by the end of the daemon's process, which the kernel tells. Until one of these comes it waits. Where the
-        daemon says that the end of a copy is not proven, it raises :class:`~backends.abc.Unproven`.
-Rule 3. A request whose task was cancelled is not forgotten: what its answer holds is released, what it has under way is
-        cancelled.
-Rule 4. What a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`. A request that
-        has waited to be sent looks again whether its session goes on.
-Rule 5. What gives something back is never dropped: if the channel is full, or the daemon refuses it for now, it is sent
-        later.
+Rule 1. A request is answered, or raises :class:`DaemonUnavailable`: a lost request is never a miss.
+Rule 2. A request that has the daemon read or write this process's memory ends only when that is over for certain: by
+        its answer; by a message of the same start of the daemon that the session it was sent in is given back, which
+        the next hello asks for; or by the end of the daemon's process, which the kernel reports. Until one of these
+        comes it waits. If the daemon reports that the end of a copy is not proven, it raises
+        :class:`~backends.abc.Unproven`.
+Rule 3. A request whose task was cancelled is not forgotten: anything held by its answer is released, and its work under
+        way is cancelled.
+Rule 4. All that a session had is gone with it: numbers of caches, memories and holds are of one :class:`Session`. A
+        request that has waited to be sent checks again whether its session goes on.
+Rule 5. A request that gives something back is never dropped: if the channel is full, or the daemon refuses it for now,
+        it is sent later.
 """
 
 from __future__ import annotations
@@ -62,11 +63,20 @@ from ..daemon._messages import (
 from ._errors import DaemonBusy, DaemonRefused, DaemonTierFailed, DaemonUnavailable, NoPageStore
 
 _HEARTBEATS: Final = 3
-"""In the time of a lease: one may be late, and one be lost."""
+"""Heartbeats in the time of a lease.
+
+One may be late, and one lost.
+"""
 _AGAIN: Final = 0.2
-"""Seconds until a daemon that is draining, or has no place, is asked for a session again."""
+"""Seconds until a daemon that refused a session is asked again.
+
+It is draining, or has no place.
+"""
 _COLLECT: Final = 0.05
-"""Seconds until answers that nothing waits for are read, unless a task reads them sooner while it waits for its own."""
+"""Seconds until answers that nothing waits for are read.
+
+A task may read them sooner while it waits for its own.
+"""
 _SEQ: Final = (1 << 32) - 1
 _SESSION_OVER: Final = "the session that this belongs to is over"
 
@@ -77,25 +87,34 @@ _log = logging.getLogger("offload.client")
 
 @attrs.define(eq=False)
 class Session:
-    """One session with a daemon, which is over for good when it is over."""
+    """One session with a daemon.
+
+    It never comes back once it is over.
+    """
 
     epoch: int
-    """The start of the daemon that it is with."""
+    """Number of the daemon's start."""
     token: bytes = attrs.field(repr=False)
     tenant: str
     lease: float
     block_bytes: int
-    """Size of the daemon's blocks; 0: as far as this session knows, no cache has decided it."""
+    """Size of the daemon's blocks; 0: unknown in this session.
+
+    Then no cache has decided it, as far as this session knows.
+    """
     handover_path: str
     version: int
-    """Of the protocol that is spoken."""
+    """Version of the protocol that is spoken."""
     expires: float
-    """When the daemon may have counted this process as dead, on the clock of trio: put off by each answered heartbeat."""
+    """Time at which the daemon may give this process up.
+
+    On the clock of trio. Put off by each answered heartbeat.
+    """
     process: int = attrs.field(repr=False)
-    """A descriptor of the daemon's process; -1 where there is none to be had."""
+    """Descriptor of the daemon's process; -1 if there is none."""
 
     def close(self) -> None:
-        """Close what it has open in this process. Idempotent."""
+        """Close the session's descriptors in this process. Idempotent."""
         if self.process >= 0:
             os.close(self.process)
             self.process = -1
@@ -109,13 +128,13 @@ class _Call:
     abandoned: bool = False
     """Whether the task that asked was cancelled."""
     ended: Callable[[], object] | None = None
-    """Called when it has ended for certain although it was abandoned."""
+    """Called when an abandoned call has ended for certain."""
     answer: Answer | None = None
     failure: BaseException | None = None
     session: Session | None = None
-    """The one that was lost with it."""
+    """The session that was lost with it."""
     make: Callable[[int], Request] | None = None
-    """Makes it again, where nothing waits for its answer."""
+    """Makes the request again, if nothing waits for its answer."""
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
@@ -133,10 +152,12 @@ class _Call:
 
 
 class DaemonConnection:
-    """Asks a daemon. Made by :func:`open_connection`; for any number of tasks of one trio run.
+    """Connection to a daemon, for requests and their answers.
+
+    Made by :func:`open_connection`; for any number of tasks of one trio run.
 
     Attributes:
-        url: where the daemon is.
+        url: address of the daemon.
         session: the current one; ``None`` while there is none.
         sessions: how many have begun.
     """
@@ -153,14 +174,20 @@ class DaemonConnection:
         # A name is for logs: of a model's path, its end.
         self._name, self._credential = name[-MAX_NAME_LENGTH:], credential
         self.read_blocks: int = 0
-        """Blocks that were read in the page store, and of which the daemon was not told yet."""
+        """Blocks read in the page store but not reported yet.
+
+        They are reported to the daemon.
+        """
         self._channel: ChannelClient
         self._nursery: trio.Nursery
         self._calls: dict[int, _Call] = {}
         self._unproven: list[_Call] = []
-        """Calls of lost sessions that may still have the daemon at this process's memory."""
+        """Calls of lost sessions that may still use this process's memory."""
         self._due: deque[Callable[[int], Request]] = deque()
-        """Requests whose answers nothing waits for, and that have found no room. As many as the daemon lets a session hold."""
+        """Requests that found no room, and whose answers nothing waits for.
+
+        As many as the daemon lets a session hold.
+        """
         self._collects = False
         self._previous = b""
         self._last = 0
@@ -186,12 +213,12 @@ class DaemonConnection:
         """Send a request, and wait for its answer.
 
         Args:
-            make: makes the request of its number.
-            answer: what is expected.
-            session: the one that what it names belongs to; by default whichever there is.
+            make: makes the request with its number.
+            answer: type of the expected answer.
+            session: the session of the numbers in the request; by default the current one.
             touches_memory: whether the daemon reads or writes this process's memory for it: rule 2.
-            sent: told the number once it was sent.
-            ended: called when it has ended, where this was cancelled before.
+            sent: called with the number once it was sent.
+            ended: called when it has ended, if this was cancelled before.
 
         Raises:
             DaemonUnavailable: there is no session, or it was lost before the answer came.
@@ -224,13 +251,13 @@ class DaemonConnection:
     async def ask_to_the_end(
         self, make: Callable[[int], Request], answer: type[A], *, session: Session, leave_after: float
     ) -> A:
-        """Like :meth:`ask`, for a request that writes this process's memory: it returns only when that is over.
+        """Send a request that writes this process's memory.
 
-        Cancelled, it cancels the request, and waits for its end.
+        Wait for its answer. Like :meth:`ask`, but cancelled, it cancels the request, and waits for its end.
 
         Raises:
-            Unproven: cancelled, it did not end within ``leave_after`` seconds, or not for certain; or the session was lost, and
-                with it the end of a copy; or the connection was closed: the memory must not be used again.
+            Unproven: cancelled, it did not end within ``leave_after`` seconds, or not for certain; or the session was
+                lost, and with it the end of a copy; or the connection was closed: the memory must not be used again.
         """
         seq, call = await self._begin(make, session, touches_memory=True)
         try:
@@ -256,7 +283,10 @@ class DaemonConnection:
         touches_memory: bool,
         ended: Callable[[], object] | None = None,
     ) -> tuple[int, _Call]:
-        """Send a request, and return its number, and what its answer is delivered to. Cancelled, nothing was sent."""
+        """Send a request. Return its number and its call.
+
+        The answer is delivered to the call. Cancelled, nothing was sent.
+        """
         current = self.session if session is None else session
         if current is None or current is not self.session:
             await trio.lowlevel.checkpoint()
@@ -271,9 +301,9 @@ class DaemonConnection:
         frame = encode(request)
         while True:
             if self._due:
-                self._tell_due()  # first: else a delete overtakes the release of the blocks that it names
+                self._tell_due()  # first: otherwise a delete overtakes the release of the blocks that it names
             if self.session is not current:
-                raise self._unavailable(_SESSION_OVER)  # rule 4: its numbers would name what is another session's
+                raise self._unavailable(_SESSION_OVER)  # rule 4: its numbers would name things of another session
             if not self._due:
                 call = self._calls[seq] = _Call(seq, self._channel.expect(), touches_memory, ended=ended)
                 try:
@@ -290,9 +320,9 @@ class DaemonConnection:
             await self._channel.wait_room()
 
     def tell(self, make: Callable[[int], Request]) -> None:
-        """Send a request whose answer nothing waits for: now, or once there is room. Never waits.
+        """Send a request whose answer nothing waits for, once there is room.
 
-        Where the session ends before, that does the same.
+        Never waits. If the session ends before, that has the same effect.
         """
         if self.session is None:
             return
@@ -324,7 +354,10 @@ class DaemonConnection:
                 self._nursery.start_soon(self._collect)
 
     async def _collect(self) -> None:
-        """Read answers as long as there are some to come that nothing waits for: they hold blocks, slots and memory."""
+        """Read outstanding answers that nothing waits for.
+
+        They hold blocks, slots and memory.
+        """
         try:
             while any(call.abandoned for call in self._calls.values()):
                 await trio.sleep(_COLLECT)
@@ -334,7 +367,7 @@ class DaemonConnection:
 
     async def _keep_telling(self, session: Session) -> None:
         while self.session is session and self._due:
-            self._tell_due()  # first: the room that was missing may have come before this task began
+            self._tell_due()  # first: the missing room may have come before this task began
             if self._due:
                 await self._channel.wait_room()
 
@@ -363,7 +396,9 @@ class DaemonConnection:
         return DaemonUnavailable(self.url, why or self._cause)
 
     async def hand_over(self, descriptor: int, session: Session) -> int:
-        """Hand a descriptor of memory over; it stays the caller's. Returns its number in this session.
+        """Hand over a descriptor of memory, which stays the caller's.
+
+        Return its number in this session.
 
         Raises:
             OSError: it was refused, or there is no daemon.
@@ -371,7 +406,7 @@ class DaemonConnection:
         return await hand_over(session.handover_path, session.token, descriptor)
 
     def start(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run this beside whatever is asked, until the connection is closed.
+        """Run this next to other requests, until the connection is closed.
 
         Raises:
             DaemonUnavailable: there is no session, so that nothing can be asked.
@@ -393,14 +428,14 @@ class DaemonConnection:
         await trio.lowlevel.checkpoint()
         return self.session
 
-    # --- what comes -------------------------------------------------------------------------------------------------
+    # --- incoming messages and losses -------------------------------------------------------------------------------
 
     def _on_messages(self, batch: Sequence[Sequence[bytes]]) -> None:
         for frames in batch:
             try:
                 answer = decode_answer(frames[-1])
             except BadFrame as exc:
-                # Its request would wait for ever: which one that is cannot be known.
+                # Its request would wait for ever, and it is unknown which one that is.
                 _log.warning("the daemon at %s sends what is no answer: %s", self.url, exc)
                 self._channel.reconnect()
                 return
@@ -415,7 +450,7 @@ class DaemonConnection:
             call.deliver(answer)
 
     def _let_go(self, answer: Answer) -> None:
-        """Release what an answer holds that nothing waits for any more."""
+        """Release anything held by an answer that nothing waits for any more."""
         if isinstance(answer, Found):
             self.tell(lambda seq: Release(seq, [answer.hold]))
         elif isinstance(answer, Reserved):
@@ -424,7 +459,8 @@ class DaemonConnection:
     def _on_lost(self, unsent: object) -> None:
         session, self.session = self.session, None
         self._due.clear()
-        # Of the session that is lost, or a greeting: its answer would not be waited for, and the next greeting be one too many.
+        # Frames of the lost session, or a greeting: its answer would not be waited for, and the next greeting be one
+        # too many.
         self._channel.drop_unsent()
         self._cause = "the connection is lost"
         calls, self._calls = list(self._calls.values()), {}
@@ -456,7 +492,10 @@ class DaemonConnection:
         self._changed = trio.Event()
 
     async def _until_dead(self, session: Session) -> None:
-        """End the calls of this session when the daemon's process is dead: it has left our memory alone then."""
+        """End the calls of this session when the daemon's process is dead.
+
+        It does not use our memory any more then.
+        """
         try:
             if session.process >= 0 and any(call.session is session for call in self._unproven):
                 await trio.lowlevel.wait_readable(session.process)
@@ -465,7 +504,10 @@ class DaemonConnection:
             session.close()
 
     def _end_lost(self, chosen: Callable[[_Call], bool], unproven: Sequence[int] = ()) -> None:
-        """End calls of lost sessions; those with these numbers, or all of them with 0, without a proof."""
+        """End calls of lost sessions.
+
+        Those with these numbers, or all of them with 0, end without a proof.
+        """
         for call in [call for call in self._unproven if chosen(call)]:
             self._unproven.remove(call)
             if 0 in unproven or call.seq in unproven:
@@ -507,8 +549,8 @@ class DaemonConnection:
         await self._channel.send([encode(Hello(seq, OLDEST, VERSION, self._name, self._credential, self._previous))])
         welcome = self._checked(await call.expected.wait(), Welcome)
         self._previous = b""
-        # A session begins only when the one before is given back: rule 2. Another start of the daemon knows nothing of that
-        # one: its process is waited for, and where the kernel cannot tell of its end, nothing proves it.
+        # A session begins only when the one before is given back: rule 2. Another start of the daemon knows nothing of
+        # that one: its process is waited for, and if the kernel cannot report its end, nothing proves it.
         self._end_lost(lambda call: call.session is not None and call.session.epoch == welcome.epoch, welcome.unproven)
         self._end_lost(lambda call: call.session is not None and call.session.process < 0, [0])
         try:
@@ -532,7 +574,7 @@ class DaemonConnection:
         self.sessions += 1
 
     async def _beat(self) -> None:
-        """Be heard by the daemon until the session is lost."""
+        """Send heartbeats to the daemon until the session is lost."""
         session = self.session
         while session is not None and self.session is session:
             changed = self._changed
@@ -547,11 +589,14 @@ class DaemonConnection:
                 session.expires = began + session.lease
 
     def look(self) -> None:
-        """Take what has come, and notice a lost connection, without waiting: else the next request, or heartbeat, does."""
+        """Take incoming messages, and notice a lost connection, without waiting.
+
+        Otherwise the next request, or heartbeat, does.
+        """
         self._channel.look()
 
     def tell_status(self) -> None:
-        """Report what was read since the last heartbeat. Never waits."""
+        """Report blocks read since the last heartbeat. Never waits."""
         if self.session is not None and self.read_blocks:
             self.tell(self._status)
 
@@ -561,14 +606,16 @@ class DaemonConnection:
 
 
 def _is_unproven(answer: Answer) -> bool:
-    """Whether a copy may still be going on behind this answer."""
+    """Return whether a copy may still be going on after this answer."""
     return (isinstance(answer, Stored) and answer.status == "unproven") or (
         isinstance(answer, Loaded) and answer.unproven
     )
 
 
 def path_of(url: str) -> str:
-    """The path of a daemon's socket; by default, and with ``ipc`` alone, that of this user's daemon.
+    """Return the path of a daemon's socket.
+
+    By default, and with ``ipc`` alone, that of this user's daemon.
 
     Raises:
         ValueError: it is not on this host: a daemon serves by shared memory.
@@ -586,12 +633,14 @@ def path_of(url: str) -> str:
 async def open_connection(
     url: str = "", *, name: str = "", credential: str = "", wait: float = inf
 ) -> AsyncIterator[DaemonConnection]:
-    """A connection to the daemon of this host, for the length of an ``async with`` block.
+    """Open a connection to the daemon of this host.
+
+    For the length of an ``async with`` block.
 
     Args:
         url: ``ipc://PATH`` of its socket; by default that of this user's daemon.
         name: of this engine, for the daemon's log.
-        credential: what shows which tenant this is, where the daemon has tenants.
+        credential: identifies the tenant, if the daemon has tenants.
         wait: seconds to wait for the first session.
 
     Raises:

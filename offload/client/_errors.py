@@ -1,4 +1,4 @@
-"""What a client of a daemon raises, each saying who must act."""
+"""Errors of a daemon's client, each naming who must act."""
 
 from __future__ import annotations
 
@@ -6,28 +6,41 @@ from .._errors import OffloadError, TierBehindFailed
 
 
 class DaemonUnavailable(OffloadError, ConnectionError):
-    """The daemon cannot be reached, has ended, or holds no longer what was asked for: never a miss. It may be back soon."""
+    """The daemon cannot be reached, has ended, or lost a held block.
+
+    Never a miss. It may be back soon.
+    """
 
     def __init__(self, url: str, why: str) -> None:
         super().__init__(f"the daemon at {url}: {why}")
         self.why = why
-        """What became of it, in words."""
+        """The reason, in words."""
 
 
 class DaemonTierFailed(DaemonUnavailable, TierBehindFailed):
-    """The daemon answers that a tier of its failed: the daemon is there, and what its other tiers have can be loaded."""
+    """A tier of the daemon failed.
+
+    The daemon is there, and the blocks of its other tiers can be loaded.
+    """
 
 
 class DaemonRefused(OffloadError, ValueError):
-    """The daemon refuses what this client asks for: another version, a credential, a layout. The caller must change it."""
+    """The daemon refuses this client's version, credential or layout.
+
+    The caller must change it.
+    """
 
 
 class NoPageStore(DaemonRefused):
-    """The daemon has no page store whose pages engines may write. Its operator changes the setting that the text names."""
+    """The daemon has no page store whose pages engines may write.
+
+    Its operator changes the setting that the text names.
+    """
 
 
 class DaemonBusy(OffloadError):
-    """The daemon has as much of this session under way as may be, or this process no descriptor or memory to ask with.
+    """The session's requests or this process's resources are used up.
 
-    The caller releases something, or tries again.
+    The daemon allows no more requests of this session, or this process has no descriptor or memory to ask with. The
+    caller releases something, or tries again.
     """

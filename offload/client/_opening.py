@@ -15,17 +15,17 @@ from ._tier import DaemonTier
 def open_client(
     source: Source, url: str = "", *, name: str = "", credential: str = "", **options: Any
 ) -> AbstractAsyncContextManager[Engine]:
-    """An engine that stores into a daemon, and loads from it, for the length of an ``async with`` block.
+    """Open an engine that stores into a daemon and loads from it.
 
-    It is :func:`offload.open_engine` with one tier, ``daemon``, and so the same engine. The daemon looks itself for what it has
-    already, so it is not asked before each store.
+    It is :func:`offload.open_engine` with one tier, ``daemon``, and so the same engine, for the length of an ``async
+    with`` block. The daemon itself looks for the blocks that it has already, so it is not asked before each store.
 
     Args:
-        source: where blocks are stored from: a :class:`~backends.device.DeviceTier` over :class:`SharedMemory` or a CUDA
-            device is copied in place, any other by way of a staging area.
+        source: the place from which blocks are stored: a :class:`~backends.device.DeviceTier` over
+            :class:`SharedMemory` or a CUDA device is copied in place, any other by way of a staging area.
         url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
         name: of this engine, for the daemon's log.
-        credential: what shows which tenant this is, where the daemon has tenants.
+        credential: identifies the tenant, if the daemon has tenants.
         options: those of :func:`offload.open_engine`.
     """
     tier = DaemonTier(url, block_bytes=source.block_bytes, name=name, credential=credential)

@@ -1,19 +1,24 @@
-"""Pages of a daemon's page store that this process writes and reads itself: one copy, and no byte through a socket.
+"""Pages of a daemon's page store, used directly.
 
-    reserve_write   the daemon: what is not wanted is named, the rest counts as coming; then pages of this process's own region
+This process writes and reads them itself. One copy, and no byte through a socket.
+
+    reserve_write   the daemon: it names unwanted keys, the rest counts as coming; then pages of this process's own
+    region
     (the caller fills the pages)
     commit          the page store: registered, all in one message; then the daemon is told, without waiting
     reserve_read    the page store: held where they lie, whichever process wrote them
     (the caller reads them, or has them copied and verified)
-    release         gives back what is reserved: pages that were not committed, or blocks that are read
+    release         releases pages that were not committed, or blocks that are read
 
-The client of the page store (:mod:`backends.maru`) has the machinery: a process writes into a region of its own only, what is
-not committed is free again, a dead process's pages stay readable, and what is read is held, checked and summed.
+The client of the page store (:mod:`backends.maru`) has the machinery: a process writes into a region of its own only,
+uncommitted pages are free again, a dead process's pages stay readable, and blocks that are read are held, checked and
+summed.
 
-Rule 1. A session with the daemon is what entitles to all of this. Without one nothing is reserved, and what was reserved in one
-        that is over is not committed: the daemon has given it back. By the clock of this process a session is over earlier than
-        by the daemon's, so a process that was stopped for longer than its lease commits nothing when it wakes.
-Rule 2. The daemon learns of every reservation what became of it: from here, or by the end of the session.
+Rule 1. A session with the daemon gives the right to all of this. Without one nothing is reserved, and pages reserved in
+        a past session are not committed: the daemon has given them back. By the clock of this process a session is over
+        earlier than by the daemon's, so a process that was stopped for longer than its lease commits nothing when it
+        wakes.
+Rule 2. The daemon learns the result of every reservation: from here, or by the end of the session.
 """
 
 from __future__ import annotations
@@ -46,22 +51,29 @@ if TYPE_CHECKING:
     import torch
 
 POOL_BYTES: Final = 256 << 20
-"""Of the region that a process takes first: a thousand blocks of 256 KiB."""
+"""Bytes of the region that a process takes first.
+
+A thousand blocks of 256 KiB.
+"""
 _LONGEST_LEASE: Final = 10.0
-"""Seconds of the session with the page store, where the daemon's is longer."""
+"""Most seconds of the session with the page store.
+
+Less if the daemon's session is shorter.
+"""
 _LEAST_LEASE: Final = 1.0
 
 
 class PageReservation:
-    """Pages to be filled. Made by :meth:`Pages.reserve_write`; ended by :meth:`Pages.commit` or :meth:`Pages.release`.
+    """Pages to be filled.
 
-    Forgotten, it is given back once no page of it is in use.
+    Made by :meth:`Pages.reserve_write`; ended by :meth:`Pages.commit` or :meth:`Pages.release`. Forgotten, it is
+    released once no page of it is in use.
 
     Attributes:
-        keys: what there is a page for, in the order in which they were asked for.
-        refused: the others, each with why: ``DUPLICATE``: it is there already; ``Rejected``: ``full``, ``quota``, or what a
-            policy said.
-        outcomes: what :meth:`Pages.commit` has returned.
+        keys: the keys with a page, in the order in which they were asked for.
+        refused: the others, each with the reason: ``DUPLICATE``: it is there already; ``Rejected``: ``full``,
+            ``quota``, or a reason of a policy.
+        outcomes: the result of :meth:`Pages.commit`.
     """
 
     def __init__(
@@ -74,7 +86,7 @@ class PageReservation:
         refused: Mapping[Key, Outcome],
         write: WriteReservation,
     ) -> None:
-        """Not to be called: :class:`Pages` makes them."""
+        """Do not call it: :class:`Pages` makes the objects."""
         self.keys: Sequence[Key] = keys
         self.refused: Mapping[Key, Outcome] = MappingProxyType(refused)
         self.outcomes: Sequence[Outcome] | None = None
@@ -93,7 +105,9 @@ class PageReservation:
 
     @property
     def pages(self) -> Sequence[memoryview]:
-        """A page for each key, writable, of exactly a block: in any thread, until it is committed or released.
+        """A writable page for each key, of exactly a block.
+
+        May be written in any thread, until it is committed or released.
 
         Raises:
             backends.maru.l1.ReservationOver: it was.
@@ -101,9 +115,10 @@ class PageReservation:
         return self._write.pages
 
     def fill(self, blocks: BlockPages) -> None:
-        """Copy blocks into the pages, one for each, and sum them on the way: :meth:`Pages.commit` need not read them again.
+        """Copy blocks into the pages, one for each, and sum them.
 
-        The one copy of a store, in any thread. The pages may not be written any more.
+        So :meth:`Pages.commit` need not read them again. The one copy of a store, in any thread. The pages may not be
+        written any more.
 
         Raises:
             backends.maru.l1.ReservationOver: it was committed or released.
@@ -112,7 +127,9 @@ class PageReservation:
         self._write.fill(blocks)
 
     def tensors(self) -> list[tuple[torch.Tensor, ...]]:
-        """For each key its page as one tensor of bytes. To be forgotten before it is committed.
+        """Return the page of each key as one tensor of bytes.
+
+        Drop the tensors before it is committed.
 
         Raises:
             backends.maru.l1.ReservationOver: it was committed or released.
@@ -122,14 +139,16 @@ class PageReservation:
 
 
 class PageLease:
-    """Blocks that are held where they lie. Made by :meth:`Pages.reserve_read`; ended by :meth:`Pages.release`.
+    """Blocks that are held where they lie.
+
+    Made by :meth:`Pages.reserve_read`; ended by :meth:`Pages.release`.
 
     Attributes:
-        keys: the longest prefix of what was asked for that is there.
+        keys: the longest existing prefix of the requested keys.
     """
 
     def __init__(self, pages: Pages, keys: Sequence[Key], lease: MaruLease) -> None:
-        """Not to be called: :class:`Pages` makes them."""
+        """Do not call it: :class:`Pages` makes the objects."""
         self.keys: Sequence[Key] = keys
         self._owner, self._lease = pages, lease
         self._views: Sequence[memoryview] | None = None
@@ -138,7 +157,9 @@ class PageLease:
         return f"<lease of {len(self.keys)} blocks in {self._owner!r}>"
 
     def check(self) -> None:
-        """Raise unless the views still show what was found. No message; any thread. To be called before and after reading.
+        """Raise unless the views still show the found blocks.
+
+        No message; any thread. Call it before and after reading.
 
         Raises:
             maru.LeaseLost: released; or the page store has restarted, or was silent for longer than it holds a block.
@@ -147,9 +168,9 @@ class PageLease:
 
     @property
     def views(self) -> Sequence[memoryview]:
-        """The blocks where they lie, read-only, without a copy, and not verified: :meth:`Pages.load` verifies.
+        """The blocks where they lie, read-only, without a copy.
 
-        They raise ``ValueError`` once this is released.
+        They are not verified: :meth:`Pages.load` verifies. They raise ``ValueError`` once this is released.
 
         Raises:
             maru.LeaseLost: see :meth:`check`.
@@ -167,11 +188,13 @@ class PageLease:
 
 
 class Pages:
-    """The pages of a daemon's page store. Made by :func:`open_pages`; for any number of tasks of one trio run.
+    """Pages of a daemon's page store.
+
+    Made by :func:`open_pages`; for any number of tasks of one trio run.
 
     Attributes:
         block_bytes: size of every block.
-        tier: the name of the daemon's tier in which they are.
+        tier: name of the daemon's tier with these pages.
     """
 
     def __init__(self, connection: DaemonConnection, block_bytes: int, place: PageStoreAt, session: Session) -> None:
@@ -184,7 +207,7 @@ class Pages:
         self._reading: MaruTier
         self._token = trio.lowlevel.current_trio_token()
         self._open: weakref.WeakSet[PageReservation] = weakref.WeakSet()
-        """Reservations, to be given back in the end."""
+        """Open reservations, to be released in the end."""
 
     def __repr__(self) -> str:
         return f"<Pages of {self.tier} in the daemon at {self._connection.url}>"
@@ -192,10 +215,11 @@ class Pages:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     async def reserve_write(self, keys: Sequence[Key]) -> PageReservation:
-        """Take a page for each of these keys that is wanted, and that there is room for. Cancelled, nothing is reserved.
+        """Take a page for each wanted key, while there is room.
 
-        One message to the daemon: keys beyond the first 16,384 are refused. Where no page of this process is free, the page
-        store is asked as well: for what has come back, for this process's least recently used blocks, and for another region.
+        Cancelled, nothing is reserved. One message to the daemon: keys beyond the first 16,384 are refused. If no page
+        of this process is free, the page store is asked as well: for returned pages, for this process's least recently
+        used blocks, and for another region.
 
         Raises:
             DaemonUnavailable: there is no session, or no answer.
@@ -227,20 +251,21 @@ class Pages:
         return reservation
 
     async def commit(self, reservation: PageReservation) -> Sequence[Outcome]:
-        """Have the pages found, which are filled. They may not be written any more.
+        """Register the filled pages, so that they are found.
 
-        Cancelled before the page store is told, nothing has happened, and the reservation is open still. From then on this is
-        shielded, and bounded.
+        They may not be written any more. Cancelled before the page store is told, nothing has happened, and the
+        reservation is still open. From then on this is shielded, and bounded.
 
         Returns:
-            For each of its keys ``STORED``; ``DUPLICATE``: another process was first, and the page is free; ``Rejected`` or
+            For each of its keys ``STORED``; ``DUPLICATE``: another process was first, and the page is free;
+            ``Rejected`` or
             ``Failed``: it is not stored, and the page is free.
 
         Raises:
-            DaemonUnavailable: the session that it was reserved in is over, or the page store did not answer. Nothing is stored,
-                and the pages are free.
-            backends.abc.Unproven: the page store did not say what became of them: they may be stored, or may be yet. The pages
-                are used again when that is known.
+            DaemonUnavailable: the session that it was reserved in is over, or the page store did not answer. Nothing is
+                stored, and the pages are free.
+            backends.abc.Unproven: the page store did not report the result: the pages may be stored, or may be later.
+                They are used again when that is known.
             backends.maru.l1.ReservationOver: it was committed or released, or is being committed.
         """
         write = reservation._write
@@ -266,10 +291,11 @@ class Pages:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     async def reserve_read(self, keys: Sequence[Key]) -> PageLease:
-        """Hold the longest prefix of these keys that is in the page store, by whichever process. Cancelled, it holds nothing.
+        """Hold the longest prefix of these keys in the page store.
 
-        No message to the daemon, and none to the page store either where its index tells. What the daemon has in other tiers
-        only is not found: an engine looks that up, and loads it.
+        Whichever process stored it. Cancelled, it holds nothing. No message to the daemon, and none to the page store
+        either if its index has the answer. Blocks that the daemon has in other tiers only are not found: an engine
+        looks them up, and loads them.
 
         Raises:
             DaemonUnavailable: there is no session, or the page store did not answer: never a miss.
@@ -287,14 +313,15 @@ class Pages:
     async def load(
         self, lease: PageLease, destination: Destination, *, precondition: PreconditionLike | None = None
     ) -> Sequence[Outcome]:
-        """Copy what is held to ``destination``, position by position, and verify it: the one copy of a read.
+        """Copy held blocks to ``destination``, position by position, and verify them.
 
-        A block that is not what was stored is ``Missed``, and not found any more. Cancelled, it returns when the copy is over.
+        The one copy of a read. A block with other bytes than were stored is ``Missed``, and not found any more.
+        Cancelled, it returns when the copy is over.
 
         Args:
-            lease: what is held.
+            lease: the held blocks.
             destination: addresses, numpy arrays or torch tensors, one for each block.
-            precondition: what must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
+            precondition: must hold before ``destination`` may be written; see :meth:`offload.Engine.load`.
 
         Raises:
             offload.PreconditionFailed: the precondition has failed; nothing was copied.
@@ -306,7 +333,10 @@ class Pages:
         return await self._reading.load(lease._lease, destination)
 
     async def release(self, reserved: PageReservation | PageLease) -> None:
-        """Give back what is reserved. Idempotent; it is given back even when this is cancelled."""
+        """Release a reservation or lease. Idempotent.
+
+        It is released even when this is cancelled.
+        """
         if isinstance(reserved, PageReservation):
             self._give_up(reserved)
         else:
@@ -315,7 +345,7 @@ class Pages:
         await trio.lowlevel.checkpoint()
 
     def _note_forgotten(self, session: Session, number: int) -> None:
-        """A reservation is garbage, in whatever thread that is found."""
+        """Release a reservation that is garbage, found in any thread."""
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._give_up_forgotten, session, number)
 
@@ -336,7 +366,10 @@ class Pages:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     async def _entitled(self) -> Session:
-        """The session; where it is a new one, the daemon has said that its page store is still this one."""
+        """Return the session.
+
+        If it is a new one, the daemon has confirmed that its page store is still this one.
+        """
         session = self._connection.session
         if session is None:
             await trio.lowlevel.checkpoint()
@@ -364,7 +397,10 @@ class Pages:
         self._tell(reservation._session, reservation._number, fates)
 
     def _tell(self, session: Session, number: int, fates: bytes) -> None:
-        """Tell the daemon what became of a reservation. Where it cannot be told, the end of the session does the same."""
+        """Send the daemon the result of a reservation.
+
+        If it cannot be sent, the end of the session has the same effect.
+        """
         if self._connection.session is session:
             self._connection.tell(lambda seq: Commit(seq, number, fates))
 
@@ -384,12 +420,15 @@ def _fate(outcome: Outcome) -> Fate:
 
 
 def _known_by(place: PageStoreAt) -> tuple[object, ...]:
-    """What a page store is known by: all but the number of the answer and the start of the daemon."""
+    """Return the identity of a page store.
+
+    All fields but the number of the answer and the start of the daemon.
+    """
     return tuple(getattr(place, name) for name in place.__struct_fields__[2:])
 
 
 async def _ask_place(connection: DaemonConnection, session: Session, block_bytes: int) -> PageStoreAt:
-    """Ask the daemon where its page store is."""
+    """Ask the daemon for the place of its page store."""
     return await connection.ask(lambda seq: PageStore(seq, block_bytes), PageStoreAt, session=session)
 
 
@@ -403,16 +442,18 @@ async def open_pages(
     pool_bytes: int = POOL_BYTES,
     wait: float = inf,
 ) -> AsyncIterator[Pages]:
-    """The pages of a daemon's page store, for the length of an ``async with`` block. Leaving it keeps what was committed.
+    """Open the pages of a daemon's page store.
+
+    For the length of an ``async with`` block. Leaving it keeps the committed pages.
 
     Args:
-        daemon: ``ipc://PATH`` of its socket, by default that of this user's daemon; or a connection that is open, such as
-            ``DaemonTier(...).connection``.
+        daemon: ``ipc://PATH`` of its socket, by default that of this user's daemon; or a connection that is open, such
+            as ``DaemonTier(...).connection``.
         block_bytes: size of every block.
         name: of this engine, for the daemon's log.
-        credential: what shows which tenant this is, where the daemon has tenants.
-        pool_bytes: of the region that this process writes, and of each further one. Where there is none to be had any more, its
-            least recently used blocks go. 0: only read.
+        credential: identifies the tenant, if the daemon has tenants.
+        pool_bytes: of the region that this process writes, and of each further one. If there is none to be had any
+            more, its least recently used blocks go. 0: only read.
         wait: seconds to wait for the first session.
 
     Raises:
@@ -439,7 +480,7 @@ async def open_pages(
         pages._l1 = await stack.enter_async_context(MaruL1(make_handler=make, **_knobs(place, session, pool_bytes)))
         with pages._translated():
             await pages._l1.register_kv_layout([[block_bytes]], "uint8")
-        # Blocks are read by what the daemon reads them by, over the same connection.
+        # Blocks are read with the class that the daemon reads them with, over the same connection.
         pages._reading = await stack.enter_async_context(MaruTier(handlers[0], block_bytes=block_bytes))
         try:
             yield pages
@@ -456,6 +497,6 @@ def _knobs(place: PageStoreAt, session: Session, pool_bytes: int) -> dict[str, A
         "checksums": place.checksums,
         "pool_size": pool_bytes,
         "protocol": "own",
-        "eager_map": False,  # of other tenants' processes nothing is mapped that is not read
+        "eager_map": False,  # of other tenants' processes, only regions that are read are mapped
         "lease": max(_LEAST_LEASE, min(_LONGEST_LEASE, session.lease)),
     }

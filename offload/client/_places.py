@@ -1,15 +1,17 @@
-"""The places of this process that a daemon can copy from and to: caches that it has mapped, and a staging area for all others.
+"""Places of this process that a daemon can copy from and to.
 
-Rule 1. A source whose tensors lie in :class:`SharedMemory`, or on a CUDA device, is registered when blocks of it are first
-        stored or loaded, once for each session. The daemon then copies it in place.
+Caches that it has mapped, and a staging area for all others.
+
+Rule 1. A source whose tensors lie in :class:`SharedMemory`, or on a CUDA device, is registered when blocks of it are
+        first stored or loaded, once for each session. The daemon then copies it in place.
 Rule 2. Blocks of any other place pass through a staging area, which is such memory: one copy more, here.
 Rule 3. A slot of the staging area is used again only when the daemon is done with it for certain.
-Rule 4. A registration goes on when the load or store that began it is cancelled. So what the daemon has taken is known: it is
-        there for the next one, or is given back.
-Rule 5. A cache whose owner is garbage collected is given back at once. Collection may come in any thread, and in the middle of
-        anything, so that it only has the trio thread do so.
-Rule 6. A cache on a device that cannot be shared, or that the daemon cannot open, passes through the staging area as well. The
-        log says why, once for each session.
+Rule 4. A registration goes on when the load or store that began it is cancelled. So it is known which memory the daemon
+        has taken: it is there for the next registration, or is given back.
+Rule 5. A cache whose owner is garbage collected is given back at once. Collection may come in any thread, and in the
+        middle of anything, so that it only schedules that in the trio thread.
+Rule 6. A cache on a device that cannot be shared, or that the daemon cannot open, passes through the staging area as
+        well. The reason is logged, once for each session.
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ from ._errors import DaemonTierFailed, DaemonUnavailable
 from ._shared import SharedMemory, memory_of
 
 STAGING_BYTES: Final = 32 << 20
-"""Of the staging area: more than a batch."""
+"""Bytes of the staging area: more than a batch."""
 _FEWEST: Final = 2
-"""Blocks that it holds at least: one is filled while the daemon stores the other."""
+"""Fewest blocks of the staging area.
+
+One is filled while the daemon stores the other.
+"""
 SPARE_BYTES: Final = 256 << 20
-"""Of the area of a large load that is kept for the next one: memory that is mapped and was touched, which takes long to get."""
+"""Most bytes of a large load's area kept for the next.
+
+Memory that is mapped and was touched takes long to get.
+"""
 MAX_PLACES: Final = 32
-"""Caches that are registered at once; an engine has one."""
+"""Most caches that are registered at once; an engine has one."""
 
 _log = logging.getLogger("offload.client")
 _STAGED: Final = "blocks of a cache on a device pass through host memory, since the daemon cannot use its memory: %s"
@@ -49,26 +57,30 @@ _STAGED: Final = "blocks of a cache on a device pass through host memory, since 
 
 @attrs.frozen(eq=False)
 class CacheDescription:
-    """The tensors of a cache, and the memory that they lie in."""
+    """Tensors of a cache, and the memory that they lie in."""
 
     tensors: Sequence[TensorLayout]
-    """``memory`` is a position in one of the next two."""
+    """Tensors, whose ``memory`` is a position in one of the next two."""
     memories: Sequence[SharedMemory] = ()
     cuda: Sequence[CudaMemory] = ()
 
 
 class SharedPlace(Protocol):
-    """A place that can be registered and is no :class:`~backends.device.DeviceTier`; recognised by the method."""
+    """Place that can be registered and is no :class:`~backends.device.DeviceTier`.
+
+    Recognised by the method.
+    """
 
     def description(self) -> CacheDescription:
-        """Where its blocks lie."""
+        """Return the tensors and memories of its blocks."""
         ...
 
 
 def describe(place: Any) -> CacheDescription | Callable[[], CacheDescription | None] | None:
-    """Describe the memory of a place that a daemon can map; ``None`` for a place that it cannot.
+    """Describe the memory of a place that a daemon can map.
 
-    For memory on a device, return a function that does so, for a thread: it asks the driver.
+    ``None`` for a place that it cannot. For memory on a device, return a function that does so, for a thread: it asks
+    the driver.
     """
     if hasattr(place, "description"):
         description: CacheDescription = place.description()
@@ -107,17 +119,26 @@ def _describe_on_device(lying: Sequence[TensorMemory], axes: Sequence[int]) -> C
 
 @attrs.define(eq=False)
 class _Registration:
-    """One attempt to register a cache. It goes on when the load or store that began it is cancelled: rule 4."""
+    """One attempt to register a cache.
+
+    It goes on when the load or store that began it is cancelled: rule 4.
+    """
 
     session: Session
     over: trio.Event = attrs.field(factory=trio.Event)
     cache: int = 0
-    """The number of the cache in its session; 0 if the daemon cannot copy it in place."""
+    """Number of the cache in its session; 0 if it is staged.
+
+    Then the daemon cannot copy it in place.
+    """
     error: Exception | None = None
     is_wanted: bool = True
     """Whether the cache is used when it is registered."""
     numbers: list[int] = attrs.field(factory=list)
-    """Memories that were handed over, and not named to the daemon yet: another attempt hands over only the others."""
+    """Memories that were handed over, and not named to the daemon yet.
+
+    Another attempt hands over only the others.
+    """
 
 
 @attrs.define(eq=False)
@@ -133,12 +154,15 @@ class Places:
         self._connection = connection
         self._trio = trio.lowlevel.current_trio_token()
         self._entries: dict[weakref.ref[object], _Entry] = {}
-        """By its owner; as a ``WeakKeyDictionary``, whose entries would go without a word."""
+        """Entries by owner.
+
+        As a ``WeakKeyDictionary``, whose entries would go without notice.
+        """
         self.staging: Staging = Staging(block_bytes)
         self._spare: Staging | None = None
 
     def take_area(self, slots: int) -> Staging:
-        """An area with so many free slots, for one load alone."""
+        """Return an area with so many free slots, for one load alone."""
         spare = self._spare
         if spare is None or spare.slots < slots:
             return Staging(self.staging.block_bytes, slots)
@@ -146,7 +170,10 @@ class Places:
         return spare
 
     def give_back_area(self, area: Staging, session: Session) -> None:
-        """The daemon is done with an area for certain: it is kept for the next load, or forgotten."""
+        """Keep an area for the next load, or forget it.
+
+        The daemon is done with it for certain.
+        """
         unused: Staging | None = area
         if area.nbytes <= SPARE_BYTES and (self._spare is None or self._spare.slots < area.slots):
             unused, self._spare = self._spare, area
@@ -154,9 +181,9 @@ class Places:
             self.forget(unused, session)
 
     async def cache_of(self, place: object, session: Session) -> int | None:
-        """The number of the cache that a place is in this session; ``None`` if the daemon cannot map it.
+        """Return the number of a place's cache in this session.
 
-        No checkpoint where it is registered: a request follows, which is one.
+        ``None`` if the daemon cannot map it. No checkpoint if it is registered: a request follows, which is one.
 
         Raises:
             DaemonUnavailable: the session is over.
@@ -185,12 +212,15 @@ class Places:
         self._drop(weakref.ref(place), session)
 
     def _collected(self, owner: weakref.ref[object]) -> None:
-        """Its owner is gone: rule 5. Any thread."""
+        """Unregister the cache of a collected owner: rule 5. Any thread."""
         with suppress(trio.RunFinishedError):
             self._trio.run_sync_soon(self._drop, owner, None)
 
     def _drop(self, owner: weakref.ref[object], session: Session | None) -> None:
-        """Unregister the cache of this owner, if it is registered in this session; ``None``: in whichever it is."""
+        """Unregister the cache of this owner.
+
+        If it is registered in this session. ``None``: in any session.
+        """
         entry = self._entries.pop(owner, None)
         registration = None if entry is None else entry.registration
         if registration is not None and (session is None or registration.session is session):
@@ -215,7 +245,7 @@ class Places:
             registration.over.set()
 
     async def _begin(self, entry: _Entry, registration: _Registration) -> int:
-        """Register a cache. Returns its number; 0: rule 6."""
+        """Register a cache. Return its number; 0: rule 6."""
         if callable(entry.description):
             entry.description = await run_in_thread(entry.description)
         description = entry.description
@@ -248,7 +278,10 @@ class Places:
 
 
 class Staging:
-    """Shared memory that blocks of other places pass through. It is a place itself, made at its first use."""
+    """Shared memory that blocks of other places pass through.
+
+    It is a place itself, made at its first use.
+    """
 
     def __init__(self, block_bytes: int, slots: int = 0) -> None:
         self.block_bytes = block_bytes
@@ -260,30 +293,31 @@ class Staging:
         self._returned = trio.Event()
 
     def description(self) -> CacheDescription:
-        """How it is registered: one run of bytes for each block."""
+        """Return its description: one run of bytes for each block."""
         memory, size = self.memory, self.block_bytes
         return CacheDescription([TensorLayout(0, 0, 1, [self.slots, size], [size, 1], 0)], [memory])
 
     @property
     def nbytes(self) -> int:
-        """Size of all slots."""
+        """Size of all slots in bytes."""
         return self.slots * self.block_bytes
 
     @property
     def memory(self) -> SharedMemory:
-        """The memory."""
+        """The memory, made at its first use."""
         if self._memory is None:
             self._memory = SharedMemory(self.nbytes, populate=True)
         return self._memory
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """The addresses of these slots."""
+        """Return the addresses of these slots."""
         return self.memory.pages(self.block_bytes).at(slots)
 
     async def take(self, most: int, least: int = 1) -> list[int]:
-        """Take up to so many slots, and at least ``least``, waiting for them in turn. Cancelled, none is taken.
+        """Take ``least`` to ``most`` slots, waiting for them in turn.
 
-        Who needs several takes them at once: two that had a part each would wait for one another.
+        Cancelled, none is taken. A task that needs several takes them at once: two tasks with a part each would wait
+        for one another.
         """
         async with self._turn:
             while len(self._free) < least:
@@ -292,7 +326,7 @@ class Staging:
             return taken
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Give slots back that the daemon is done with."""
+        """Give back slots that the daemon is done with."""
         self._free += slots
         self._returned.set()
         self._returned = trio.Event()

@@ -1,7 +1,8 @@
-"""Memory that a daemon can map: what an engine allocates its KV cache in, so that the daemon copies from and to it by itself.
+"""Memory that a daemon can map, for an engine's KV cache.
 
-A memfd that is sealed against any change of its size: the daemon maps nothing else, since memory that shrinks under a mapping
-ends the process that touches it. Where this process uses CUDA, it is pinned in the background.
+The daemon copies from and to it by itself. A memfd that is sealed against any change of its size: the daemon maps
+nothing else, since memory that shrinks under a mapping ends the process that touches it. If this process uses CUDA, it
+is pinned in the background.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _all: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def sealed_memfd(name: str, nbytes: int) -> int:
-    """The descriptor of new memory whose size cannot change.
+    """Return the descriptor of new memory whose size cannot change.
 
     Raises:
         OSError: there is no memory for it, or no descriptor.
@@ -50,7 +51,9 @@ def sealed_memfd(name: str, nbytes: int) -> int:
 
 
 class SharedMemory:
-    """So many bytes of memory, which are freed when nothing refers to them any more, here and in the daemon.
+    """Memory shared with the daemon.
+
+    It is freed when nothing refers to it any more, here and in the daemon.
 
     Args:
         nbytes: how many.
@@ -69,9 +72,9 @@ class SharedMemory:
 
     @classmethod
     def of(cls, descriptor: int, nbytes: int) -> SharedMemory:
-        """The memory of a descriptor that :func:`sealed_memfd` has made, here or in another process. Closes it at the end.
+        """Return the memory of a descriptor from :func:`sealed_memfd`.
 
-        It is not pinned yet: see :meth:`pin`.
+        Of this or another process. Closes it at the end. It is not pinned yet: see :meth:`pin`.
 
         Raises:
             OSError: it cannot be mapped.
@@ -87,13 +90,16 @@ class SharedMemory:
             os.close(descriptor)
             raise
         self.descriptor: int = descriptor
-        """Handed over to the daemon."""
+        """Descriptor that is handed over to the daemon."""
         self.nbytes: int = nbytes
         with _lock:
             _all.add(self)
 
     def pin(self) -> None:
-        """Have the memory pinned in the background, if this process uses CUDA. Pages that are pinned cannot become huge."""
+        """Pin the memory in the background, if this process uses CUDA.
+
+        Pinned pages cannot become huge.
+        """
         if uses_cuda():
             Pin(self.memory).pin_soon(may_block=False)  # not here: this may be an event loop
 
@@ -105,19 +111,24 @@ class SharedMemory:
         return f"<SharedMemory of {self.nbytes} bytes>"
 
     def buffer(self) -> memoryview:
-        """All of it as bytes, writable. The view, and whatever refers to it, keeps this object."""
+        """Return all of it as writable bytes.
+
+        The view, and any object that refers to it, keeps this object.
+        """
         whole: Any = (ctypes.c_char * self.nbytes).from_address(self.memory.address)
         whole.owner = self
         return memoryview(whole).cast("B")
 
     def pages(self, page_bytes: int) -> Pages:
-        """As many pages of this size as it has room for."""
+        """Return as many pages of this size as it has room for."""
         n = self.nbytes // page_bytes
         first = self.memory.address
         return Pages(range(first, first + n * page_bytes, page_bytes), page_bytes, self.memory)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A tensor in it, which begins at this byte and keeps the memory.
+        """Return a tensor in it that begins at this byte.
+
+        The tensor keeps the memory.
 
         Raises:
             ValueError: it does not fit.
@@ -131,13 +142,16 @@ def _populate(shared: weakref.ref[SharedMemory]) -> bool:
     memory = shared()
     if memory is not None:
         make_huge(memory.memory)
-        with suppress(CannotMap):  # it is found out by the first write
+        with suppress(CannotMap):  # the first write finds out
             memory.memory.populate()
     return False
 
 
 def memory_of(address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
-    """The shared memory of this process that these bytes lie in, and where; ``None`` if they lie elsewhere."""
+    """Return the shared memory of these bytes, with their offset in it.
+
+    ``None`` if they lie elsewhere.
+    """
     with _lock:
         every = list(_all)
     for shared in every:

@@ -1,6 +1,7 @@
-"""Blocks of one run each in shared memory: a cache for programs without torch, which a daemon copies in place.
+"""Blocks in shared memory, which a daemon copies in place.
 
-What :class:`backends.device.DeviceTier` is over tensors: a source of stores, and a destination of loads.
+Each is one run of bytes. A cache for programs without torch: a source of stores and a destination of loads, as
+:class:`backends.device.DeviceTier` is over tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from ._shared import SharedMemory
 
 
 class SharedBlocks:
-    """As many blocks of this size as the memory has room for, one behind the other. Their owner keeps them as they are.
+    """Blocks of one size in shared memory, one after the other.
+
+    As many as the memory has room for. Their owner keeps them unchanged.
 
     Args:
-        memory: where they lie.
+        memory: the memory of the blocks.
         block_bytes: the size of one.
-        n: how many there are, if the memory has room for something else behind them.
+        n: how many there are, if the memory has room for something else after them.
     """
 
     def __init__(self, memory: SharedMemory, block_bytes: int, n: int | None = None) -> None:
@@ -43,19 +46,19 @@ class SharedBlocks:
         self._pages[block][:] = data
 
     def read(self, block: int) -> bytes:
-        """The bytes of a block."""
+        """Return the bytes of a block."""
         return bytes(self._pages[block])
 
     def external(self, ids: Sequence[int], keys: Sequence[Key]) -> ExternalBlocks:
-        """These blocks, to be stored under these keys."""
+        """Return these blocks as blocks to store under these keys."""
         return ExternalBlocks(self, keys, list(ids))
 
     def into(self, ids: Sequence[int]) -> IntoSharedBlocks:
-        """These blocks, to be loaded into."""
+        """Return these blocks as a destination of a load."""
         return IntoSharedBlocks(self, list(ids))
 
     def pages(self, ids: Sequence[int]) -> Pages:
-        """The addresses of these blocks."""
+        """Return the addresses of these blocks."""
         return self._pages.at(ids)
 
     # --- SharedPlace, NumberedSource --------------------------------------------------------------------------------
@@ -70,11 +73,14 @@ class SharedBlocks:
         return self, refs
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Nothing here is found by key: its owner names blocks by their numbers."""
+        """Return ``EVICTED`` for each key.
+
+        The owner names blocks by number, not by key.
+        """
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Nothing is counted."""
+        """Do nothing, since references are not counted."""
 
     def views(self, refs: Sequence[int]) -> Pages:
         """See :class:`~backends.abc.Source`."""
@@ -94,7 +100,7 @@ class IntoSharedBlocks(Destination):
 
     @property
     def block_bytes(self) -> int:
-        """The size of one."""
+        """The size of one block."""
         return self.blocks.block_bytes
 
     def __len__(self) -> int:

@@ -1,14 +1,16 @@
-"""A daemon as one tier of an engine: whatever tiers it has, an engine stores into it and loads from it as into any other.
+"""A daemon as one tier of an engine.
+
+The engine stores into it and loads from it. Whatever tiers the daemon has.
 
     store    reserve (nothing is asked) -> commit -> one message for the batch, with the numbers of its blocks
              -> the daemon copies them out of this process's memory -> its answer is the outcome of each block
     load     pin: one message, answered by a hold -> one message, with the numbers of the blocks to write
              -> the daemon copies into this process's memory -> release
 
-Rule 1. The engine on this side waits for preconditions, puts batches together, and cancels what is not committed without a
-        message. Behind the commit, a store ends when the daemon has answered it, or is over for certain.
-Rule 2. A daemon that is gone is unavailable, as a lookup then names it, never a miss. What was found in a session that is over
-        fails when it is loaded.
+Rule 1. The engine on this side waits for preconditions, puts batches together, and cancels uncommitted blocks without a
+        message. After the commit, a store ends when the daemon has answered it, or is over for certain.
+Rule 2. A daemon that is gone is unavailable, as a lookup then names it, never a miss. Blocks found in a past session
+        fail when they are loaded.
 """
 
 from __future__ import annotations
@@ -68,14 +70,23 @@ from ._places import MAX_PLACES, Places, Staging
 T = TypeVar("T")
 
 _WITHIN: Final = 86_400.0
-"""Seconds for the daemon's tiers: the caller's scope ends sooner, and cancels the request."""
+"""Seconds for the daemon's tiers.
+
+The caller's scope ends sooner, and cancels the request.
+"""
 _LEAVE_AFTER: Final = 10.0
-"""Seconds for the end of a load that was cancelled, before its destination counts as lost."""
+"""Seconds until the destination of a cancelled load counts as lost.
+
+Within them the load should end.
+"""
 _DELETIONS: Final = list(Deletion)
 
 
 class DaemonReservation(TierReservation["DaemonTier"]):
-    """Blocks on their way to a daemon. Nothing is reserved there: it finds room for what comes."""
+    """Blocks on their way to a daemon.
+
+    Nothing is reserved there: it finds room for incoming blocks.
+    """
 
     __slots__ = ("_outcomes", "_room")
 
@@ -115,7 +126,7 @@ class DaemonLease(TierLease["DaemonTier"]):
     def __init__(self, tier: DaemonTier, keys: Sequence[Key], hold: int, session: Session) -> None:
         super().__init__(tier, keys)
         self.hold: int = hold
-        """0 once it is released."""
+        """Number of the hold; 0 once it is released."""
         self.session: Session = session
 
     @property
@@ -124,7 +135,7 @@ class DaemonLease(TierLease["DaemonTier"]):
         return self.hold > 0
 
     def forget(self, positions: Sequence[int]) -> None:
-        """Nothing: the daemon has forgotten what it found damaged."""
+        """Do nothing: the daemon has forgotten the blocks that it found damaged."""
 
     async def __aexit__(self, *exc: object) -> None:
         hold, self.hold = self.hold, 0
@@ -133,13 +144,15 @@ class DaemonLease(TierLease["DaemonTier"]):
 
 
 class DaemonTier(TierBase[DaemonLease]):
-    """All tiers of a daemon as one. An async context manager; an engine enters it.
+    """All tiers of a daemon as one.
+
+    An async context manager; an engine enters it.
 
     Args:
         url: ``ipc://PATH`` of the daemon's socket; by default that of this user's daemon.
         block_bytes: size of every block; 0: that of the daemon's blocks, or of the first that is stored or loaded.
         name: of this engine, for the daemon's log.
-        credential: what shows which tenant this is, where the daemon has tenants.
+        credential: identifies the tenant, if the daemon has tenants.
         connect_timeout: seconds to wait for the daemon when the tier is entered.
     """
 
@@ -204,7 +217,7 @@ class DaemonTier(TierBase[DaemonLease]):
 
     @property
     def connection(self) -> DaemonConnection:
-        """For what only daemons have: its state, its counters, an explanation.
+        """Connection for abilities of daemons alone: state, counters, an explanation.
 
         Raises:
             DaemonUnavailable: the tier was not entered.
@@ -216,7 +229,10 @@ class DaemonTier(TierBase[DaemonLease]):
     # --- storing ----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> DaemonReservation:
-        """See :class:`~backends.abc.TransferExecutor`. Asks nothing: the daemon makes room for what comes."""
+        """See :class:`~backends.abc.TransferExecutor`.
+
+        Asks nothing: the daemon makes room for incoming blocks.
+        """
         await trio.lowlevel.checkpoint()
         return self.reserve_nowait(request)
 
@@ -228,7 +244,10 @@ class DaemonTier(TierBase[DaemonLease]):
     async def _store(
         self, source: Source, keys: Sequence[Key], refs: Sequence[int], depths: Sequence[int | None] | None
     ) -> list[Outcome]:
-        """Store blocks. Cancelled, it returns at once, and the daemon may still read them."""
+        """Store blocks.
+
+        Cancelled, it returns at once, and the daemon may still read them.
+        """
         session, places = self._session(), self._its_places()
         place, numbers = (
             cast(NumberedSource, source).numbers_of(refs) if hasattr(source, "numbers_of") else (None, refs)
@@ -268,7 +287,7 @@ class DaemonTier(TierBase[DaemonLease]):
         try:
             failed = await copy.into(staging.pages(slots), self._in_place, thread.run)
         except BaseException as error:
-            if not holds(error, Unproven):  # else something may write to these slots for ever
+            if not holds(error, Unproven):  # otherwise something may write to these slots for ever
                 thread.leave()
             raise
         staging.give_back([slots[at] for at in failed])  # the daemon is not asked to read these
@@ -293,7 +312,10 @@ class DaemonTier(TierBase[DaemonLease]):
         depths: Sequence[int | None] | None,
         staging: Staging | None = None,
     ) -> list[Outcome]:
-        """Have blocks stored. Slots of the staging area go back when the daemon is done with them, however this ends."""
+        """Ask the daemon to store blocks.
+
+        Slots of the staging area go back when the daemon is done with them, however this ends.
+        """
         if not keys:
             return []
 
@@ -337,7 +359,9 @@ class DaemonTier(TierBase[DaemonLease]):
         return there
 
     async def pin(self, keys: Sequence[Key]) -> DaemonLease:
-        """See :class:`~backends.abc.ReadableTier`. At most ``MAX_KEYS`` keys are looked for.
+        """See :class:`~backends.abc.ReadableTier`.
+
+        At most ``MAX_KEYS`` keys are looked for.
 
         Raises:
             DaemonUnavailable: the daemon is gone.
@@ -358,9 +382,10 @@ class DaemonTier(TierBase[DaemonLease]):
         return lease
 
     async def _have_opened(self, session: Session) -> None:
-        """Have the daemon open its tiers, which it does when a cache tells it the size of a block: that of the staging area.
+        """Make the daemon open its tiers.
 
-        A lookup may come before any store, and a tier that was not open yet may have kept blocks from before.
+        It does so when a cache tells it the size of a block: that of the staging area. A lookup may come before any
+        store, and a tier that was not open yet may have kept blocks from before.
         """
         places = self._its_places()
         await places.cache_of(places.staging, session)
@@ -433,7 +458,7 @@ class DaemonTier(TierBase[DaemonLease]):
         return answers
 
     def statistics(self) -> TierStatistics:
-        """What this client has done there; what the daemon has is in its own counters."""
+        """Return the counts of this client; the daemon has its own counters."""
         return TierStatistics(
             capacity_bytes=0,
             used_bytes=0,
@@ -476,13 +501,19 @@ class DaemonTier(TierBase[DaemonLease]):
 
 
 class _SlotsOfThread:
-    """Slots that a thread writes to: they go back once it is over and was left, whichever comes last."""
+    """Slots that a thread writes to.
+
+    They go back once it is over and was left, whichever comes last.
+    """
 
     def __init__(self, staging: Staging, slots: Sequence[int]) -> None:
         self._staging, self._slots = staging, slots
         self._trio = trio.lowlevel.current_trio_token()
         self._first: list[bool] = []
-        """One element while there is a thread, taken by whichever end comes first."""
+        """One element while there is a thread.
+
+        It is taken by whichever end comes first.
+        """
 
     async def run(self, function: Callable[[Pages], T], pages: Pages) -> T:
         """Call this in a thread; see :func:`backends.base.threads.run_in_thread`."""
@@ -495,7 +526,10 @@ class _SlotsOfThread:
             raise
 
     def leave(self) -> None:
-        """Give the slots back as soon as nothing writes to them: they are not used."""
+        """Give the slots back as soon as nothing writes to them.
+
+        They are not used.
+        """
         if not self._is_first():
             self._staging.give_back(self._slots)
 
@@ -519,7 +553,7 @@ def _part(depths: Sequence[int | None] | None, part: slice) -> Sequence[int | No
 
 
 def _outcomes(url: str, answer: Stored, n: int) -> list[Outcome]:
-    """The outcome of each block of a store."""
+    """Return the outcome of each block of a store."""
     if answer.status == "cancelled":
         return [Failed(DaemonUnavailable(url, answer.error or "it ended before this was stored"))] * n
     if answer.error:
