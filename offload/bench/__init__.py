@@ -1,3 +1,6 @@
-"""``offload bench``: measures this package, each figure beside its limit in the same run."""
+"""``offload bench``: figures of this package, each next to its limit.
+
+Both are measured in the same run.
+"""
 
 from ._command import command as command

@@ -1,4 +1,4 @@
-"""``python -m offload.bench`` is ``offload bench``."""
+"""``python -m offload.bench``, the same as ``offload bench``."""
 
 from ._command import command
 

@@ -1,4 +1,7 @@
-"""The command ``offload bench``: chooses the benches. ``maru.bench`` measures and prints."""
+"""The command ``offload bench``, which chooses the benches.
+
+``maru.bench`` measures and prints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ BENCHES: Final[Mapping[str, str]] = {
     "daemon": "Eight engine processes at one daemon, beside memmove; an enqueue, beside an echo.",
     "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
 }
-"""The text of each bench, by the name of its command, which is also the name of its module."""
+"""Text of each bench, by the name of its command.
+
+The name is also that of its module.
+"""
 
 _TRACE: Final = click.Option(
     ["--trace"],

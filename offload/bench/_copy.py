@@ -1,17 +1,17 @@
-"""``offload bench copy``: bytes through a pipeline, as a share of what one memmove of the same bytes takes. Goal 5.
+"""``offload bench copy``: bytes through a pipeline, as a share of memmove.
 
-End to end: from the first ``enqueue_nowait`` to the end of the drain, so with policy, reservation, thread and publication.
-Containers of 64 blocks, each a batch of its own; four of them, so that a second transfer finds something to do. The
-blocks of a container are scattered over the source. The memmove copies as many bytes out of one run of them into the same
-pages, a batch per call, on one thread.
+Goal 5. The memmove copies the same bytes at once. End to end: from the first ``enqueue_nowait`` to the end of the
+drain, so with policy, reservation, thread and publication. Containers of 64 blocks, each a batch of its own; four of
+them, so that a second transfer finds something to do. The blocks of a container are scattered over the source. The
+memmove copies as many bytes out of one run of them into the same pages, a batch per call, on one thread.
 
-A block of a *device* tier (a tensor in host memory here, where there is no GPU) is in one piece, or in 64: keys and
-values of 32 layers, each layer a tensor. Its pages, as those of every memory tier, are a shared mapping.
+A block of a *device* tier (a tensor in host memory here, if there is no GPU) is in one piece, or in 64: keys and values
+of 32 layers, each layer a tensor. Its pages, as those of every memory tier, are a shared mapping.
 
-Into the page store (``copy.maru``) blocks are copied into pages of shared memory and registered, a message a batch. The server
-is a process of its own, with its journal on; the memmove copies into as much populated shared memory. The registration lists
-the blocks that are present already. An engine also asks before it copies, which avoids useless copies and costs one message
-for each container: that is measured as *asked*.
+Into the page store (``copy.maru``) blocks are copied into pages of shared memory and registered, a message a batch. The
+server is a process of its own, with its journal on; the memmove copies into as much populated shared memory. The
+registration lists the blocks that are present already. An engine also asks before it copies, which avoids useless
+copies and costs one message for each container: that is measured as *asked*.
 """
 
 from __future__ import annotations
@@ -50,11 +50,17 @@ _SOURCES: Final[dict[str, Callable[[int], CopySource]]] = {
     "memory": from_memory,
 }
 _GOALS: Final = {(64, 1): 0.60, (64, 2): 0.70, (256, 1): 0.88, (256, 2): 0.95, (1024, 1): 0.88, (1024, 2): 0.95}
-"""By the KiB of a block and the number of transfers at once: the least share of memmove, without checksums."""
+"""Least share of memmove, without checksums.
+
+The keys are the KiB of a block and the number of transfers at once.
+"""
 _GOALS_OF_PAGES: Final = {**_GOALS, (64, 1): 0.40, (64, 2): 0.55, (256, 1): 0.70, (256, 2): 0.85}
-"""The same for the page store."""
+"""Least share of memmove for the page store, as in ``_GOALS``."""
 _SPARE: Final = 1.5
-"""Memory of the page store for each byte of blocks: a server evicts ahead of need from a region that is nearly full."""
+"""Memory of the page store for each byte of blocks.
+
+A server evicts ahead of need from a region that is nearly full.
+"""
 _NO_TORCH: Final = "torch is not installed, so there is no device tier: pip install 'trio-offload[torch]'"
 
 

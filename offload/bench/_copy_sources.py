@@ -1,4 +1,7 @@
-"""Sources for the copy benches: scattered blocks, and as many bytes in one run for the memmove."""
+"""Sources for the copy benches: scattered blocks, and one run for memmove.
+
+The run has as many bytes as the blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,20 @@ BATCH: Final = 64
 """Blocks in a container."""
 BATCHES: Final = 4
 LAYERS: Final = 32
-"""Layers of the cache in pieces. Each has keys and values, so a block has 64 pieces."""
+"""Layers of the cache in pieces.
+
+Each has keys and values, so a block has 64 pieces.
+"""
 
 
 @attrs.frozen
 class CopySource:
-    """The source of a case's blocks."""
+    """Source of a case's blocks."""
 
     tier: MemoryTier | DeviceTier
     groups: Sequence[Blocks]
     address: int
-    """The address of one run with as many bytes as all groups have."""
+    """Address of one run with as many bytes as all groups have."""
     owner: object
     """Keeps the run allocated."""
 
@@ -56,7 +62,10 @@ def from_memory(block_bytes: int) -> CopySource:
 
 
 def from_device(block_bytes: int, layers: int) -> CopySource:
-    """A KV cache of ``layers`` layers; with 0, a tensor in which each block lies in one piece."""
+    """Make a KV cache of ``layers`` layers.
+
+    With 0, a tensor in which each block lies in one piece.
+    """
     import torch
 
     from backends.device import DeviceTier

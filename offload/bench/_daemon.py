@@ -1,13 +1,14 @@
-"""``offload bench daemon``: eight engine processes at one daemon, beside memmove; and an enqueue, beside an echo.
+"""``offload bench daemon``: eight engine processes at one daemon, and an enqueue.
 
-Daemon and engines are processes of their own, the daemon as ``offload serve`` runs it, over one memory tier that has room for
-a round. All engines begin at once, store new blocks, and then load all of them, each with some requests under way, as engines
-have; a rate is that of all blocks until the last engine is done. *In lockstep* each load ends before the next one is looked up.
-A store is checksummed by the daemon, a load is verified. The memmove copies as many bytes on one thread, from and to memory
-that was written to before and does not fit into a processor's cache.
+The processes are compared with memmove, the enqueue with an echo. Daemon and engines are processes of their own, the
+daemon as ``offload serve`` runs it, over one memory tier that has room for a round. All engines begin at once, store
+new blocks, and then load all of them, each with some requests under way, as engines have; a rate is that of all blocks
+until the last engine is done. *In lockstep* each load ends before the next one is looked up. A store is checksummed by
+the daemon, a load is verified. The memmove copies as many bytes on one thread, from and to memory that was written to
+before and does not fit into a processor's cache.
 
-On a machine that is busy otherwise, ten processes get more of its time than one that copies. So the processor time of daemon
-and engines together stands beside each rate, for a block, beside that of memmove.
+On a machine that is busy otherwise, ten processes get more of its time than one that copies. So each rate has the
+processor time of daemon and engines together, for a block, next to that of memmove.
 """
 
 from __future__ import annotations
@@ -31,20 +32,33 @@ from ._daemon_client import CACHE_BYTES
 CLIENTS: Final = 8
 _KIB: Final = 1 << 10
 _SIZES: Final = ((4, 125_000, 64, 3), (256, 256, 32, 9), (1024, 64, 16, 9))
-"""KiB of a block, blocks of a client in a round, blocks of a request, and how often at most: 1,000,000 of 4 KiB in all."""
+"""Sizes and counts of the blocks of each case.
+
+KiB of a block, blocks of a client, blocks of a request, most repeats. The blocks are those of a round: 1,000,000 of 4
+KiB in all.
+"""
 _SPARE: Final = 1.25
-"""Room in the tier for each byte of a round: each deletes what it has stored."""
+"""Room in the tier for each byte of a round.
+
+Each round deletes the blocks that it has stored.
+"""
 _OF_MEMMOVE: Final = "ratio >= 0.4"
 _OF_ECHO: Final = "ratio <= 2"
 _ENQUEUED_BYTES: Final = 128
-"""Of the packets that are echoed: the frame of a store of one block."""
+"""Bytes of the echoed packets.
+
+Each is as long as the frame of a store of one block.
+"""
 _MOVED: Final = 1 << 30
-"""Bytes of one measurement of memmove, at most."""
+"""Most bytes of one measurement of memmove."""
 _PATIENCE: Final = 600.0
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Yield the rates of eight clients and of one, by size of block; and the cost of one store."""
+    """Yield the rates of eight clients and of one.
+
+    The rates are by size of block; then follows the cost of one store.
+    """
     for kib, blocks, each, repeat in _SIZES:
         yield from _rates(kib, effort.size(blocks, 4), effort.size(each, 2), effort.at_most(repeat))
     yield from _pages_at_once(effort)
@@ -73,7 +87,10 @@ def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
 
 
 def _pages_at_once(effort: Effort) -> Iterator[Row]:
-    """The rates of eight clients that write and read pages of the daemon's page store themselves."""
+    """Yield the rates of eight clients that use shared pages.
+
+    They write and read these pages of the daemon themselves.
+    """
     kib, blocks, each, repeat = _SIZES[1]
     blocks, each = effort.size(blocks, 4), effort.size(each, 2)
     block_bytes = kib * _KIB
@@ -91,7 +108,10 @@ def _pages_at_once(effort: Effort) -> Iterator[Row]:
 
 
 def _ways(effort: Effort) -> Iterator[Row]:
-    """What a block costs one client by each way between its cache and the daemon, in processor time of both processes."""
+    """Yield the cost of a block by each way to the daemon.
+
+    The cost is that of one client, in processor time of both processes.
+    """
     kib, blocks, each, repeat = _SIZES[1]
     blocks, each = effort.size(blocks, 4), effort.size(each, 2)
     block_bytes = kib * _KIB
@@ -111,7 +131,10 @@ def _ways(effort: Effort) -> Iterator[Row]:
 
 
 def _one_way(way: str, daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int) -> Figures:
-    """Store and load the blocks of a round. They are deleted, but for pages: there is room for those of some rounds."""
+    """Store and load the blocks of a round.
+
+    They are deleted, but for pages: there is room for those of some rounds.
+    """
     number = next(rounds)
     return {
         f"{way}.{what}.{figure}": value
@@ -136,7 +159,10 @@ def _processor_row(name: str, figure: str, samples: Samples) -> Row:
 def _one_round(
     commands: Sequence[str], daemon: Child, clients: Sequence[Child], rounds: Iterator[int], blocks: int
 ) -> Figures:
-    """Have all clients do these with the blocks of a round, at once; how it went, by what was done."""
+    """Have all clients do these with a round's blocks, at once.
+
+    Return the figures by command.
+    """
     number = next(rounds)
     figures: dict[str, float] = {}
     for what in commands:
@@ -146,7 +172,10 @@ def _one_round(
 
 
 def _at_once(daemon: Child, clients: Sequence[Child], command: str, blocks: int) -> Figures:
-    """Have all of them do it: blocks per second of all together, and seconds of processor time for each block."""
+    """Have all clients do this at once.
+
+    Return the blocks per second of all together, and the seconds of processor time for each block.
+    """
     pids = [daemon.pid, *(client.pid for client in clients)]
     worked, begun = processor_time(*pids), time.perf_counter()
     for client in clients:
@@ -159,7 +188,7 @@ def _at_once(daemon: Child, clients: Sequence[Child], command: str, blocks: int)
 
 
 def _memmove(nbytes: int, block_bytes: int) -> Callable[[], Figures]:
-    """Copies this many bytes, a block at a time."""
+    """Return a function that copies this many bytes by blocks."""
     size = min(nbytes, CACHE_BYTES)
     memories = [mmap.mmap(-1, size) for _ in range(2)]
     for memory in memories:
@@ -204,7 +233,7 @@ def _one_store(effort: Effort) -> Iterator[Row]:
 
 @contextmanager
 def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
-    """A daemon in a process of its own, over one memory tier."""
+    """Run a daemon as a child process, over one memory tier."""
     with scratch("offload-bench") as directory:
         with open(f"{directory}/daemon.toml", "w") as file:
             file.write(
@@ -218,7 +247,10 @@ def _daemon(block_bytes: int, capacity_bytes: int) -> Iterator[Child]:
 
 @contextmanager
 def _daemon_with_pages(block_bytes: int, capacity_bytes: int, clients: int = 1) -> Iterator[Child]:
-    """A daemon as it is without a file, with a page store that has room for the regions of these clients."""
+    """Run a daemon without a configuration file, with a page store.
+
+    It has room for the regions of these clients.
+    """
     with scratch("offload-bench") as directory:
         command = ["-m", "offload", "serve", "--runtime-dir", f"{directory}/run", "--log-level", "error"]
         command += ["--block-bytes", str(block_bytes), "--host-bytes", str(capacity_bytes // block_bytes * block_bytes)]
@@ -228,7 +260,7 @@ def _daemon_with_pages(block_bytes: int, capacity_bytes: int, clients: int = 1) 
 
 
 def _url(line: bytes) -> str:
-    """Where a daemon is ready, by its ready line."""
+    """Return the address of a daemon, from its ready line."""
     return line.decode().partition(" at ")[2].partition(" ")[0]
 
 

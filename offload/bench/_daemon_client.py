@@ -1,16 +1,18 @@
-"""An engine process of ``offload bench daemon``: ``python -m ..._daemon_client URL NAME WAY BLOCK_BYTES BLOCKS EACH``.
+"""An engine process of ``offload bench daemon``.
 
-Its thread knows no trio, as that of an inference engine. It reads commands, a line each, and writes an answer in JSON:
+``python -m ..._daemon_client URL NAME WAY BLOCK_BYTES BLOCKS EACH``. Its thread knows no trio, as that of an inference
+engine. It reads commands, a line each, and writes an answer in JSON:
 
     store ROUND          stores BLOCKS new blocks, EACH at a time, with some stores under way
     load ROUND           finds them again, EACH at a time, and loads them, with some loads under way
     load_lockstep ROUND  the same, and each load ends before the next lookup begins
     delete ROUND         deletes them, so that the next round finds room
-    enqueue TIMES        stores single blocks, so many behind each other and so many one at a time: the times of the calls
+    enqueue TIMES        stores single blocks, so many one after the other and so many one at a time: the times of the
+    calls
 
-WAY is how blocks get from its cache to the daemon. ``shared``: the cache is in memory that the daemon has mapped. ``private``:
-it is not, so they pass through the staging area. ``pages``: this process writes and reads pages of the page store itself; it
-knows the first two commands.
+WAY is the way of blocks from its cache to the daemon. ``shared``: the cache is in memory that the daemon has mapped.
+``private``: it is not, so they pass through the staging area. ``pages``: this process writes and reads pages of the
+page store itself; it knows the first two commands.
 
 It ends with its standard input. Blocks that were not stored or not loaded are an error.
 """
@@ -35,13 +37,22 @@ from ..client import BlockingPages, DaemonTier, SharedBlocks, SharedMemory
 from ..preconditions import NO_WAIT
 
 CACHE_BYTES: Final = 64 << 20
-"""Of the cache of a client: more than what a processor keeps. Stores go through its first half again and again."""
+"""Bytes of the cache of a client: more than a processor keeps.
+
+Stores go through its first half again and again.
+"""
 _UNDER_WAY: Final = 16
-"""Stores at once, or loads, as far as the half of the cache has room for them."""
+"""Most stores at once, or loads.
+
+As far as the half of the cache has room for them.
+"""
 _DELETED_AT_ONCE: Final = 2_048
 _PATIENCE: Final = 300.0
 _AT_ONCE: Final = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), budget_blocks=1 << 16)
-"""A store is a message, as soon as there is room for one: an engine that waits for a batch would be measured waiting."""
+"""Configuration that sends a store as soon as there is room.
+
+An engine that waits for a batch would be measured waiting.
+"""
 
 
 def main(url: str, name: str, way: str, block_bytes: int, blocks: int, each: int) -> None:
@@ -78,7 +89,10 @@ def _serve(client: _Client | _PageClient) -> None:
 
 
 class _Rounds:
-    """The keys of a round, in groups; and the cache, whose first half is stored, and whose second half is loaded into."""
+    """Keys of a round, in groups, and the cache.
+
+    The first half of the cache is stored, the second half is loaded into.
+    """
 
     def __init__(self, cache: Any, name: str, blocks: int, each: int) -> None:
         self._cache = cache
@@ -153,7 +167,10 @@ class _Client(_Rounds):
         return {"blocks": done}
 
     def _lookups(self, number: int) -> Iterator[Any]:
-        """The lookups of a round, each begun before the one before it is told."""
+        """Yield the lookups of a round.
+
+        Each is begun before the one before it is yielded.
+        """
         begun: deque[Any] = deque()
         for _, keys in self._groups(number):
             begun.append(self._engine.begin_lookup(keys, timeout=_PATIENCE))
@@ -162,7 +179,7 @@ class _Client(_Rounds):
         yield from begun
 
     def load_lockstep(self, number: int) -> dict[str, float]:
-        """Load the blocks of a round, each request when the one before has ended."""
+        """Load the blocks of a round, each request after the one before."""
         done = 0
         for _, keys in self._groups(number):
             with self._engine.lookup(keys, timeout=_PATIENCE) as hit:
@@ -180,7 +197,10 @@ class _Client(_Rounds):
         return {"blocks": done}
 
     def enqueue(self, times: int) -> dict[str, float]:
-        """Store single blocks, one behind the other and then one at a time; microseconds, half of them at most."""
+        """Measure the stores of single blocks, in a burst and then alone.
+
+        Return medians in microseconds.
+        """
         salt = time.monotonic_ns()
         futures: list[Any] = []
         burst, firsts, wholes = [], [], []

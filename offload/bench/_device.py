@@ -1,7 +1,8 @@
-"""``offload bench device``: blocks of a GPU to pinned pages and back, beside a bare call of the driver.
+"""``offload bench device``: blocks of a GPU to pinned pages and back.
 
-A block has 16 tokens; its layouts are those of engines. The limit is one ``cuMemcpyBatchAsync`` of the same pieces, listed
-beforehand, in a stream of its own. A multiplication of matrices is timed alone and beside copies, where torch sees the device.
+Compared with a bare call of the driver. A block has 16 tokens; its layouts are those of engines. The limit is one
+``cuMemcpyBatchAsync`` of the same pieces, listed beforehand, in a stream of its own. A multiplication of matrices is
+timed alone and next to copies, if torch sees the device.
 
 Without a GPU all of it runs over a driver in Python, and the bytes are compared: the rows have no figures then.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _KIB: Final = 1 << 10
 _BYTES: Final = 256 << 20
-"""Of the blocks of a layout that are copied at once."""
+"""Bytes of the blocks of a layout that are copied at once."""
 _WAYS: Final = ("store", "load")
 _MATMUL: Final = 4096
 """Rows of the square matrices."""
@@ -37,14 +38,14 @@ _MATMUL: Final = 4096
 
 @attrs.frozen
 class _Layout:
-    """So many tensors of rows, one row for each block."""
+    """Tensors of rows, one row for each block."""
 
     name: str
     tensors: int
     row: int
     """Bytes of a block in a tensor."""
     goal: str | None = None
-    """The goal beside the bare call."""
+    """Goal relative to the bare call."""
 
     @property
     def block_bytes(self) -> int:
@@ -63,7 +64,10 @@ _LAYOUTS: Final = (
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Yield the rows of each layout, and of a multiplication beside copies."""
+    """Yield the rows of each layout, and of a multiplication.
+
+    The latter runs next to copies.
+    """
     with ExitStack() as stack:
         why_not = ""
         try:
@@ -108,10 +112,12 @@ def _of_layout(layout: _Layout, driver: Driver, effort: Effort, why_not: str) ->
 
 
 def _check(blocks: DeviceBlocks, pages: Pages, n: int) -> None:
-    """Copy a pattern to the device and back, each block into another page.
+    """Copy a pattern to the device and back.
+
+    Each block comes back into another page.
 
     Raises:
-        AssertionError: a block did not arrive as it was.
+        AssertionError: a block did not arrive unchanged.
     """
     for at, page in enumerate(pages):
         page[:] = (at % 251 + 1).to_bytes(1, "big") * len(page)
@@ -124,7 +130,7 @@ def _check(blocks: DeviceBlocks, pages: Pages, n: int) -> None:
 
 
 def _bare(driver: Driver, pieces: Pieces, *, load: bool, stack: ExitStack) -> Callable[[], None]:
-    """Copy the pieces by the driver alone."""
+    """Return a function that copies the pieces by the driver alone."""
     stream, end = driver.stream(), driver.event()
     stack.callback(driver.destroy_stream, stream)
     stack.callback(driver.destroy_event, end)
@@ -138,7 +144,7 @@ def _bare(driver: Driver, pieces: Pieces, *, load: bool, stack: ExitStack) -> Ca
     return copy
 
 
-# --- what a copy costs the engine ---------------------------------------------------------------------------------------
+# --- cost of a copy for the engine --------------------------------------------------------------------------------
 
 
 def _beside_a_matmul(driver: Driver, effort: Effort, why_not: str) -> Row:
@@ -193,7 +199,7 @@ def _beside(pieces: Pieces, work: Callable[[], None]) -> None:
 
 
 def _torch() -> Any:
-    """torch, if it sees a device."""
+    """Return torch, if it sees a device."""
     try:
         import torch
     except ImportError:

@@ -1,9 +1,9 @@
-"""``offload bench pinned-pool``: copies into a server's blocks and out of them, beside one memmove and the socket.
+"""``offload bench pinned-pool``: copies into a server's blocks and back.
 
-The server is a separate process, as ``offload pinned-pool`` runs it. One client maps its pool, the other is configured to
-stream through the socket; both copy the same tensor, in turn. The memmove copies as many bytes from the same tensor into a
-mapping of the same kind (and out of it), on one thread. All targets were written to before: the first touch of fresh memory
-costs more than the copy.
+Compared with one memmove and with the socket. The server is a separate process, as ``offload pinned-pool`` runs it. One
+client maps its pool, the other is configured to stream through the socket; both copy the same tensor, in turn. The
+memmove copies as many bytes from the same tensor into a mapping of the same kind (and out of it), on one thread. All
+targets were written to before: the first touch of fresh memory costs more than the copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _LIMITS: Final = (
     ("socket", "the same through the socket", "ratio >= 3"),
 )
 _GOALS_FROM: Final = 64
-"""MiB. The goals are for larger blocks; the figures of smaller ones are shown without a goal."""
+"""MiB of the smallest blocks with goals.
+
+The figures of smaller blocks are shown without a goal.
+"""
 _NO_TORCH: Final = "torch is not installed, so there are no tensors to copy: pip install 'trio-offload[torch]'"
 
 
@@ -107,12 +110,15 @@ def _memmoves(source: torch.Tensor, into: torch.Tensor) -> dict[str, Callable[[]
 
 
 def _rate(nbytes: int, copy: Callable[[], object]) -> float:
-    """Return bytes per second over several copies, so that one measurement moves some 16 MiB at least."""
+    """Return bytes per second over several copies.
+
+    One measurement then moves at least some 16 MiB.
+    """
     return rate_of(nbytes, copy, max(1, 16 * _MIB // nbytes))
 
 
 def _allocations(pool: MemoryPool, effort: Effort) -> Row:
-    """Allocate and free a block: two round trips, beside one."""
+    """Measure allocating and freeing a block: two round trips, next to one."""
     import torch
 
     tensor, times = torch.empty(1, dtype=torch.uint8), effort.size(300, 20)
@@ -131,7 +137,7 @@ def _allocations(pool: MemoryPool, effort: Effort) -> Row:
 
 @contextmanager
 def _server() -> Iterator[str]:
-    """Start a server in a child process. Yields its address."""
+    """Start a server in a child process. Yield its address."""
     with scratch("pp") as directory:
         command = ["-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
         command += ["--runtime-dir", directory, "--log-level", "error"]

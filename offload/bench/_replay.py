@@ -1,10 +1,11 @@
-"""``offload bench replay``: a real request trace through an engine, beside a dictionary that makes the same copies.
+"""``offload bench replay``: a real request trace through an engine.
 
-The requests are sent by the driver of all comparisons (:mod:`offload._replay.driver`), a few to each subject in turn: to an
-engine over a memory tier without checksums, to one with them, to one with four requests in flight, and to a plain dictionary in
-least recently used order over a populated shared mapping of the same size, which copies with memmove
-(:class:`offload._replay.baseline.Baseline`). All of them evict in that order, so that they find, load and store the same
-blocks, but for what four in flight do not see of each other. Each has its own memory on both sides.
+Compared with a dictionary that makes the same copies. The requests are sent by the driver of all comparisons
+(:mod:`offload._replay.driver`), a few to each subject in turn: to an engine over a memory tier without checksums, to
+one with them, to one with four requests in flight, and to a plain dictionary in least recently used order over a
+populated shared mapping of the same size, which copies with memmove (:class:`offload._replay.baseline.Baseline`). All
+of them evict in that order, so that they find, load and store the same blocks, except that four in flight do not see
+all of each other. Each has its own memory on both sides.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from .._replay.trace import Request, TraceError, read_trace
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500
 _GOALS: Final = {64: 2.0, 256: 1.5}
-"""By the KiB of a block: how many times the baseline's time the whole replay may take."""
+"""Most times the baseline's time for the whole replay.
+
+The keys are the KiB of a block.
+"""
 _TIERS: Final = {"plain": (False, 1), "checksums": (True, 1), "plain.flight4": (False, 4)}
-"""The engines, by name: whether their tier keeps checksums, and how many requests are in flight."""
+"""Engines by name: whether checksums are kept, and requests in flight."""
 _AT_ONCE: Final = 25
-"""Requests that one subject is sent before the next one has its turn."""
+"""Requests sent to one subject before the next one has its turn."""
 _P99: Final = "ratio <= 2.5"
 _NO_TRACE: Final = "no trace: name one by --trace, or in OFFLOAD_TRACE"
 _BASELINE: Final = "dictionary, LRU order, memmove"
@@ -86,7 +90,10 @@ async def _play(requests: Sequence[Request], block_bytes: int, capacity_bytes: i
 
 
 async def _in_turn(requests: Sequence[Request], subjects: Mapping[str, tuple[Cache, Sequence[Place]]]) -> Figures:
-    """Send the same few requests to each subject, then the next few, in changing order."""
+    """Send the same few requests to each subject, then the next few.
+
+    The order of the subjects changes.
+    """
     driven = {name: Driven() for name in subjects}
     names = list(subjects)
     for start in range(0, len(requests), _AT_ONCE):

@@ -1,11 +1,12 @@
-"""``offload bench wrappers``: bytes through a wrapped tier, beside the bare library on one thread, and beside memmove.
+"""``offload bench wrappers``: bytes through a wrapped tier.
 
-A batch of 64 blocks goes into a memory tier and comes back: reservation, copy thread, header, checksums and publication are in
-the figure. The bare library does the same work over the same blocks in one loop, into memory that is allocated already, in as
-few calls as it can. The memmove copies the same blocks once.
+Compared with the bare library on one thread, and with memmove. A batch of 64 blocks goes into a memory tier and comes
+back: reservation, copy thread, header, checksums and publication are in the figure. The bare library does the same work
+over the same blocks in one loop, into memory that is allocated already, in as few calls as it can. The memmove copies
+the same blocks once.
 
-The blocks are synthetic keys and values: 16-bit floats, normally distributed, each channel with its own scale. Real ones may
-compress better or worse; measure yours.
+The blocks are synthetic keys and values: 16-bit floats, normally distributed, each channel with its own scale. Real
+ones may compress better or worse; measure yours.
 
 Last, the gain: the bytes that a file tier takes on disk for each plain byte.
 """
@@ -45,7 +46,10 @@ _LIMITS: Final = (("bare", "the bare library, one thread"), ("memmove", "memmove
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Yield the rows of each wrapper and of all together, in and out; then those of the bytes on disk."""
+    """Yield the rows of each wrapper and of all together.
+
+    The rows of the bytes on disk follow.
+    """
     missing = [extra for package, extra in _NEEDED.items() if find_spec(package) is None]
     if missing:
         nothing = Samples(why_not=f"not all extras are installed: pip install 'trio-offload[{','.join(missing)}]'")
@@ -75,7 +79,10 @@ def _gained(chain: str, share: float | None, why: str = "") -> Row:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let torch use one thread: with one for each core it would compete with the copy threads."""
+    """Let torch use one thread.
+
+    With one for each core it would compete with the copy threads.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -86,7 +93,7 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# --- what is stored -----------------------------------------------------------------------------------------------
+# --- stored blocks ------------------------------------------------------------------------------------------------
 
 
 class _Blocks:
@@ -186,7 +193,7 @@ async def _get(tier: Any, blocks: _Blocks) -> None:
 
 
 class _Bare:
-    """The same work in a loop that calls the libraries directly."""
+    """Loop that does the same work by calling the libraries directly."""
 
     def __init__(self, blocks: _Blocks, chain: str) -> None:
         self._blocks = blocks
@@ -262,11 +269,14 @@ def _bare_fp8(block_bytes: int) -> Step:
 _STEPS: Final[dict[str, Callable[[int], Step]]] = {"zstd": _bare_zstd, "fp8": _bare_fp8, "aes": _bare_aes}
 
 
-# --- what is gained -----------------------------------------------------------------------------------------------
+# --- gain ---------------------------------------------------------------------------------------------------------
 
 
 async def _on_disk(blocks: _Blocks, chain: str) -> float:
-    """Bytes on disk for each plain byte, with headers and the rounding of the file system."""
+    """Measure bytes on disk for each plain byte.
+
+    Headers and the rounding of the file system are included.
+    """
     wrappers = _wrappers(chain)
     with ExitStack() as stack:
         directory = stack.enter_context(scratch("offload-bench"))

@@ -2,8 +2,7 @@
 
 This process writes and reads them itself. One copy, and no byte through a socket.
 
-    reserve_write   the daemon: it names unwanted keys, the rest counts as coming; then pages of this process's own
-    region
+    reserve_write   the daemon: names unwanted keys, the rest counts as coming; then pages of this process's region
     (the caller fills the pages)
     commit          the page store: registered, all in one message; then the daemon is told, without waiting
     reserve_read    the page store: held where they lie, whichever process wrote them

@@ -1,6 +1,7 @@
-"""The status of an engine, for people: a page that a browser shows, a screen in a terminal, and the views they are made of.
+"""Status of an engine: a web page, a terminal screen, views.
 
-The page needs the extra ``status``. Names are imported when they are first used.
+The page and the screen show the views. The page needs the extra ``status``. Names are imported when they are first
+used.
 """
 
 from typing import TYPE_CHECKING

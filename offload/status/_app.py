@@ -1,11 +1,13 @@
-"""The status page as an ASGI application: the page, its events, explanations, and whether it lives and is ready.
+"""The status page as an ASGI application.
 
-Rule 1. Whoever looks costs the engine one snapshot a second together, not each: one task samples while somebody watches.
+It serves the page, its events, explanations, and whether the process lives and is ready.
+
+Rule 1. All watchers together cost the engine one snapshot a second: one task samples while somebody watches.
 Rule 2. Nothing here changes anything: all routes are read.
-Rule 3. A page of another site that a browser shows must not read this one: only known names are served (no rebinding of names
-        to this host), and the page loads nothing from elsewhere.
-Rule 4. A stream of events ends when the server does, or its client; a slow client gets the latest view, not all of them. There
-        are so many at most: one connection of HTTP/2 may ask for a hundred.
+Rule 3. A page of another site that a browser shows must not read this one: only known names are served (no rebinding of
+        names to this host), and the page loads nothing from elsewhere.
+Rule 4. A stream of events ends when the server does, or its client; a slow client gets the latest view, not all of
+        them. The number of streams is bounded: one connection of HTTP/2 may ask for a hundred.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ from ._source import NoSuchKey, StatusSource, degraded_of
 INTERVAL: Final = 1.0
 """Seconds between two views."""
 MAP_INTERVAL: Final = 5.0
-"""Seconds between two maps of the pool, which cost a server with a million keys a second of its processor."""
+"""Seconds between two maps of the pool.
+
+A map costs a server with a million keys a second of its processor.
+"""
 MOST_STREAMS: Final = 64
-"""Streams of events at once."""
+"""Most streams of events at once."""
 HOSTS: Final[Sequence[str]] = ("localhost", "127.0.0.1", "[::1]")
-"""Names under which it is served: see rule 3."""
+"""Names under which the page is served: see rule 3."""
 
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'",
@@ -57,10 +62,12 @@ _log = logging.getLogger("offload.status")
 
 @attrs.define(eq=False)
 class Sampler:
-    """Makes a view each second while somebody watches, and the pool's map every five.
+    """Makes a view each second while somebody watches.
+
+    It makes the pool's map every five seconds.
 
     Args:
-        source: what is looked at.
+        source: the source of the views.
     """
 
     source: StatusSource
@@ -84,7 +91,7 @@ class Sampler:
                     mapped_at = now
                     self.latest["pool"] = _encode(await self.source.map_pool())
                 self.latest["status"] = _encode(self.source.view())
-            except Exception as error:  # of a tier, say: the last view stays, and what serves the page goes on
+            except Exception as error:  # as of a tier: the last view stays, and the server of the page goes on
                 _log.log(logging.DEBUG if self._failed else logging.WARNING, "no view can be made: %r", error)
                 self._failed = True
             else:
@@ -94,19 +101,19 @@ class Sampler:
             await trio.sleep(INTERVAL)
 
     def status(self) -> bytes:
-        """The latest view, encoded: a new one, where nobody watches."""
+        """Return the latest view, encoded; a new one if nobody watches."""
         if not self._watchers:
             self.latest["status"] = _encode(self.source.view())
         return self.latest.get("status") or _encode(self.source.view())
 
     @property
     def watchers(self) -> int:
-        """Streams of events that are open."""
+        """Number of open streams of events."""
         return self._watchers
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sample meanwhile."""
+        """Sample while the body runs."""
         self._watchers += 1
         self._wanted.set()
         try:
@@ -120,11 +127,13 @@ class Sampler:
 
 
 class EventStream(Response):
-    """The events of one watcher, until it goes or ``stop`` is set; see rule 4.
+    """The events of one watcher, until it goes or ``stop`` is set.
+
+    See rule 4.
 
     Args:
         sampler: makes the events.
-        stop: ends the stream in order: the browser is told the end of its answer.
+        stop: ends the stream in order: the browser gets the end of its answer.
     """
 
     def __init__(self, sampler: Sampler, stop: trio.Event) -> None:
@@ -169,11 +178,11 @@ class StatusApp:
     """The routes over one source.
 
     Args:
-        source: what is looked at.
-        sampler: makes its views; its :meth:`Sampler.run` is to be run beside.
+        source: the source of the views.
+        sampler: makes its views; the caller runs its :meth:`Sampler.run`.
         stop: ends all streams of events.
-        hosts: names under which it is served.
-        metrics: what ``/metrics`` answers, in the text of Prometheus; ``None``: there is none.
+        hosts: names under which the page is served.
+        metrics: makes the answer of ``/metrics``, in the text of Prometheus; ``None``: there is none.
     """
 
     def __init__(
@@ -219,7 +228,8 @@ class StatusApp:
         return EventStream(self._sampler, self._stop)
 
     async def _explain(self, request: Request) -> Response:
-        # It looks through the whole history, and asks for no credential: one at a time, and a fifth of the time at most.
+        # It looks through the whole history, and asks for no credential: one at a time, and a fifth of the time at
+        # most.
         began = trio.current_time()
         if began < self._explains_again:
             return _json({"error": "another block is being explained: ask again in a moment"}, 503)
@@ -241,7 +251,8 @@ class StatusApp:
 
     async def _readyz(self, request: Request) -> Response:
         why_not = "stopping" if self._stop.is_set() else self._source.not_ready()
-        # Degraded is not unready: an orchestrator that restarts it, or sends its engines elsewhere, would make it worse.
+        # Degraded is not unready: an orchestrator that restarts it, or sends its engines elsewhere, would make it
+        # worse.
         degraded = degraded_of(self._source)
         about = {"degraded": degraded} if degraded else {}
         return _json({"status": why_not or "ready", **about}, 503 if why_not else 200)

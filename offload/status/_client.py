@@ -1,4 +1,4 @@
-"""Asks a status page for its view, over TCP or a Unix socket."""
+"""Client of a status page, over TCP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import msgspec
 from ._view import StatusView
 
 TIMEOUT: Final = 5.0
-"""Seconds until an engine that does not answer is said to be silent."""
+"""Seconds to wait for each answer of an engine."""
 _decode: Final = msgspec.json.Decoder(StatusView).decode
 
 
 class NoStatus(Exception):
-    """There is no status page at an address, or it is none that this version knows."""
+    """No status page of a known version at an address."""
 
 
 def fetch_view(address: str) -> StatusView:
-    """The view of a status page. Blocks for at most ``TIMEOUT`` for each answer of the socket.
+    """Fetch the view of a status page.
+
+    Blocks for at most ``TIMEOUT`` for each answer of the socket.
 
     Args:
         address: ``http://127.0.0.1:8080``, or ``unix:/path`` of a socket.
 
     Raises:
         ValueError: that is no address.
-        NoStatus: nothing listens there, it does not answer, or what it answers is no view.
+        NoStatus: nothing listens there, it does not answer, or its answer is no view.
     """
     connection = _connection(address)
     try:

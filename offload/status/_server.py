@@ -1,8 +1,10 @@
-"""Serves the status page over HTTP: hypercorn's connections, in the trio run of what is looked at.
+"""HTTP server of the status page, in its source's trio run.
 
-Rule 1. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`), asked for before one is served:
-        over TCP any user of the host may connect, and a connection too many ends a process with ZeroMQ. Users other than this
-        process's own and root have half of them together.
+Hypercorn handles the connections.
+
+Rule 1. Connections are a share of the descriptors of this process (:mod:`maru.base.budget`), asked for before one is
+        served: over TCP any user of the host may connect, and a connection too many ends a process with ZeroMQ. Users
+        other than this process's own and root have half of them together.
 Rule 2. A connection without a request is closed after ``keep_alive_timeout`` of hypercorn, 5 s.
 """
 
@@ -34,9 +36,15 @@ from ._app import HOSTS, Sampler, StatusApp
 from ._source import StatusSource
 
 _GRACE: Final = 1.0
-"""Seconds that an answer under way has when the server ends. Streams of events end at once."""
+"""Seconds for answers under way when the server ends.
+
+Streams of events end at once.
+"""
 MOST: Final = 64
-"""Connections at once: browsers of some operators, six each, and what scrapes metrics."""
+"""Most connections at once.
+
+Browsers of some operators, six each, and a collector of metrics.
+"""
 
 _log = logging.getLogger("offload.status")
 
@@ -52,16 +60,16 @@ async def serve_status(
 ) -> None:
     """Serve the status page until ``stop`` is set, or until cancelled.
 
-    ``task_status.started`` has the addresses, as ``http://127.0.0.1:8080``. It listens only where it is told to, and knows no
-    users: whoever reaches it sees what it shows. On ``stop``, streams of events end, and other answers have a second; on a
-    cancel all connections are closed at once.
+    ``task_status.started`` has the addresses, as ``http://127.0.0.1:8080``. It listens only at ``bind``, and knows no
+    users: anybody who reaches it sees the page. On ``stop``, streams of events end, and other answers have a second; on
+    a cancel all connections are closed at once.
 
     Args:
-        source: what is looked at, in this trio run.
+        source: the source of the views, in this trio run.
         bind: ``host:port``, port 0 for a free one; or ``unix:/path``.
         hosts: names under which browsers may ask for it.
         stop: ends it in order.
-        metrics: what ``/metrics`` answers: ``lambda: prometheus_client.generate_latest(registry)``.
+        metrics: makes the answer of ``/metrics``: ``lambda: prometheus_client.generate_latest(registry)``.
 
     Raises:
         OSError: it cannot listen there.
@@ -80,7 +88,10 @@ async def serve_status(
 
 
 async def _serve(app: Any, config: Config, stop: trio.Event, task_status: trio.TaskStatus[list[str]]) -> None:
-    """Accept connections until ``stop`` is set, and then give those that are open a second."""
+    """Accept connections until ``stop`` is set.
+
+    Then the open ones have a second.
+    """
     door = DESCRIPTORS.open(1, most=MOST, each=0.5)
     context, wrapped = WorkerContext(None), wrap_app(app, config.wsgi_max_body_size, "asgi")
 

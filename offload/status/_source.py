@@ -1,4 +1,7 @@
-"""Where the status page has its facts from: an engine in this trio run, and the page store that it embeds."""
+"""Source of the status page: an engine in this trio run.
+
+The page store that it embeds is shown, too.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +17,60 @@ from .._stage_times import StageTimes
 from ._view import MOST_CONTAINERS, StatusView, ViewMaker
 
 _MOST_HEX: Final = 2 * 4096
-"""Digits of a key that is asked about."""
+"""Most digits of a key in a request for an explanation."""
 
 
 class NoSuchKey(ValueError):
-    """What was asked about is no key in hexadecimal digits."""
+    """A text that is no key in hexadecimal digits."""
 
 
 class StatusSource(Protocol):
-    """Something whose status is shown. All methods are called in one trio run."""
+    """Source of a status page.
+
+    All methods are called in one trio run.
+    """
 
     def view(self) -> StatusView:
-        """A snapshot, with the rates since the last one. Called by one sampler only."""
+        """Return a snapshot, with the rates since the last one.
+
+        Called by one sampler only.
+        """
 
     async def map_pool(self) -> PoolMap | None:
-        """The map of its page store; ``None`` if it has none. Cancelled, nothing has changed."""
+        """Return the map of its page store; ``None`` if it has none.
+
+        Cancelled, nothing has changed.
+        """
 
     async def explain(self, key: str) -> Mapping[str, Any]:
-        """Why this key, in hexadecimal digits, is or is not there.
+        """Explain why this key, in hexadecimal digits, is or is not there.
 
         Raises:
             NoSuchKey: these are no digits of a key.
         """
 
     def not_ready(self) -> str:
-        """Why it should get no work now; empty if it should."""
+        """Return the reason why it should get no work, or ""."""
 
 
 def degraded_of(source: StatusSource) -> Mapping[str, str]:
-    """Sentences of what a source does less than it was set up for, by name; none from a source that has no ``degraded``."""
+    """Return descriptions of all degraded abilities of a source, by name.
+
+    A degraded ability is less than the source was set up for. None for a source that has no ``degraded``.
+    """
     degraded: Callable[[], Mapping[str, str]] = getattr(source, "degraded", dict)
     return degraded()
 
 
 class EngineStatus:
-    """The status of an engine that runs here.
+    """Status of an engine in this process.
 
     Args:
         engine: open.
         times: one of its instruments.
-        server: the page store behind it, if it is in this process.
-        name: what the page calls it.
-        maker: makes its views; a new one of this name if there is none.
+        server: its page store, if that is in this process.
+        name: of the engine on the page.
+        maker: makes its views; by default a new one with this name.
     """
 
     def __init__(
@@ -73,11 +88,11 @@ class EngineStatus:
         self._maker = ViewMaker(name, trio.current_time()) if maker is None else maker
 
     def view(self) -> StatusView:
-        """A snapshot; see :class:`StatusSource`."""
+        """Return a snapshot; see :class:`StatusSource`."""
         return self._maker.make(self._engine.statistics(), self._times.inside(MOST_CONTAINERS), trio.current_time())
 
     async def map_pool(self) -> PoolMap | None:
-        """The map of the page store; see :class:`StatusSource`."""
+        """Return the map of the page store; see :class:`StatusSource`."""
         if self._server is None:
             await trio.lowlevel.checkpoint()
             return None
@@ -90,13 +105,13 @@ class EngineStatus:
         return {"key": key, "cause": block.cause.value, "text": block.text}
 
     def not_ready(self) -> str:
-        """Tiers that have not been entered; see :class:`StatusSource`."""
+        """Return the tiers that were not entered; see :class:`StatusSource`."""
         missing = [name for name, health in self._engine.statistics().health.items() if not health.entered]
         return f"not entered yet: {', '.join(missing)}" if missing else ""
 
 
 def key_of(digits: str) -> bytes:
-    """The key that these hexadecimal digits are.
+    """Return the key with these hexadecimal digits.
 
     Raises:
         NoSuchKey: they are none.

@@ -1,4 +1,4 @@
-"""The command ``offload top``: the status of an engine, live in a terminal."""
+"""The command ``offload top``: an engine's status, live in a terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LINES_BESIDE = 26
-"""Of a screen, that are not for containers, tiers and pipelines."""
+"""Lines of a screen that are not for containers, tiers and pipelines."""
 _MOST_LISTED = 16
-"""Containers, where there is no screen whose lines count."""
+"""Most containers listed without a screen."""
 _WORDS = ("stage", "state", "waits for")
 """Columns that are no numbers."""
 
@@ -77,7 +77,7 @@ def command(
 
 
 def _address_of_daemon(config_file: str | None, runtime_dir: str | None) -> str:
-    """Where a daemon serves its status page, by its own settings."""
+    """Return the address of a daemon's status page, by its own settings."""
     from ..daemon._config import SECTION, daemon_config, read_document
 
     options = {f"{SECTION}.runtime_dir": ("--runtime-dir", runtime_dir)} if runtime_dir else {}
@@ -108,7 +108,7 @@ def _look(address: str) -> StatusView:
 
 
 def _live(address: str, view: StatusView, interval: float) -> None:
-    """Show a screen that is updated every interval, until the user ends it."""
+    """Show a screen, updated every interval, until the user ends it."""
     from rich.console import Group
     from rich.live import Live
 
@@ -126,7 +126,10 @@ def _live(address: str, view: StatusView, interval: float) -> None:
 
 
 def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:
-    """One view, for people; no higher than a screen of so many lines, where that is not 0."""
+    """Format one view for people.
+
+    No higher than a screen of ``height`` lines; 0: without a limit.
+    """
     from rich.text import Text
 
     taken = len(view.degraded) + len(view.pipelines) + len(view.tiers) + _LINES_BESIDE

@@ -1,6 +1,8 @@
-"""What people look at: one snapshot of an engine, small enough to be sent each second. Pure.
+"""Views for people: snapshots of an engine, small enough for each second.
 
-Rule 1. A view says what is, and how fast it goes: rates are those since the view before, so one sampler makes all views.
+Pure.
+
+Rule 1. A view has the state and the rates: rates are those since the view before, so one sampler makes all views.
 Rule 2. Everything in it is bounded: so many containers, and tiers and pipelines as the configuration names them.
 Rule 3. Keys are hexadecimal digits. No bytes of blocks, no tokens, no tenants.
 """
@@ -18,18 +20,21 @@ from .._pipeline.lifecycle import Status
 from .._stage_times import STAGES, Inside
 
 MOST_CONTAINERS: Final = 64
-"""The oldest ones: what is stuck is among them."""
+"""Most containers in a view: the oldest, with any stuck one."""
 KEYS_SHOWN: Final = 4
-"""Of a container."""
+"""Most keys of a container in a view."""
 
 _WAITS_FOR: Final[Mapping[str, str]] = {
     "admission": "its policies",
     "batching": "a batch",
     "chain": "the routes that lead on",
 }
-"""What a container waits for in the stages where that is always the same."""
+"""Reason of a container's wait, for stages with a fixed one."""
 _ADDRESS: Final = re.compile(r" (?:object )?at 0x[0-9a-f]+")
-"""What ``repr`` adds to an object without a name: it says nothing to people."""
+"""Address that ``repr`` adds to objects without a name.
+
+It is useless to people.
+"""
 
 
 @attrs.frozen
@@ -37,17 +42,17 @@ class ContainerView:
     """A container that has not settled."""
 
     number: int
-    """Counts up within its pipeline."""
+    """Number that counts up within its pipeline."""
     stage: str
     blocks: int
     keys: Sequence[str]
     """The first of its keys."""
     seconds: float
-    """How long it has been in this stage."""
+    """Seconds in this stage."""
     age: float
     """Seconds since its policies were asked."""
     waits_for: str
-    """In words."""
+    """Object of its wait, in words."""
 
 
 @attrs.frozen
@@ -56,7 +61,7 @@ class PipelineView:
 
     name: str
     stages: Mapping[str, int]
-    """Containers in each stage."""
+    """Number of containers in each stage."""
     used_blocks: int
     budget_blocks: int
     complete: int
@@ -79,17 +84,17 @@ class TierView:
     damaged: int
     """Blocks whose checksum did not match when they were loaded."""
     state: str
-    """Of its breaker: ``closed``, ``open``, ``half_open``."""
+    """State of its breaker: ``closed``, ``open``, ``half_open``."""
     cause: str
-    """Of its last fault; empty before the first."""
+    """Cause of its last fault; empty before the first."""
 
 
 @attrs.frozen
 class Rates:
-    """What happened since the view before, by the second; zeros in the first one."""
+    """Events per second since the view before; zeros in the first one."""
 
     seconds: float = 0.0
-    """Between the two."""
+    """Seconds between the two views."""
     lookups: float = 0.0
     asked_blocks: float = 0.0
     hit_blocks: float = 0.0
@@ -104,7 +109,7 @@ class StatusView:
 
     name: str
     up_for: float
-    """Seconds."""
+    """Seconds since the engine began."""
     lookups: int
     asked_blocks: int
     hit_blocks: int
@@ -112,20 +117,25 @@ class StatusView:
     open_hits: int
     quarantined: int
     mismatches: int
-    """Blocks that the shadow check found to be others."""
+    """Blocks whose bytes the shadow check found to be others."""
     pipelines: Sequence[PipelineView]
     tiers: Sequence[TierView]
     oldest: Sequence[ContainerView]
     rates: Rates
     degraded: Sequence[str] = ()
-    """Sentences of what is not as it was set up: a full disk, a tier that is left alone."""
+    """Descriptions of degraded abilities.
+
+    A full disk, for example, or a tier that is left alone.
+    """
 
 
 class ViewMaker:
-    """Makes the views of one engine, each with the rates since the one before.
+    """Makes the views of one engine, with their rates.
+
+    The rates are those since the view before.
 
     Args:
-        name: what the engine is called.
+        name: of the engine.
         began: when it began, in seconds on the clock of :meth:`make`.
     """
 
@@ -135,11 +145,11 @@ class ViewMaker:
         self._before: tuple[float, dict[str, int]] | None = None
 
     def nothing(self, now: float) -> StatusView:
-        """Make the view of what has no tier yet."""
+        """Make the view of an engine without a tier."""
         return StatusView(self._name, now - self._began, 0, 0, 0, 0, 0, 0, 0, (), (), (), Rates())
 
     def make(self, statistics: EngineStatistics, inside: Sequence[Inside], now: float) -> StatusView:
-        """Make a view of a snapshot and of what is inside."""
+        """Make a view of a snapshot and of the containers inside."""
         counted = _counted(statistics)
         before, self._before = self._before, (now, counted)
         return StatusView(
