@@ -4,16 +4,17 @@ Three engine processes, one after the other, work on one document:
 
 A  prefills it, stores its KV blocks (the end of each forward pass as the precondition), and answers questions about it;
 B  finds the prefix, and loads it instead of computing it. It answers other questions, and stores new blocks;
-C  stores the document again, in tiers of its own (device -> host memory -> files), and cancels half of the stores: at once,
+C  stores the document again, in tiers of its own (device -> host memory -> files), and cancels half of the stores: at
+once,
    while they wait, and in the middle of a copy.
 
-The blocks of A and B are kept by a page store, from whose pages B reads without a copy in between (``page_store.py``), or by a
-daemon (``daemon.py``), where A and the daemon are killed in the middle.
+The blocks of A and B are kept by a page store, from whose pages B reads without a copy in between (``page_store.py``),
+or by a daemon (``daemon.py``), where A and the daemon are killed in the middle.
 
-The weights of the model are random, so its answers are gibberish; but each token depends on every byte before it. B and C also
-run the model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not confirmed or a
-page that leaks is a failure. ``engine_process.py`` is one engine process, ``processes.py`` starts and drives them, and this
-module verifies.
+The weights of the model are random, so its answers are gibberish; but each token depends on every byte before it. B and
+C also run the model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not
+confirmed or a page that leaks is a failure. ``engine_process.py`` is one engine process, ``processes.py`` starts and
+drives them, and this module verifies.
 """
 
 from __future__ import annotations

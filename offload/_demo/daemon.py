@@ -1,9 +1,13 @@
-"""``offload demo --daemon``: a daemon keeps the blocks of engines that are killed, until it is killed as well.
+"""``offload demo --daemon``: a daemon keeps the blocks of killed engines.
 
-1. Engine A reads the document, has its blocks stored, answers a question, and is killed (SIGKILL) in the middle of the next
-one. 2. The daemon gives back all that A held. Engine B finds A's blocks there, and loads them instead of computing them.
+In the end it is killed as well.
+
+1. Engine A reads the document, has its blocks stored, answers a question, and is killed (SIGKILL) in the middle of the
+next
+one. 2. The daemon gives back all that A held. Engine B finds A's blocks there, and loads them instead of computing
+them.
 3. The daemon is killed (SIGKILL) while B computes. B names it as unavailable, and goes on without it.
-4. A new daemon has the blocks that the page store behind it has kept. B finds them there, and loads them.
+4. A new daemon has the blocks that its page store has kept. B finds them there, and loads them.
 """
 
 from __future__ import annotations
@@ -24,11 +28,17 @@ _HELD = ("requests", "holds", "memories", "caches", "open_hits", "quarantined")
 _HELD_IN_TIERS = ("held_blocks", "reserved_blocks", "used_blocks", "pending_marks")
 _GIB = 1 << 30
 _GIVE_BACK = 20.0
-"""Seconds that a daemon has to give back what an engine held, on a machine that is busy."""
+"""Seconds for a daemon to release an engine's blocks.
+
+The machine may be busy.
+"""
 
 
 async def a_and_b(stage: Stage) -> dict[str, Any]:
-    """Run A and B over two daemons, and return their report with its checks."""
+    """Run A and B over two daemons.
+
+    Return their report with its checks.
+    """
     options, sheet = stage.options, stage.sheet
     home = place_of(None, 4 * region_bytes(options), sheet)
     with scratch("offload-demo", home) as parent, trio.fail_after(PROCESS_TIMEOUT):
@@ -83,19 +93,19 @@ class DaemonProcess:
         self._process = process
 
     async def kill(self) -> None:
-        """End it by SIGKILL."""
+        """Kill the daemon by SIGKILL."""
         self._process.kill()
         await self._process.wait()
 
     async def end(self) -> int:
-        """End it by SIGTERM, and return its exit code."""
+        """End the daemon by SIGTERM. Return its exit code."""
         self._process.terminate()
         return await self._process.wait()
 
 
 @contextlib.asynccontextmanager
 async def daemon_process(runtime: str, options: Options) -> AsyncIterator[DaemonProcess]:
-    """Run ``offload serve`` for the length of a block, which begins when it is ready."""
+    """Run ``offload serve`` during a block, which begins when it is ready."""
     pool = region_bytes(options)
     command = ["offload", "serve", "--runtime-dir", runtime, "--host-bytes", str(pool)]
     command += ["--maru-pool-size-gb", str(pool / _GIB), "--log-level", "error"]
@@ -106,7 +116,10 @@ async def daemon_process(runtime: str, options: Options) -> AsyncIterator[Daemon
 
 
 async def counters_at_rest(url: str) -> dict[str, float]:
-    """Wait until a daemon holds nothing for its engines; return the counters that stayed above zero."""
+    """Wait until a daemon holds nothing for its engines.
+
+    Return the counters that stayed above zero.
+    """
     held: dict[str, float] = {}
     async with open_connection(url, name="demo", wait=PROCESS_TIMEOUT) as connection:
         with trio.move_on_after(_GIVE_BACK):

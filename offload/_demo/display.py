@@ -1,4 +1,4 @@
-"""Output of the demo: progress bars while it runs, and tables of the results."""
+"""Output of the demo: progress bars while it runs, and result tables."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def show_progress(sheet: Console) -> Iterator[ProgressBars]:
 
 
 def show(report: dict[str, Any], sheet: Console) -> None:
-    """The tables."""
+    """Print the tables."""
     b, c = report["b"], report["c"]
     size = b["block_bytes"]
     sheet.print(
@@ -70,7 +70,7 @@ def show(report: dict[str, Any], sheet: Console) -> None:
     table = Table("", title="What moved", title_justify="left")
     columns = []
     for role, does in (("a", "A: computes and stores"), ("b", "B: finds and loads")):
-        if "copies" in report[role]:  # else it was killed, and has no figures
+        if "copies" in report[role]:  # otherwise it was killed, and has no figures
             table.add_column(does)
             columns.append(_figures(report[role], size))
     for row in zip(*columns, strict=True):
@@ -127,7 +127,7 @@ def _figures(engine: dict[str, Any], size: int) -> list[tuple[str, str]]:
 
 
 def loads(engine: dict[str, Any]) -> dict[str, float]:
-    """Bytes and seconds of all loads of a process."""
+    """Return bytes and seconds of all loads of a process."""
     return {
         "bytes": sum(answer["loaded_blocks"] for answer in engine["answers"]) * engine["block_bytes"],
         "seconds": sum(answer["load"] for answer in engine["answers"] if answer["loaded_blocks"]),

@@ -10,7 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def document(nbytes: int, root: Path = ROOT) -> tuple[bytes, str]:
-    """The project's own documentation, and where it was found: in a checkout, or else in the docstrings of the packages."""
+    """Return the project's own documentation, and its source.
+
+    The pages of a checkout, or else the docstrings of the packages.
+    """
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     if all(page.is_file() for page in pages) and len(pages) > 1:
         parts, source = [page.read_text(encoding="utf-8") for page in pages], "README and docs"

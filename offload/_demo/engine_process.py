@@ -1,10 +1,11 @@
-"""One engine process of the demo: a model in its own thread, whose KV cache is offloaded from that thread.
+"""One engine process of the demo, with an offloaded KV cache.
 
     python -m offload._demo.engine_process '{"role": "a", ...}'
 
-reads a request from each line, and writes one JSON object per line: progress, and the replies. The model and the offloading do
-not know each other; :class:`Server` is all that an inference engine has to add, and the place to look up how. Its methods
-``in_pages``, ``in_a_daemon`` and ``in_files`` are all that differs by where the blocks are kept.
+reads a request from each line, and writes one JSON object per line: progress, and the replies. The model runs in its
+own thread, and its cache is offloaded from that thread. The model and the offloading do not know each other;
+:class:`Server` is all that an inference engine has to add, and the place to look up how. Its methods ``in_pages``,
+``in_a_daemon`` and ``in_files`` are all that differs between the stores of the blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ CHUNK_TOKENS = 256
 """Tokens that one forward pass of a prefill computes."""
 _BLOCKS_IN_A_STORE = 4  # of the process that cancels: small stores, so that there are many
 _PATIENCE = 60.0
-"""Seconds to wait for a new daemon, and for the breaker to try it again."""
+"""Seconds to wait for a new daemon, and for its breaker.
+
+The breaker has to try the daemon again.
+"""
 
 
 @attrs.frozen
@@ -48,11 +52,17 @@ class Job:
     """The job of an engine process."""
 
     role: str
-    """``a``: prefill, store and answer. ``b``: find, load, answer, and compare. ``c``: cancel half of the stores."""
+    """Role of the process in the demo.
+
+    ``a``: prefill, store and answer. ``b``: find, load, answer, and compare. ``c``: cancel half of the stores.
+    """
     daemon: bool
-    """Whether a daemon keeps the blocks of A and B; else a page store."""
+    """Whether a daemon keeps the blocks of A and B.
+
+    Otherwise a page store does.
+    """
     url: str
-    """The endpoint of that."""
+    """Endpoint of the daemon or page store."""
     directory: str
     """The directory of C's file tier."""
     document: str
@@ -64,7 +74,10 @@ class Job:
     checksums: bool
     """Whether tiers verify the checksums of loads."""
     region_bytes: int
-    """Bytes of the region that A and B each take from the page store."""
+    """Bytes of the region that A and B each take.
+
+    They take it from the page store.
+    """
 
 
 @attrs.frozen
@@ -90,7 +103,10 @@ class Answer:
 
 
 class CopyClock:
-    """An instrument that measures how long copies take, by the kind of their source."""
+    """An instrument that measures the duration of copies.
+
+    They are added up by the kind of their source.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -126,7 +142,10 @@ class Server:
         self.stored_blocks = 0
 
     def in_pages(self) -> ReadableTier:
-        """Make a tier of shared pages. The engine opens it in its own thread."""
+        """Make a tier of shared pages.
+
+        The engine opens it in its own thread.
+        """
         self.handler = MaruHandler(
             server_url=self.job.url,
             chunk_size_bytes=self.model.block_bytes,
@@ -141,7 +160,7 @@ class Server:
         return DaemonTier(self.job.url, block_bytes=self.model.block_bytes, name=f"engine {self.job.role.upper()}")
 
     def in_files(self) -> list[Tier]:
-        """Make a memory tier, and a file tier behind it."""
+        """Make a memory tier, with a file tier after it."""
         config, size = self.model.config, self.model.block_bytes
         host = MemoryTier(config.num_blocks * size, size, checksums=self.job.checksums)
         disk = FileTier(
@@ -166,7 +185,10 @@ class Server:
         self.closing.close()
 
     def answer(self, prompt: bytes, question: str) -> Answer:
-        """Find what is stored of a prompt, load it, compute and store the rest, and generate."""
+        """Find and load stored blocks of a prompt, and generate.
+
+        The rest is computed and stored.
+        """
         start = time.perf_counter()
         model, size = self.model, self.model.config.block_size
         sequence = model.add_sequence(prompt)
@@ -190,7 +212,7 @@ class Server:
     def prefill(
         self, sequence: Generation, keys: Sequence[bytes], blocks_in_a_store: int = CHUNK_TOKENS
     ) -> Iterator[list[from_thread.StoreFuture]]:
-        """Compute what is missing, chunk by chunk; each chunk's blocks are stored before it is computed.
+        """Compute missing blocks by chunks, each stored before it is computed.
 
         Yields twice for each chunk: the futures before it is computed, and an empty list before its event is set.
         """
@@ -221,7 +243,10 @@ class Server:
         tell(event="stored", blocks=self.stored_blocks)
 
     def wait_available(self, wanted: bool) -> list[str]:
-        """Look a key up until all tiers answer, or one does not; return those that do not."""
+        """Wait until all tiers answer lookups, or until one does not.
+
+        ``wanted`` chooses between these. Return the tiers that do not answer.
+        """
         deadline = time.monotonic() + _PATIENCE
         while True:
             with self.engine.lookup([b"a key that is nowhere"]) as hit:
@@ -282,8 +307,9 @@ def in_shared_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 def main(job: Job) -> None:
     """Do as each line of the standard input requests, and reply.
 
-    ``answer`` the next question. ``cancel`` half of the stores of a prompt. ``reach`` the daemon: wait until it answers.
-    ``miss`` it: wait until it is named as unavailable. ``finish``: report the figures, and the same answers without any cache.
+    ``answer`` the next question. ``cancel`` half of the stores of a prompt. ``reach`` the daemon: wait until it
+    answers. ``miss`` it: wait until it is named as unavailable. ``finish``: report the figures, and the same answers
+    without any cache.
     """
     # One thread computes, another core copies. Two that compute wait for each other at every step, which on a busy machine
     # takes ten times as long.
@@ -335,7 +361,10 @@ def without_cache(job: Job, config: ModelConfig, prompts: Sequence[bytes]) -> li
 
 
 def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
-    """Store a prompt in small pieces and cancel every second one, in turn at four points of the path."""
+    """Store a prompt in small pieces and cancel every second one.
+
+    They are cancelled in turn at four points of the path.
+    """
     model, points = server.model, itertools.cycle(("at once", "waiting", "batching", "xfer_start"))
     sequence = model.add_sequence(prompt)
     keys = model.prefix_keys(sequence.tokens)
@@ -384,7 +413,7 @@ class Canceller:
 
     def __init__(self) -> None:
         self.plan: dict[bytes, tuple[str, from_thread.StoreFuture]] = {}
-        """By the first key of a store: the hook, and the store's future."""
+        """Hook and future of each store, by its first key."""
 
     def batching(self, container: OffloadContainer) -> None:
         """Cancel stores chosen for the time before the copy."""
@@ -402,7 +431,10 @@ class Canceller:
 
 
 def tell(**event: object) -> None:
-    """Write an event as a JSON line to the standard output, for the parent process."""
+    """Write an event as a JSON line to the standard output.
+
+    The parent process reads it.
+    """
     print(json.dumps(event), flush=True)
 
 

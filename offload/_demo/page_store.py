@@ -1,7 +1,7 @@
-"""``offload demo --page-store``: engines A and B map the same pages of shared memory.
+"""``offload demo --page-store``: engines A and B map the same shared pages.
 
-The page store runs in the process of the demo, over a pool in /dev/shm that is removed afterwards. A and B have a region of
-it each; B reads A's pages in place.
+The page store runs in the process of the demo, over a pool in /dev/shm that is removed afterwards. A and B have a
+region of it each; B reads A's pages in place.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
     from maru import MaruServer
 
 _POOL_BYTES = 1 << 30
-"""Capacity of the page store for each byte of its regions: with less it would evict ahead of need."""
+"""Capacity of the page store for each byte of its regions.
+
+With less it would evict ahead of need.
+"""
 _SHARING = 2
 """Engine processes that have a region each."""
 
 
 async def a_and_b(stage: Stage) -> dict[str, Any]:
-    """Run A and B over a page store, and return their report with its checks."""
+    """Run A and B over a page store.
+
+    Return their report with its checks.
+    """
     options = stage.options
     pool = stage.directory / "pool" if options.keep else None
     home = place_of(pool, _SHARING * region_bytes(options), stage.sheet)
@@ -39,7 +45,7 @@ async def a_and_b(stage: Stage) -> dict[str, Any]:
 
 
 async def two_answers(stage: Stage, role: str, server: MaruServer) -> dict[str, Any]:
-    """Run an engine that answers two questions, and return its outcome."""
+    """Run an engine that answers two questions. Return its outcome."""
     async with stage.engine(role, server.endpoints[-1]) as engine:
         await engine.answer()
         await engine.answer()
@@ -81,7 +87,10 @@ async def page_store(parent: str, pool: Path | None = None) -> AsyncIterator[Mar
 
 
 def damage(server: MaruServer, n: int, page_bytes: int) -> int:
-    """Flip a bit in the first ``n`` pages of A's region; return their number."""
+    """Flip a bit in the first ``n`` pages of A's region.
+
+    Return their number.
+    """
     if not n:
         return 0
     [region] = Path(server.config.pool_path).glob("maru_*.dat")

@@ -1,4 +1,7 @@
-"""The engine processes of the demo, which it starts one after the other and drives line by line."""
+"""Engine processes of the demo, driven line by line.
+
+The demo starts one after the other.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,15 @@ QUESTIONS = {
 }
 
 _BLOCK_TOKENS, _BLOCK_BYTES = 16, 64 << 10
-"""Tokens and bytes of a block. Repeated here, since the model's module imports torch, which takes seconds."""
+"""Tokens and bytes of a block.
+
+Repeated here, since the model's module imports torch, which takes seconds.
+"""
 _SPARE = 1.25
-"""Memory for each byte of blocks: the page store evicts ahead of need from a region that is nearly full."""
+"""Memory for each byte of blocks.
+
+The page store evicts ahead of need from a region that is nearly full.
+"""
 _REGION_STEP = 2 << 20
 
 PROCESS_TIMEOUT = 300.0
@@ -63,7 +72,10 @@ class Options:
 
 
 class Engine:
-    """An engine process. Each request is a line that it reads; its reply is an event of the same name."""
+    """An engine process.
+
+    Each request is a line that it reads; its reply is an event of the same name.
+    """
 
     def __init__(self, role: str, process: trio.Process, lines: AsyncGenerator[bytes], bars: ProgressBars) -> None:
         self.role = role
@@ -73,17 +85,20 @@ class Engine:
         self._bars = bars
 
     async def ask(self, request: Request) -> dict[str, Any]:
-        """Send a request, and return the reply."""
+        """Send a request. Return the reply."""
         await self.send(request)
         return await self.event(request)
 
     async def answer(self) -> None:
-        """Have it answer its next question."""
+        """Ask its next question, and wait for the answer."""
         await self.send("answer")
         await self.end_answer()
 
     async def begin_answer(self) -> None:
-        """Ask its next question, and return when it has computed a part of the prompt."""
+        """Ask its next question, and wait for the first progress.
+
+        A part of the prompt is computed then.
+        """
         await self.send("answer")
         await self.event("prefill")
 
@@ -92,13 +107,13 @@ class Engine:
         self.answers.append(await self.event("answer"))
 
     async def finish(self) -> dict[str, Any]:
-        """Have it end, and return its outcome with all of its answers."""
+        """Ask it to end. Return its outcome with all of its answers."""
         outcome = await self.ask("finish")
         await self._process.wait()
         return {"answers": self.answers, **outcome}
 
     async def kill(self) -> None:
-        """End it by SIGKILL."""
+        """Kill the process by SIGKILL."""
         self._process.kill()
         await self._process.wait()
 
@@ -109,7 +124,10 @@ class Engine:
             await self._process.stdin.send_all(f"{request}\n".encode())
 
     async def event(self, kind: str) -> dict[str, Any]:
-        """Show the progress until the next event of this kind, and return that."""
+        """Show the progress until the next event of this kind.
+
+        Return that event.
+        """
         async for line in self._lines:
             event: dict[str, Any] = json.loads(line)
             name = event.pop("event")
@@ -132,7 +150,9 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def engine(self, role: str, url: str = "") -> AsyncIterator[Engine]:
-        """Run an engine process for the length of a block, which begins when it is ready.
+        """Run an engine process during a block.
+
+        The block begins when it is ready.
 
         Args:
             role: ``a``, ``b`` or ``c``.
@@ -160,7 +180,10 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def child(*command: str) -> AsyncIterator[tuple[trio.Process, AsyncGenerator[bytes]]]:
-    """Run a module in a process for the length of a block; yield the lines that it writes, too."""
+    """Run a module in a process during a block.
+
+    Yield the process and the lines that it writes.
+    """
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
@@ -191,7 +214,10 @@ async def lines_of(process: trio.Process) -> AsyncGenerator[bytes]:
 
 
 def region_bytes(options: Options) -> int:
-    """Bytes for the blocks of one engine process, computed and recomputed."""
+    """Return the bytes for the blocks of one engine process.
+
+    The blocks are computed and recomputed.
+    """
     longest = max(len(question) for questions in QUESTIONS.values() for question in questions)
     blocks = -(-(options.document_bytes + longest + options.answer_tokens) // _BLOCK_TOKENS)
     nbytes = int(_SPARE * (2 * blocks + 8) * _BLOCK_BYTES)
@@ -199,7 +225,9 @@ def region_bytes(options: Options) -> int:
 
 
 def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
-    """Return the directory for temporary files, and print a note if it is on a disk.
+    """Return the directory for temporary files.
+
+    Print a note if it is on a disk.
 
     Raises:
         DemoFailed: there is no room for a pool anywhere.

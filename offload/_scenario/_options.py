@@ -1,4 +1,7 @@
-"""Options of the scenario commands: seeds, times, files, systems. Wrong ones are usage errors, with exit code 2."""
+"""Options of the scenario commands: seeds, times, files, systems.
+
+Wrong ones are usage errors, with exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,9 @@ watchdog_option = click.option(
 
 
 def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -> int:
-    """How many worker processes to use; 0 for none, since starting one takes as long as a few dozen runs.
+    """Return the number of worker processes; 0 for none.
+
+    None for few runs, since starting one takes as long as a few dozen runs.
 
     Args:
         runs: the number of runs, ``None`` if unknown.
@@ -103,7 +108,10 @@ def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -
 
 
 def here_below(runs: int) -> int:
-    """The same number of runs, or 0 with ``--watchdog``, which can only kill a worker process."""
+    """Return the same number of runs, or 0 with ``--watchdog``.
+
+    It can only kill a worker process.
+    """
     return 0 if given("watchdog") else runs
 
 
@@ -125,7 +133,10 @@ class File:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """What is wrong with a scenario, a system or a file is told in words; the exit code is 2."""
+    """Report errors in a scenario, a system or a file.
+
+    The exit code is 2.
+    """
     from offload.testing.scenarios._program import ScenarioError
     from offload.testing.scenarios._systems import NoSuchSystem
 
@@ -177,13 +188,19 @@ def one_file(place: str, system: str = "") -> File:
 
 
 def _near(path: Path) -> str:
-    """A hint to existing files for a name without its ending, or an empty string."""
+    """Return a hint to an existing file with the missing ending.
+
+    Empty if there is none.
+    """
     other = path.with_name(path.name + SUFFIX)
     return f"; do you mean {other}?" if other.exists() else ""
 
 
 def check_system(system: str) -> None:
-    """Raise a usage error if the system cannot be imported, before each worker fails by itself."""
+    """Raise a usage error if the system cannot be imported.
+
+    Otherwise each worker fails by itself.
+    """
     from offload.testing.scenarios._systems import factory_of
 
     with usage_errors():
@@ -200,7 +217,10 @@ def probed(system: str) -> Probe:
 
 
 def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
-    """The random program of a seed; for a system of the caller's, without the steps that it cannot run."""
+    """Return the random program of a seed.
+
+    For a system of the caller's, without the steps that it cannot run.
+    """
     if system:
         return fuzzing(system).program(seed)[0]
     from offload.testing.scenarios._generate import MIXES
@@ -209,13 +229,16 @@ def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
 
 
 def check_mix(mix: Mix, system: str) -> None:
-    """Refuse a mix of engines for a system of the caller's, which has none."""
+    """Refuse a mix of engines for a system of the caller's.
+
+    Such a system has no engines.
+    """
     if system and mix != "standard":
         raise BadInput(f"--mix {mix} is for our own engines: leave out --system, or --mix")
 
 
 def fuzzing(system: str) -> Fuzzing:
-    """Plays random programs with a system of the caller's."""
+    """Return a player of random programs for a system of the caller's."""
     from offload.testing.scenarios._players import Fuzzing
 
     return Fuzzing(system, probed(system).seams, probed(system).hooks)
@@ -231,7 +254,10 @@ def line(*words: object, system: str = "", mix: Mix = "standard") -> str:
 
 
 def repeated(name: str, system: str = "") -> Callable[[int], str]:
-    """Returns a function that formats the line which runs a file with a seed."""
+    """Return a function that formats the command to run a file.
+
+    The function takes the seed.
+    """
     return functools.partial(_run_line, name, system)
 
 

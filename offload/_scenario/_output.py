@@ -1,4 +1,7 @@
-"""Prints runs: tables and lines that fit the width of the terminal, and what to do next."""
+"""Output of runs: tables and lines that fit the terminal.
+
+It names the next steps, too.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,12 @@ _STYLES = {
     "FAILED": "red",
 }
 SHOWN = 10
-"""The number of failed runs that are shown."""
+"""Most failed runs that are shown."""
 _RULES = 5
-"""The number of violations shown for each run: later ones are mostly consequences of the first."""
+"""Most violations shown for each run.
+
+Later ones are mostly consequences of the first.
+"""
 
 
 def virtual(ms: float) -> str:
@@ -48,24 +54,24 @@ def counted(counts: Mapping[str, int]) -> str:
 
 
 def verdict(good: bool, interrupted: bool = False) -> str:
-    """The verdict in one word. An interrupted series is never ok."""
+    """Return the verdict in one word. An interrupted series is never ok."""
     return "WRONG" if not good else "interrupted" if interrupted else "ok"
 
 
 def interruption_as_dict(good: bool, interruption: Interruption) -> dict[str, bool]:
-    """The verdict and the interruption as JSON values."""
+    """Return the verdict and the interruption as JSON values."""
     return {"good": good and not interruption.came, "interrupted": interruption.came}
 
 
 def styled(word: str) -> Text:
-    """The word in its colour, if it has one."""
+    """Return the word in its colour, if it has one."""
     from rich.text import Text
 
     return Text(word, style=_STYLES.get(word, ""))
 
 
 def grid(rows: Iterable[tuple[str, str | Text]], *, indent: int = 0) -> Table:
-    """A table without a header: names, and a text for each."""
+    """Make a table without a header: names, and a text for each."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -77,7 +83,7 @@ def grid(rows: Iterable[tuple[str, str | Text]], *, indent: int = 0) -> Table:
 
 
 def columns(title: str, *names: str) -> Table:
-    """An empty table; all columns but the first are numbers."""
+    """Make an empty table; all columns but the first are numbers."""
     from rich import box
     from rich.table import Table
 
@@ -88,7 +94,7 @@ def columns(title: str, *names: str) -> Table:
 
 
 def violation_lines(found_violations: Sequence[FoundViolation], *, indent: int = 0) -> Iterator[RenderableType]:
-    """For each run its violations, and the line that repeats it."""
+    """Yield the violations of each run, and the line that repeats it."""
     runs: dict[str, list[FoundViolation]] = {}
     for found_violation in found_violations:
         runs.setdefault(found_violation.repeat, []).append(found_violation)
@@ -106,7 +112,10 @@ _RAISED = re.compile(r"[\s|]*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Cancelle
 
 
 def in_short(text: str) -> str:
-    """A violation on one line; for a traceback, the first exception and where it was raised."""
+    """Shorten a violation to one line.
+
+    For a traceback, the first exception and its place.
+    """
     lines = text.strip().splitlines()
     places = [line.strip(" |") for line in lines[1:] if line.strip(" |").startswith("File ")]
     raised = [match[1] for line in lines[1:] if (match := _RAISED.fullmatch(line))]
@@ -118,7 +127,7 @@ def in_short(text: str) -> str:
 def progressing(
     total: int | None, *, quiet: bool, seconds: float | None = None
 ) -> Iterator[Callable[[Played], object]]:
-    """Show a progress bar on the error stream if that is a terminal.
+    """Show a progress bar on a terminal's error stream.
 
     Args:
         total: the number of runs, ``None`` if unknown.
@@ -155,7 +164,7 @@ def progressing(
 
 
 def totals(summary: Summary, seconds: float, processes: int, *, interrupted: bool = False) -> Iterator[tuple[str, str]]:
-    """Rows of a grid: the sums over many runs."""
+    """Yield the sums over many runs, as rows of a grid."""
     many = "none" if summary.first_seed is None else f"{summary.first_seed}..{summary.last_seed} ({summary.seeds:,})"
     yield "seeds", many + (", interrupted" if interrupted else "")
     rate = summary.seeds / max(seconds, 1e-9) * 60

@@ -1,4 +1,7 @@
-"""``offload scenario check``: judges a cache, promise by promise, and says what cannot be tested for lack of a seam."""
+"""``offload scenario check``: a verdict on a cache, promise by promise.
+
+It names the promises that cannot be tested for lack of a seam.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SAVED = 3
-"""Random programs that are shrunk and saved: later ones mostly show the same failure."""
+"""Most random programs that are shrunk and saved.
+
+Later ones mostly show the same failure.
+"""
 _SHRINKING = 5.0
-"""Seconds to shrink each."""
+"""Seconds to shrink each program."""
 
 
 @click.command()
@@ -146,7 +152,10 @@ class _Judge:
     # -- judging -------------------------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Find out which seams the system uses, and run the program of the explorations without any cancel."""
+        """Find out which seams the system uses, and run the base programs.
+
+        The base program of each exploration is run without any cancel.
+        """
         opening = _Verdict("open", "it opens, stores, loads, and closes")
         self._verdicts.append(opening)
         explored = list({trial.name: trial for one in promises() if one.explored for trial in one.trials}.values())
@@ -160,7 +169,10 @@ class _Judge:
         }
 
     def keep_promises(self, progress: Callable[[Played], object]) -> None:
-        """Test each promise, all in one series, since workers take a while to start."""
+        """Test each promise, all in one series.
+
+        Workers take a while to start.
+        """
         assert self._probe is not None
         series: list[tuple[_Verdict, Scenario]] = []
         for promise in promises():
@@ -219,7 +231,7 @@ class _Judge:
     def _save(self, name: str, scenario: Scenario) -> str:
         from offload.testing.scenarios._files import to_toml
 
-        while True:  # what an earlier run has saved may have been edited since
+        while True:  # files saved by an earlier run may have been edited since
             self._files[name] += 1
             place = str(Path(self._keep) / f"{name}-{self._files[name]}{SUFFIX}")
             if not os.path.lexists(place):
@@ -231,7 +243,7 @@ class _Judge:
         write_output(place, to_toml(scenario), SCENARIO)
         return place
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------------------------
 
     def _lacking(self) -> list[str]:
         return list(self._probe.lacking) if self._probe is not None else []
@@ -299,5 +311,8 @@ class _Judge:
 
 
 def _seeded(scenario: Scenario, seed: int) -> Scenario:
-    """The same scenario with this seed in it, so that its file needs no --seed."""
+    """Return the same scenario with this seed.
+
+    Its file needs no --seed then.
+    """
     return msgspec.structs.replace(scenario, seed=seed)

@@ -1,4 +1,7 @@
-"""``offload scenario diff``: the first event at which two runs differ, with the events around it."""
+"""``offload scenario diff``: the first event at which two runs differ.
+
+It is shown with the events around it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``offload scenario explore``: every cancel of every container at every hook, one run for each."""
+"""``offload scenario explore``: a run for every cancel at every hook.
+
+Every container is cancelled at every hook.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
 
 _HERE_BELOW = 100
 _WIDE = 8
-"""The largest number of containers that get a column each."""
+"""Most containers that get a column each."""
 
 
 def _actions_of(text: str) -> tuple[Action, ...]:
@@ -203,12 +206,18 @@ def _for_people(
 
 
 def _hook_order(hooks: Sequence[str]) -> Callable[[str], int]:
-    """Orders hooks: ours as a container meets them, those of another system as they first came."""
+    """Return the sort key of hooks.
+
+    Our hooks are in the order in which a container meets them, those of another system in order of first use.
+    """
     return HOOKS.index if set(hooks) <= set(HOOKS) else hooks.index
 
 
 def _cell(cell: Any) -> str:
-    """How it ended: one word, or several with counts if several visits ended differently."""
+    """Format the end of a run.
+
+    One word, or several with counts if several visits ended differently.
+    """
     if not cell:
         return ""
     ends = {name: count for name, count in cell.items() if name != "!"}

@@ -1,4 +1,4 @@
-"""``offload scenario from-incident``: makes a scenario of a flight recording."""
+"""``offload scenario from-incident``: a scenario made of a flight recording."""
 
 from __future__ import annotations
 

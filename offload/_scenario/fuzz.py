@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from offload.testing.scenarios._generate import Mix
 
 _PLAYED = range(1_000)
-"""The seeds that are played without --seeds and --for."""
+"""Seeds that are played without --seeds and --for."""
 _REACHED = (("hooks reached", "hook"), ("states", "state"), ("ends", "end"), ("filtered for", "filtered"))
 _KEPT = 100
-"""The largest number of failing programs that --keep saves."""
+"""Most failing programs that --keep saves."""
 
 
 @click.command()

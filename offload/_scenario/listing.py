@@ -1,4 +1,4 @@
-"""``offload scenario list``: lists scenario files with their subjects."""
+"""``offload scenario list``: a list of scenario files with their subjects."""
 
 from __future__ import annotations
 

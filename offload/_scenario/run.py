@@ -1,4 +1,7 @@
-"""``offload scenario run``: runs scenario files and prints verdicts, with the line that repeats each failed run."""
+"""``offload scenario run``: runs of scenario files, with verdicts.
+
+Each failed run has the line that repeats it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _HERE_BELOW = 40
-"""With fewer runs than this, all are made in this process: a worker takes as long to start."""
+"""Number of runs below which all are made in this process.
+
+A worker takes as long to start.
+"""
 _KINDS: Final = {"--trace": PERFETTO, "--save-trace": RUN_TRACE}
 
 
@@ -150,7 +156,7 @@ def command(
 
 
 def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tuple[File, str]]]:
-    """Split files into those that can run so, and the others with the reason.
+    """Split files into playable ones, and the others with the reason.
 
     Raises:
         BadInput: all of them need ``--real``.
@@ -180,16 +186,19 @@ def _picture(option: str, report: Report) -> str:
     return save_trace(report)
 
 
-# --- what is played -----------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class _RunPlan:
-    """All runs by number: file by file, and seed by seed for each file."""
+    """All runs by number, file by file.
+
+    For each file, seed by seed.
+    """
 
     files: Sequence[File]
     seeds: int | range | None
-    """``None`` for each file's own seed."""
+    """Seeds of each file; ``None`` for its own seed."""
     system: str
     real: bool
     pace: float = 1.0
@@ -204,7 +213,7 @@ class _RunPlan:
         return len(self.files) * (len(self.seeds) if isinstance(self.seeds, range) else 1)
 
     def at(self, number: int) -> tuple[int, int]:
-        """The file and the seed of a run."""
+        """Return the file and the seed of a run."""
         file, seed = divmod(number, len(self) // len(self.files))
         return file, self.seeds_of(self.files[file])[seed]
 
@@ -229,7 +238,7 @@ class _RunPlan:
         return line("run", self.files[file].path, "--seed", seed, *real, system=self.system)
 
 
-# --- what came of it ----------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 class _RunResults:

@@ -1,4 +1,4 @@
-"""``offload scenario show``: describes a scenario's program in words, in order of time."""
+"""``offload scenario show``: a scenario's program in words, in order of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``offload scenario shrink``: makes a failing program small, and saves it."""
+"""``offload scenario shrink``: a small version of a failing program.
+
+The small program is saved.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ class _Outcome:
     repeat: str
     """The shell line that runs it."""
     seconds: float
-    """How long the shrinking took."""
+    """Seconds that the shrinking took."""
 
     @property
     def text(self) -> str:
@@ -175,7 +178,10 @@ def _size(program: Scenario) -> str:
 
 
 def playing(system: str, base: Path | None) -> Play:
-    """Returns a function that runs a program with a seed, in this process."""
+    """Return a function that runs a program with a seed.
+
+    It runs in this process.
+    """
     from offload.testing.scenarios._play import play
     from offload.testing.scenarios._systems import factory_of
 
@@ -194,7 +200,7 @@ def _chosen(
 
 @contextmanager
 def _progressing(*, quiet: bool) -> Iterator[Callable[[Progress], object] | None]:
-    """Show the progress of shrinking on the error stream if that is a terminal."""
+    """Show the progress of shrinking on a terminal's error stream."""
     sheet = console(stderr=True)
     if quiet or not sheet.is_terminal:
         yield None

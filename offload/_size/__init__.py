@@ -1,1 +1,4 @@
-"""``offload size``: how much room the KV cache of so many tokens takes. ``model`` computes it, ``command`` asks and prints."""
+"""``offload size``: memory that the KV cache of so many tokens takes.
+
+``model`` computes it, ``command`` asks and prints.
+"""

@@ -1,4 +1,7 @@
-"""How many bytes of KV a model has for each token, from its ``config.json``, and what a pool for so many tokens takes. Pure."""
+"""KV bytes of a model's tokens, and pool sizes. Pure.
+
+They come from its ``config.json``; a pool is sized for so many tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
-"""Bytes of a number, by the names that models and engines have for its type."""
+"""Bytes of a number, by the names of its type.
+
+Models and engines use these names.
+"""
 
 MIB: Final = 1 << 20
 _WITH_KV: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -36,8 +42,11 @@ _BEARS_ON_KV: Final = re.compile(
     r"index_|heads?(_|$)|_heads|layers_|_layers|layer_(types|period|indices|offset|pattern)|_pattern|block_configs|"
     r"is_encoder_decoder"
 )
-"""Names of keys that may say how much KV a token has. One that is neither read nor known to be harmless is refused: a size that
-is silently wrong fills a pool with a fraction of what was meant for it."""
+"""Names of keys that may bear on the KV of a token.
+
+One that is neither read nor known to be harmless is refused: a size that is silently wrong fills a pool with a fraction
+of the tokens meant for it.
+"""
 _READ: Final = _words("""
     num_hidden_layers n_layer n_layers num_layers layer_types num_kv_shared_layers block_configs
     kv_lora_rank qk_rope_head_dim num_attention_heads n_head n_heads num_heads head_dim kv_channels v_head_dim
@@ -54,32 +63,43 @@ _HARMLESS: Final = _words("""
     sliding_window_pattern mlp_only_layers moe_layers moe_layers_enum moe_layer_pattern num_nextn_predict_layers
     num_mtp_layers mtp_num_layers layers_per_stage qk_nope_head_dim qk_head_dim use_flash_attn use_flash_attention
 """)
-"""Scores, masks, positions and weights: a token has the same keys and values with or without them."""
+"""Scores, masks, positions and weights.
+
+A token has the same keys and values with or without them.
+"""
 
 
 class UnknownModel(ValueError):
-    """A configuration from which the size of its KV cannot be told."""
+    """A configuration from which the size of its KV cannot be derived."""
 
 
 @attrs.frozen
 class ModelShape:
-    """What of a model its KV cache depends on."""
+    """Properties of a model that determine its KV cache."""
 
     layers: int
-    """With KV."""
+    """Number of layers with KV."""
     kv_heads: int
-    """Heads of keys and values; 0 where all heads share one compressed vector (multi-head latent attention)."""
+    """Heads of keys and values; 0 if they share a vector.
+
+    All heads share one compressed vector then (multi-head latent attention).
+    """
     numbers: int
-    """Of one layer and one token, for one head of keys and its values; for all heads where they share a vector."""
+    """Numbers of one layer and one token, for one KV head.
+
+    Both keys and values count. If all heads share a vector, these are its numbers.
+    """
     dtype: str
-    """Of the weights; empty where the configuration does not say it."""
+    """Type of the weights; empty if the configuration does not name it."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a ``config.json``, of a text model or of one that has a ``text_config`` in it.
+        """Read a ``config.json`` of a text model.
+
+        A model that has a ``text_config`` in it is read as well.
 
         Raises:
-            UnknownModel: it lacks what is needed, or has layers without KV for each token.
+            UnknownModel: it lacks a needed setting, or has layers without KV for each token.
         """
         config = {**config, **_table(config, "text_config")}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
@@ -124,7 +144,7 @@ class ModelShape:
         return cls(layers, kv_heads, 2 * width, dtype)
 
     def bytes_per_token(self, item_bytes: int, tensor_parallel: int = 1) -> int:
-        """Bytes of KV that one of so many ranks has for each token.
+        """Return the bytes of KV of one rank for each token.
 
         Raises:
             ValueError: the heads of this model cannot be shared out among so many ranks.
@@ -138,22 +158,28 @@ class ModelShape:
 
 @attrs.frozen
 class PoolSize:
-    """What so many tokens take."""
+    """Bytes of a pool for so many tokens."""
 
     bytes_per_token: int
-    """Of one worker."""
+    """Bytes of one worker for each token."""
     chunk_tokens: int
     """Tokens in a chunk: a multiple of the engine's block size."""
     chunk_bytes: int
-    """A chunk of one worker: a page, where the connector stores into the page store."""
+    """Bytes of a chunk of one worker.
+
+    That is a page, if the connector stores into the page store.
+    """
     chunks: int
-    """Of one worker, for all tokens."""
+    """Chunks of one worker, for all tokens."""
     pool_bytes: int
-    """Of one worker, whole MiB: ``maru_pool_size``, or the ``capacity_bytes`` of a tier."""
+    """Bytes of the pool of one worker, whole MiB.
+
+    ``maru_pool_size``, or the ``capacity_bytes`` of a tier.
+    """
     workers: int
     """Ranks of tensor parallelism, each with a pool of its own."""
     total_bytes: int
-    """Of all workers."""
+    """Bytes of the pools of all workers."""
 
     @classmethod
     def of(
@@ -166,10 +192,10 @@ class PoolSize:
         chunk_tokens: int,
         tensor_parallel: int,
     ) -> PoolSize:
-        """What ``tokens`` take, none of which is another one's prefix twice.
+        """Compute the pool for ``tokens`` that share no prefixes.
 
         Args:
-            model: whose.
+            model: the model.
             tokens: how many shall be there at once.
             item_bytes: bytes of a number in the cache.
             block_size: tokens in a block of the engine.
@@ -188,7 +214,10 @@ class PoolSize:
 
 @attrs.frozen
 class GroupSize:
-    """Compute the bytes of a pool for so many tokens, if each chunk has an object for each group of layers."""
+    """Bytes of a pool for so many tokens, by groups of layers.
+
+    Each chunk has an object for each group of layers.
+    """
 
     tokens: int
     """Tokens that shall be there at once."""
@@ -199,9 +228,9 @@ class GroupSize:
     chunk_bytes: int
     """Bytes of the objects of a chunk."""
     page_bytes: int
-    """Bytes of a page: of the largest object."""
+    """Bytes of a page: those of the largest object."""
     pages_to_bytes: float
-    """How many times the bytes of the objects their pages have."""
+    """Bytes of all pages for each byte of the objects."""
     pool_bytes: int
     """Bytes of the pool of one worker, whole MiB."""
     workers: int
@@ -209,7 +238,10 @@ class GroupSize:
 
     @classmethod
     def of(cls, tokens: int, object_bytes: Sequence[int], chunk_tokens: int, tensor_parallel: int) -> GroupSize:
-        """Compute the pool for objects of these sizes, one for each group of layers."""
+        """Compute the pool for objects of these sizes.
+
+        One object for each group of layers.
+        """
         chunks, chunk, page, n = -(-tokens // chunk_tokens), sum(object_bytes), max(object_bytes), len(object_bytes)
         pool = -(-chunks * n * page // MIB) * MIB
         return cls(tokens, n, chunks, chunk, page, n * page / chunk, pool, tensor_parallel)
@@ -229,7 +261,10 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_blocks(blocks: Any, heads: int) -> tuple[int, int]:
-    """The number of layers with KV, and of their heads of keys, from the configuration of each block."""
+    """Return the number of layers with KV, and of their KV heads.
+
+    They come from the configuration of each block.
+    """
     try:
         groups = [block["attention"].get("n_heads_in_group") for block in blocks if not block["attention"].get("no_op")]
     except (TypeError, KeyError, AttributeError):

@@ -1,1 +1,4 @@
-"""Traces of live pipelines: for Perfetto (``perfetto``), and as spans of OpenTelemetry (``spans``)."""
+"""Traces of live pipelines for Perfetto and OpenTelemetry.
+
+``perfetto`` writes files, ``spans`` makes spans.
+"""

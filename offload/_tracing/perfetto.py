@@ -1,10 +1,11 @@
-"""PerfettoTrace: the latest containers of live pipelines, as a file that ui.perfetto.dev opens.
+"""PerfettoTrace: a file of the latest containers, for ui.perfetto.dev.
 
-A process is a pipeline. A container is a slice with its stages inside, in the first row that is free; copies have rows of their
-own. The loads of an engine are a process of their own. One that was given up (``load_or_recompute``) says where and why, and a
-mark says it of a lookup that has left blocks out.
+A process is a pipeline. A container is a slice with its stages inside, in the first row that is free; copies have rows
+of their own. The loads of an engine are a process of their own. A load that was given up (``load_or_recompute``) has a
+mark with place and reason, and so has a lookup that has left blocks out.
 
-Bounded: the latest containers and copies are kept, and what is inside is bounded by the budget of its pipeline.
+Bounded: the latest containers and copies are kept, and the containers inside are bounded by the budget of their
+pipeline.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .._engine import Engine, Hit, LeftOut, LoadResult
 
 _COPIES: Final = 10_000
-"""The row of the first copy: behind those of all containers."""
+"""Row of the first copy: after those of all containers."""
 
 
 @attrs.frozen
@@ -43,7 +44,7 @@ class _Ended:
     number: int
     row: int
     marks: Sequence[tuple[str, float]]
-    """The stages that it has entered, each with the time, and its end."""
+    """Stages that it has entered, each with the time, and its end."""
     status: str
     blocks: int
     completed: int
@@ -55,12 +56,12 @@ class _Ended:
 
 @attrs.frozen
 class _Read:
-    """A load that is over, or a lookup that has left blocks out."""
+    """A load that is over, or a lookup that left blocks out."""
 
     engine: int
     began: float
     seconds: float | None
-    """``None`` for a lookup."""
+    """Duration in seconds; ``None`` for a lookup."""
     asked: int
     found: int
     """Blocks that were loaded, or are worth loading."""
@@ -68,10 +69,13 @@ class _Read:
 
 
 class PerfettoTrace:
-    """Keeps the latest containers of pipelines and engines, with their stages and copies. One of the ``instruments``.
+    """Keeps the latest containers of pipelines and engines. One of the ``instruments``.
+
+    They are kept with their stages and copies.
 
     Args:
-        most_containers: how many are kept, and of loads as many; some 600 bytes each in memory, and as many in the file.
+        most_containers: how many are kept, and of loads as many; some 600 bytes each in memory, and as many in the
+            file.
         clock: gives the time in seconds, by default trio's.
 
     Raises:
@@ -91,7 +95,10 @@ class PerfettoTrace:
         return f"<PerfettoTrace of {len(self._ended)} containers>"
 
     def watch(self, opened: Pipeline | Engine) -> None:
-        """Observe a pipeline, or an engine with its pipelines. Done by giving this as an instrument."""
+        """Observe a pipeline, or an engine with its pipelines.
+
+        Done by giving this as an instrument.
+        """
         for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
             pipeline.add_instrument(_PipelineTrace(len(self._names), self._clock, self._ended, self._copies))
             self._names.append(f"pipeline {pipeline.name}")
@@ -100,7 +107,7 @@ class PerfettoTrace:
             self._names.append(f"loads from {', '.join(opened.tiers)}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is kept as a file in the Trace Event Format.
+        """Write the kept events as a Trace Event Format file.
 
         Raises:
             OSError: it cannot be written, or there is another kind of file.
@@ -108,7 +115,7 @@ class PerfettoTrace:
         PERFETTO.write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}).encode())
 
     def events(self) -> list[Event]:
-        """What is kept as trace events."""
+        """Return the kept containers and loads as trace events."""
         return in_order([*self._named(), *self._containers(), *self._copied(), *self._counted(), *self._loaded()])
 
     def _named(self) -> Iterator[Event]:
@@ -250,7 +257,10 @@ class _PipelineTrace:
 
 
 class _Rows:
-    """Rows of a picture, each for one thing at a time: the first that is free is taken."""
+    """Rows of a picture, each for one thing at a time.
+
+    The first free row is taken.
+    """
 
     def __init__(self) -> None:
         self._free: list[int] = []

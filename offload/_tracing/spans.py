@@ -1,13 +1,13 @@
-"""SpanInstrument: a span of OpenTelemetry for each container, with its stages as spans inside, and for each load of an engine.
+"""SpanInstrument: spans of OpenTelemetry for containers and loads.
 
-Needs the extra ``otel``.
+The span of a container has its stages as spans inside; each load of an engine has a span. Needs the extra ``otel``.
 
-Rule 1. A span begins with the enqueue and ends when the container has settled. It is no child of the request that stored it,
-        which does not wait for it; it has a link to that request's span, where there was a current one.
-Rule 2. The stages are made when it has settled, from the times that were noted, so that a container costs two calls of the
+Rule 1. A span begins with the enqueue and ends when the container has settled. It is no child of the request that
+        stored it, which does not wait for it; it has a link to that request's span, if there was a current one.
+Rule 2. The stages are made when it has settled, from the recorded times, so that a container costs two calls of the
         tracer while it matters. A span that the sampler has left out costs neither times nor stages.
-Rule 3. A load is a child of the request's span, which waits for it. Where it was given up (``load_or_recompute``) an event says
-        where and why. What a lookup has left out is such an event of the request's span itself.
+Rule 3. A load is a child of the request's span, which waits for it. If it was given up (``load_or_recompute``), an
+        event has the place and the reason. Blocks left out by a lookup are such an event of the request's span itself.
 Rule 4. Attributes are numbers and names; of an error only its class, since its text may have keys in it.
 """
 
@@ -44,17 +44,19 @@ if TYPE_CHECKING:
     from .._engine import Engine, Hit, LeftOut, LoadResult
 
 PREFIX: Final = "kv_offload"
-"""What the name of each attribute begins with."""
+"""Prefix of the name of each attribute."""
 NAME: Final = "offload.store"
-"""What the span of a container is called."""
+"""Name of the span of a container."""
 LOAD: Final = "offload.load"
-"""What the span of a load is called."""
+"""Name of the span of a load."""
 LEFT: Final = "blocks left to be computed"
-"""What the event is called, of a load that was given up, or of a lookup."""
+"""Name of the event of an abandoned load, or of a lookup."""
 
 
 class SpanInstrument:
-    """Makes a span for each container of pipelines and engines, and each load. Give it as one of the ``instruments``.
+    """Makes a span for each container, and for each load.
+
+    The containers are those of pipelines and engines. Give it as one of the ``instruments``.
 
     Args:
         tracer_provider: where spans are made; by default the one that the process has set.
@@ -64,7 +66,10 @@ class SpanInstrument:
         self._tracer = get_tracer("offload", tracer_provider=tracer_provider)
 
     def watch(self, opened: Pipeline | Engine) -> None:
-        """Observe a pipeline, or an engine with its pipelines. Done by giving this as an instrument."""
+        """Observe a pipeline, or an engine with its pipelines.
+
+        Done by giving this as an instrument.
+        """
         for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
             pipeline.add_instrument(_PipelineSpans(self._tracer, pipeline))
         if not isinstance(opened, Pipeline):
@@ -176,7 +181,10 @@ class _EngineSpans:
 
 
 def _told(left: LeftOut) -> dict[str, str | int | float]:
-    """Why blocks were left to be computed, as attributes; an estimate that is not known is not there."""
+    """Return the reason why blocks were left to be computed, as attributes.
+
+    An unknown estimate is left out.
+    """
     attributes: dict[str, str | int | float] = {
         f"{PREFIX}.why": left.why,
         f"{PREFIX}.tier": left.tier,

@@ -1,7 +1,8 @@
-"""The events of the Trace Event Format, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open. Pure.
+"""Events of the Trace Event Format. Pure.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Time stamps are microseconds. What
-is kept of it here:
+Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Time stamps are microseconds. The part
+of it used here:
 
 * slices (``X``) of one thread nest or follow each other, they never overlap;
 * marks (``i``) are moments of one thread;
@@ -17,12 +18,12 @@ Event: TypeAlias = dict[str, Any]
 
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
-    """Names or sorts a process or a thread."""
+    """Return the event that names or sorts a process or a thread."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0.0, "args": args}
 
 
 def complete(name: str, category: str, pid: int, tid: int, began: float, duration: float, args: Event) -> Event:
-    """A slice."""
+    """Return a slice."""
     return {
         "ph": "X",
         "name": name,
@@ -36,15 +37,18 @@ def complete(name: str, category: str, pid: int, tid: int, began: float, duratio
 
 
 def instant(name: str, category: str, pid: int, tid: int, at: float, args: Event) -> Event:
-    """A mark in a thread."""
+    """Return a mark in a thread."""
     return {"ph": "i", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": at, "s": "t", "args": args}
 
 
 def counter(name: str, pid: int, at: float, value: int) -> Event:
-    """The value of a counter from now on."""
+    """Return the value of a counter from now on."""
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": {"value": value}}
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """The events as a file has them: metadata first, then by time, and of those that begin together the longest first."""
+    """Return the events in the order of a file.
+
+    Metadata first, then by time; of those that begin together the longest first.
+    """
     return sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0.0)))
