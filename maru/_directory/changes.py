@@ -190,7 +190,8 @@ class Changes:
     def _readable(self, columns: Columns) -> bool:
         """Return whether these regions can be read without a pin.
 
-        They all have the same kind of owner. Bytes in them change only once the owner was told that they may.
+        All of them have the same kind of owner. For a client of ours, bytes in them change only after a message that
+        allows it.
         """
         region_id = columns.regions if isinstance(columns.regions, int) else columns.regions[0]
         return not self.state.regions[region_id].published

@@ -295,9 +295,9 @@ class Directory:
         return self._guard.is_quiet(now)
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Drop these keys whatever protects them. Return how many existed.
+        """Drop these keys in spite of any protection.
 
-        For keys whose bytes turned out to be wrong.
+        Return how many existed. This is for keys whose bytes turned out to be wrong.
         """
         self.settle()
         return self._remover.forget(keys)
@@ -640,7 +640,8 @@ class Directory:
     def pending(self, session_id: int, now: float, *, resend: bool = False) -> Returns | None:
         """Return the next pages on the way back to this session.
 
-        They are marked as sent. The pages not sent yet or, with ``resend``, the first that are not acknowledged.
+        Return the pages that were not sent yet or, with ``resend``, the first that are not acknowledged, and mark them
+        as sent.
         """
         outbox = self._state.sessions[session_id].outbox
         if not outbox.pages or self.quiet(now):
@@ -660,7 +661,7 @@ class Directory:
     def keys_in_pieces(self, size: int) -> Iterator[list[str]]:
         """Yield all registered keys, region by region.
 
-        In pieces of at most ``size``. Keys may come and go between two pieces; some keys of a piece may be gone
+        A piece has at most ``size`` keys. Keys may come and go between two pieces; some keys of a piece may be gone
         already.
         """
         self.settle()
@@ -669,7 +670,7 @@ class Directory:
     def watch_keys(self, watcher: KeyWatcher[str]) -> Callable[[], None]:
         """Notify ``watcher`` of added and removed keys.
 
-        Until the returned function is called. After a restart there are no watchers.
+        The returned function ends this. After a restart there are no watchers.
         """
         self.settle()
         return self._state.watchers.add(watcher)
@@ -705,7 +706,7 @@ class Directory:
     def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
         """Return the location of each key that exists.
 
-        With whether the key may be read without a pin. Counts no use.
+        Return, too, whether the key may be read without a pin. This counts no use.
         """
         self.settle()
         located, regions = self._located, self._state.regions

@@ -60,7 +60,7 @@ class Holds(Protocol):
     def take_uses(self, by: int | None, most: int) -> Iterable[Sequence[str]]:
         """Take at most ``most`` uses of one session, or of all.
 
-        Of all, in turn. The uses of a client come with the deepest block of a prefix first.
+        Sessions take turns. The uses of a client come with the deepest block of a prefix first.
         """
         ...
 
@@ -186,7 +186,7 @@ class EvictionGuard:
     def drop_pins(self, keys: Iterable[str]) -> None:
         """Remove all pins of these keys.
 
-        They are about to go whatever protects them.
+        The keys are about to be removed regardless of protection.
         """
         pinned = [key for key in keys if key in self.pinned]
         # Before the keys lose their locations, from which their regions are known.

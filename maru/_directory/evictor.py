@@ -23,13 +23,13 @@ _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing o
 _MOST_TURNS: Final = 256
 """Slices in which uses are counted: one for each client.
 
-If a client notes without end, the rest is counted later.
+The rest of a client that notes without end is counted later.
 """
 
 MOST_FOR_ROOM: Final = 2_048
 """Most keys evicted for the quota of one registration.
 
-If a registration needs more, the rest of it is refused; a repeated request finds more room.
+The rest of a registration that needs more is refused; a repeated request finds more room.
 """
 
 

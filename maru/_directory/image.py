@@ -1,6 +1,6 @@
 """A directory as a value, for snapshots. Pure.
 
-In columns, since those decode fastest: a hundred thousand keys are loaded in some tens of milliseconds.
+The image has columns, since those decode fastest: a hundred thousand keys are loaded in some tens of milliseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The order of use, updated after the answers have been sent. Pure.
 
-So no client waits for it: putting 64 new keys in order is a fifth of the cost of a registration, and no answer depends
-on it, since victims are chosen when room is needed. A use is only recorded, and put in order when the server has
-nothing more urgent to do.
+No client waits for the update. Putting 64 new keys in order is a fifth of the cost of a registration, and no answer
+depends on it, since victims are chosen when room is needed. A use is only recorded, and put in order when the server
+has nothing more urgent to do.
 
 Rule 1. The delay cannot be observed: recorded uses are put in order before a victim is chosen or a key is forgotten.
 Rule 2. The number of records is bounded: with ``MOST`` of them, a policy puts its own in order at once.

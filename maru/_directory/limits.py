@@ -54,7 +54,7 @@ class Limits:
     max_returns: int = 4096
     """Most pages handed back in one message.
 
-    So it stays below the frame limit; the others follow in the next one.
+    The message stays below the frame limit; the other pages follow in the next one.
     """
     max_unacknowledged: int = 32_768
     """Most pages handed back to a session that it has not acknowledged.

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Location(msgspec.Struct, array_like=True, gc=False):
     """Place of the bytes of one key.
 
-    Only the encoded replies that are kept here for others ever change.
+    Nothing in it changes, except the encoded replies that are kept here for other modules.
     """
 
     region_id: int

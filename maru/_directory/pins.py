@@ -29,7 +29,7 @@ class Pins:
         self.entries = 0
         """Number of pinned keys, each counted once for each of its holders.
 
-        As many entries are kept.
+        So many entries are in memory.
         """
         self._of: dict[int, dict[str, int]] = {}
         self._earlier: dict[int, list[dict[str, int]]] = {}  # taken in earlier epochs, and not confirmed since
@@ -229,7 +229,7 @@ class Pins:
     def is_leaving(self) -> bool:
         """Whether :meth:`let_go_some` has something to do.
 
-        If many pins go at once, they count until then.
+        Many pins that go at once count until then.
         """
         return bool(self._leaving)
 

@@ -85,7 +85,7 @@ class Registered(Record, frozen=True, tag=6):
     skipped: list[int]
     """Positions of entries that were not registered (duplicates and refusals).
 
-    Mostly empty.
+    The list is mostly empty.
     """
 
 

@@ -89,7 +89,7 @@ class Region:
     returning: dict[int, int] = attrs.field(factory=dict)
     """Attempt of the store of each page on the way back.
 
-    By offset.
+    The keys are offsets.
     """
     used_bytes: int = 0
     pinned: int = 0

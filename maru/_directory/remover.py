@@ -27,7 +27,7 @@ from .statistics import Counters
 _AHEAD: Final = 64
 """Divisor of an owner's keys that bounds evictions ahead of need.
 
-For larger batches the owner asks.
+An owner asks for room for larger batches.
 """
 _LOOKED_AT: Final = 8_192
 """Keys that are compared with the boards in one slice.
@@ -140,9 +140,9 @@ class Remover:
         return went[0]
 
     def keep_ahead(self, session: Session, now: float) -> int:
-        """Evict as many keys as the session has registered. Return how many.
+        """Evict keys to keep pages free for this session.
 
-        Only if it has ever had to ask for room.
+        Return how many. Do nothing for a session that never had to ask for room.
         """
         missing = min(AT_ONCE, session.ahead.missing(session.flow))  # the rest follows after its next registration
         return self._evictor.evict(session, missing, now) if missing else 0
@@ -167,7 +167,10 @@ class Remover:
         return went
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Drop these keys whatever protects them. Return how many existed."""
+        """Drop these keys in spite of any protection.
+
+        Return how many existed.
+        """
         gone = [key for key in dict.fromkeys(keys) if key in self._state.located]
         self._guard.drop_pins(gone)
         self._changes.remove(gone)

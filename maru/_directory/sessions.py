@@ -76,7 +76,7 @@ class Leases:
     def due(self, now: float, most: float = math.inf) -> list[int]:
         """Remove and return the numbers whose leases have ended by ``now``.
 
-        In the order of their ends, at most ``most``.
+        They are in the order of their ends, and at most ``most``.
         """
         ended: list[tuple[float, int]] = []
         heap = self._heap
@@ -186,10 +186,10 @@ class Outbox:
 class RoomAhead:
     """Number of pages to keep free for an owner.
 
-    So it need not ask for them. It asks when it has too few, and for how many: so many are kept for it from then on, as
-    far as its registrations and returns show. Pages handed back with an answer come with the next one: an owner that
-    needs them sooner asks once more, and the pages under way then are kept in addition. Free pages hold no block that
-    could be found, so their number fades: pages needed once in some hundred stores are asked for.
+    The owner then need not ask for them. It asks when it has too few, and for how many: so many are kept for it from
+    then on, as far as its registrations and returns show. Pages handed back with an answer come with the next one: an
+    owner that needs them sooner asks once more, and the pages under way then are kept in addition. Free pages hold no
+    block that could be found, so their number fades: pages needed once in some hundred stores are asked for.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Work in slices of bounded size. Pure.
 
-So no step of the server grows with the number of keys.
+No step of the server then grows with the number of keys.
 
 Rule 1. A slice leaves everything in order, with its records: after each the journal may be cut, and a restart finds the
         rest.

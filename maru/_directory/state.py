@@ -315,7 +315,7 @@ class State:
     def use(self, keys: Sequence[str], locations: Sequence[Location], *, are_new: bool = False) -> set[int]:
         """Count a use of these keys, deepest first.
 
-        In the order of use of each owner.
+        Each owner has an order of use.
 
         Args:
             keys: the used keys.

@@ -11,7 +11,7 @@ from .state import State
 class InstanceUsage:
     """Use of the pool by one instance_id.
 
-    As in the reply to GET_USAGE.
+    The reply to GET_USAGE has the same fields.
     """
 
     instance_id: str

@@ -145,7 +145,10 @@ class _Entries:
         return self._status_at(key, region, (region_id, offset), length)
 
     def _status_at(self, key: str, region: Region, place: tuple[int, int], length: int) -> int:
-        """Return the status decided by the key at its place or by a quota."""
+        """Return the status of an otherwise valid entry.
+
+        Only the key at its place, or a quota, can refuse it.
+        """
         old, old_length = "", 0
         if place in self._lies_at:
             old, old_length = self._lies_at[place]

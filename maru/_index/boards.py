@@ -25,7 +25,7 @@ from .tenants import TenantIndexes
 MOST_BOARDS: Final = 256
 """Most clients that hold without a message; all others pin by message.
 
-So many full boards are read in some ten milliseconds.
+As many full boards are read in some ten milliseconds.
 """
 SHARE: Final = 8
 """Divisor for the share of boards of one opener of sessions.

@@ -63,7 +63,7 @@ _SLOT_BYTES: Final = HASH_BYTES + ENTRY_BYTES
 _KEY_BYTES: Final = 96
 """Bytes of a file for each of its keys: 1.2 slots.
 
-With so many keys, one in a thousand finds no room.
+If it has so many keys, one in a thousand finds no room.
 """
 
 MIN_BYTES: Final = HEADER_BYTES + BUCKET_SLOTS * _SLOT_BYTES
@@ -118,7 +118,7 @@ def entries_at(buckets: int) -> int:
 def words_of(memory: Any) -> memoryview:
     """Return all of the memory as words.
 
-    One is read or written at once (the module `struct` does not promise that).
+    A word is read or written at once (the module `struct` does not promise that).
     """
     view = memoryview(memory)
     return view[: len(view) // 8 * 8].cast("Q")

@@ -183,7 +183,7 @@ class TenantIndexes:
 def _positions(names: Sequence[str]) -> dict[str, Sequence[int] | None]:
     """Return the positions of each tenant's names; ``None``: all.
 
-    Mostly all belong to one tenant, and begin alike.
+    Usually all names belong to one tenant, and begin alike.
     """
     if not names:
         return {}

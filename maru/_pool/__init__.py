@@ -1,4 +1,4 @@
 """Memory regions that other processes map.
 
-With their backing, their state directory, and how descriptors are handed out.
+The package has their backing, their state directory, and the hand-out of descriptors.
 """

@@ -141,7 +141,7 @@ class Device:
     def _users(self, offset: int, length: int, *, found: bool) -> list[tuple[int, int]]:
         """Return the parts that a process may write.
 
-        For a span found at the start also the parts that a process may read.
+        For a span found at the start, return the parts that a process may read, too.
         """
         return written(self._fd, offset, length) + (read(self._fd, offset, length) if found else [])
 
@@ -212,7 +212,7 @@ class Device:
     def _clear(self, offset: int, length: int, go_on: Callable[[], object]) -> None:
         """Clear a span, so that its old bytes cannot be read.
 
-        They are those of its last owner.
+        The last owner has left them.
         """
         step = STEP_BYTES - STEP_BYTES % self.align or self.align
         for start in range(0, length, step):
@@ -255,7 +255,7 @@ def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
 def device_facts(fd: int) -> tuple[int, int]:
     """Return size and alignment of an open device or plain file.
 
-    In bytes.
+    Both are in bytes.
 
     Raises:
         PoolUnusable: it is neither, or sysfs does not know its size.

@@ -33,7 +33,7 @@ class Wanted:
     regions: int = 256
     """Number of regions at once.
 
-    One descriptor each, if they have no names.
+    Each takes a descriptor if it has no name.
     """
     curve: bool = False
     """Whether clients come from other hosts."""

@@ -1,8 +1,8 @@
 """Choice of a temporary pool's place: in memory, or on a disk.
 
-On a disk only if there is not enough memory, and with a note. For commands that make a temporary pool. They choose
-before they begin, since a pool that is too small shows minutes later, as a wait for a page that never ends. The
-directory of a server is a setting of its configuration, and is used as it is.
+A disk is chosen only if there is not enough memory, and with a note. Commands that make a temporary pool choose before
+they begin, since a pool that is too small shows minutes later, as a wait for a page that never ends. The directory of a
+server is a setting of its configuration, and is used as it is.
 
 Rule 1. The first place is chosen that has enough space and memory by the doctor's rules (:mod:`.doctor`).
 Rule 2. If that is not the first candidate, the note names it, and the reason against the others.
@@ -26,7 +26,7 @@ MEMORY: Final = "/dev/shm"
 _JOURNAL_BYTES: Final = 4 << 20
 """Bytes that a pool takes next to its regions.
 
-In one run of a command.
+This is for one run of a command.
 """
 
 
@@ -60,7 +60,7 @@ def choose_place(places: Sequence[tuple[str, Facts]], nbytes: int) -> Placement:
 def find_place(nbytes: int, parents: Sequence[str] = ()) -> Placement:
     """Return the place for a temporary pool of ``nbytes``. Blocking, briefly.
 
-    In ``/dev/shm``, or else in the directory of temporary files.
+    It is ``/dev/shm``, or else the directory of temporary files.
 
     Args:
         nbytes: of all its regions together.

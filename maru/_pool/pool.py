@@ -50,7 +50,7 @@ class Totals:
     free_bytes: int
     """Bytes left. The file system may have less.
 
-    Then an allocation finds the pool full.
+    An allocation then finds the pool full.
     """
     regions: int
     """The number of regions."""
@@ -114,7 +114,7 @@ class Pool:
     def rebooted(self) -> bool:
         """Whether the machine was rebooted since :meth:`remember_boot`.
 
-        If so, only regions that pass verification are to be kept.
+        Only regions that pass verification are to be kept then.
         """
         return self._state_directory.rebooted
 
@@ -183,8 +183,8 @@ class Pool:
     async def free(self, region_id: int) -> None:
         """Free a region's memory. An unknown one is freed already.
 
-        From the call on the region is not found any more. Cancelled, its memory is freed all the same. A process that
-        has it mapped keeps it (except on a device) until it unmaps it.
+        The region is not found any more as soon as this is called. Cancelled, its memory is freed all the same. A
+        process that has it mapped keeps it (except on a device) until it unmaps it.
         """
         self._check()
         # Out of the table before the thread removes it: no descriptor of it may be handed out any more, also when this

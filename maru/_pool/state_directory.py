@@ -1,6 +1,6 @@
 """State directory of a pool, owned by one server. Blocking.
 
-One server at a time. It holds all that has to outlive that server.
+It holds all that has to outlive that server.
 
     DIRECTORY/maru.lock     held with flock for as long as the directory is open; has the id of the holding process
     DIRECTORY/maru.pool     the id of the pool, and its secret; written once
@@ -122,7 +122,7 @@ class StateDirectory:
     def remember_boot(self) -> None:
         """Record that regions were verified after the reboot.
 
-        From now on they count as stored since.
+        They count as stored since then.
         """
         with self._mutex:
             self._change(boot_id=self._boot_id)
@@ -247,7 +247,7 @@ def in_use(path: str, process: str) -> PoolInUse:
 def holder_of(path: str | os.PathLike[str]) -> str:
     """Return the process that holds a directory's lock, or "".
 
-    As it wrote there. Takes no lock.
+    The process has written this into the lock file. Takes no lock.
     """
     lock_path = os.path.join(path, LOCK)
     with contextlib.suppress(OSError):
@@ -311,7 +311,7 @@ def _read(directory: int, path: str, name: str, kind: type[S]) -> S | None:
 def _far_above() -> int:
     """Return the time in microseconds, above all ids ever used.
 
-    In each microsecond there is less than one new region.
+    There is less than one new region in each microsecond.
     """
     return time.time_ns() // 1_000
 

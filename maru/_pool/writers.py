@@ -44,7 +44,7 @@ A file that supports no locks answers otherwise.
 _TO_READ = 1 << 61
 """Offset of readers' locks: after every device.
 
-As far from the greatest offset that the kernel takes.
+It is as far from the greatest offset that the kernel takes.
 """
 
 
@@ -62,7 +62,7 @@ def may_read(fd: int, offset: int, length: int) -> None:
 def read(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
     """Return the parts of this span that another descriptor may read.
 
-    As offset and length.
+    Each part is an offset and a length.
     """
     return [(at - _TO_READ, n) for at, n in written(fd, _TO_READ + offset, length)]
 
@@ -85,7 +85,7 @@ def may_write(fd: int, offset: int, length: int) -> None:
 def written(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
     """Return the parts of this span that another descriptor may write.
 
-    As offset and length.
+    Each part is an offset and a length.
     """
     found: list[tuple[int, int]] = []
     todo = [(offset, offset + length)]

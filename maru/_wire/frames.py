@@ -22,7 +22,7 @@ HEADER_BYTES: Final = 16
 MAX_KEYS: Final = 8192
 """Most keys in one request.
 
-All of them are decoded in one step of a server. A context of a million tokens in chunks of 128.
+All of them are decoded in one step of a server. This is a context of a million tokens in chunks of 128.
 """
 KEYS_AT_ONCE: Final = 1024
 """Most keys that a server handles in one step.

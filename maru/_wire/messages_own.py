@@ -51,7 +51,7 @@ class StoreStatus(enum.IntEnum):
     BUSY = 7
     """The page's return is not acknowledged by its owner yet.
 
-    Or too many returns are not.
+    Another reason: too many returns are not acknowledged.
     """
 
 
@@ -109,7 +109,7 @@ class StoreRequest(OwnRequest, frozen=True):
     depths: Depths | None = None
     """Index of each block in its prefix, if known.
 
-    Of the next blocks to be evicted the deepest goes first.
+    The deepest of the next blocks to be evicted goes first.
     """
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class FindRequest(OwnRequest, frozen=True):
     turn: int = 0
     """Pin epoch of the session: see :class:`PinsRequest`.
 
-    In one that is over, nothing is pinned any more.
+    Nothing is pinned any more in an epoch that is over.
     """
 
 
@@ -202,7 +202,7 @@ class UnpinRequest(OwnRequest, frozen=True):
     turn: int = 0
     """Pin epoch, as in :class:`FindRequest`.
 
-    In one that is over, nothing is given back any more.
+    Nothing is given back any more in an epoch that is over.
     """
 
 
@@ -374,7 +374,7 @@ class DescribeRequest(Message, frozen=True):
 class DescribeReply(msgspec.Struct, frozen=True, gc=False):
     """Facts for people, by section and name.
 
-    Those of a key are in the section ``key``. A map, and without a session.
+    The facts about a key are in the section ``key``. A map, and without a session.
     """
 
     epoch: int

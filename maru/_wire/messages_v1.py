@@ -280,7 +280,7 @@ class BatchLookupReply(Message, frozen=True):
 class ResultsReply(Message, frozen=True):
     """BATCH_EXISTS_KV, BATCH_PIN_KV and BATCH_UNPIN_KV.
 
-    For BATCH_PIN_KV false from the first miss on.
+    The results of BATCH_PIN_KV are false from the first miss on.
     """
 
     results: Bools

@@ -123,7 +123,7 @@ _request_decoders: dict[int, Any] = {code: msgspec.msgpack.Decoder(asked) for co
 _reply_decoders: dict[int, tuple[Any, Any]] = {}
 """First and second decoder of a reply.
 
-By the code of the request and by that of the reply.
+The keys are the codes of requests and of replies.
 """
 for _code, (_, _answered) in MESSAGES.items():
     _pair = (msgspec.msgpack.Decoder(_answered), _error_decoder)

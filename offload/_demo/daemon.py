@@ -1,6 +1,6 @@
 """``offload demo --daemon``: a daemon keeps the blocks of killed engines.
 
-In the end it is killed as well.
+It is killed in the end as well.
 
 1. Engine A reads the document, has its blocks stored, answers a question, and is killed (SIGKILL) in the middle of the
 next

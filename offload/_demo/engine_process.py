@@ -76,7 +76,7 @@ class Job:
     region_bytes: int
     """Bytes of the region that A and B each take.
 
-    They take it from the page store.
+    The page store gives it to them.
     """
 
 

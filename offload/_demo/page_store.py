@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _POOL_BYTES = 1 << 30
 """Capacity of the page store for each byte of its regions.
 
-With less it would evict ahead of need.
+A smaller page store would evict ahead of need.
 """
 _SHARING = 2
 """Engine processes that have a region each."""

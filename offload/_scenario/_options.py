@@ -199,7 +199,7 @@ def _near(path: Path) -> str:
 def check_system(system: str) -> None:
     """Raise a usage error if the system cannot be imported.
 
-    Otherwise each worker fails by itself.
+    Each worker would fail by itself otherwise.
     """
     from offload.testing.scenarios._systems import factory_of
 
@@ -219,7 +219,7 @@ def probed(system: str) -> Probe:
 def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
     """Return the random program of a seed.
 
-    For a system of the caller's, without the steps that it cannot run.
+    A program for a system of the caller's has no steps that it cannot run.
     """
     if system:
         return fuzzing(system).program(seed)[0]

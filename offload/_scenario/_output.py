@@ -114,7 +114,7 @@ _RAISED = re.compile(r"[\s|]*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Cancelle
 def in_short(text: str) -> str:
     """Shorten a violation to one line.
 
-    For a traceback, the first exception and its place.
+    A traceback becomes its first exception and place.
     """
     lines = text.strip().splitlines()
     places = [line.strip(" |") for line in lines[1:] if line.strip(" |").startswith("File ")]

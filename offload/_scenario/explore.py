@@ -216,7 +216,7 @@ def _hook_order(hooks: Sequence[str]) -> Callable[[str], int]:
 def _cell(cell: Any) -> str:
     """Format the end of a run.
 
-    One word, or several with counts if several visits ended differently.
+    It is one word, or several with counts if visits ended differently.
     """
     if not cell:
         return ""

@@ -193,7 +193,7 @@ def _picture(option: str, report: Report) -> str:
 class _RunPlan:
     """All runs by number, file by file.
 
-    For each file, seed by seed.
+    The runs of each file follow each other seed by seed.
     """
 
     files: Sequence[File]

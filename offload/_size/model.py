@@ -240,7 +240,7 @@ class GroupSize:
     def of(cls, tokens: int, object_bytes: Sequence[int], chunk_tokens: int, tensor_parallel: int) -> GroupSize:
         """Compute the pool for objects of these sizes.
 
-        One object for each group of layers.
+        There is one object for each group of layers.
         """
         chunks, chunk, page, n = -(-tokens // chunk_tokens), sum(object_bytes), max(object_bytes), len(object_bytes)
         pool = -(-chunks * n * page // MIB) * MIB

@@ -64,7 +64,7 @@ def from_memory(block_bytes: int) -> CopySource:
 def from_device(block_bytes: int, layers: int) -> CopySource:
     """Make a KV cache of ``layers`` layers.
 
-    With 0, a tensor in which each block lies in one piece.
+    Without layers, it is a tensor in which each block lies in one piece.
     """
     import torch
 

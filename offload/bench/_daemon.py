@@ -89,7 +89,7 @@ def _rates(kib: int, blocks: int, each: int, effort: Effort) -> Iterator[Row]:
 def _pages_at_once(effort: Effort) -> Iterator[Row]:
     """Yield the rates of eight clients that use shared pages.
 
-    They write and read these pages of the daemon themselves.
+    The clients write and read these pages of the daemon's page store themselves.
     """
     kib, blocks, each, repeat = _SIZES[1]
     blocks, each = effort.size(blocks, 4), effort.size(each, 2)

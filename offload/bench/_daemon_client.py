@@ -44,7 +44,7 @@ Stores go through its first half again and again.
 _UNDER_WAY: Final = 16
 """Most stores at once, or loads.
 
-As far as the half of the cache has room for them.
+There are fewer if half of the cache has no room for them.
 """
 _DELETED_AT_ONCE: Final = 2_048
 _PATIENCE: Final = 300.0

@@ -1,8 +1,8 @@
 """``offload bench device``: blocks of a GPU to pinned pages and back.
 
-Compared with a bare call of the driver. A block has 16 tokens; its layouts are those of engines. The limit is one
-``cuMemcpyBatchAsync`` of the same pieces, listed beforehand, in a stream of its own. A multiplication of matrices is
-timed alone and next to copies, if torch sees the device.
+They are compared with a bare call of the driver. A block has 16 tokens; its layouts are those of engines. The limit is
+one ``cuMemcpyBatchAsync`` of the same pieces, listed beforehand, in a stream of its own. A multiplication of matrices
+is timed alone and next to copies, if torch sees the device.
 
 Without a GPU all of it runs over a driver in Python, and the bytes are compared: the rows have no figures then.
 """

@@ -1,9 +1,9 @@
 """``offload bench pinned-pool``: copies into a server's blocks and back.
 
-Compared with one memmove and with the socket. The server is a separate process, as ``offload pinned-pool`` runs it. One
-client maps its pool, the other is configured to stream through the socket; both copy the same tensor, in turn. The
-memmove copies as many bytes from the same tensor into a mapping of the same kind (and out of it), on one thread. All
-targets were written to before: the first touch of fresh memory costs more than the copy.
+They are compared with one memmove and with the socket. The server is a separate process, as ``offload pinned-pool``
+runs it. One client maps its pool, the other is configured to stream through the socket; both copy the same tensor, in
+turn. The memmove copies as many bytes from the same tensor into a mapping of the same kind (and out of it), on one
+thread. All targets were written to before: the first touch of fresh memory costs more than the copy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``offload bench replay``: a real request trace through an engine.
 
-Compared with a dictionary that makes the same copies. The requests are sent by the driver of all comparisons
+It is compared with a dictionary that makes the same copies. The requests are sent by the driver of all comparisons
 (:mod:`offload._replay.driver`), a few to each subject in turn: to an engine over a memory tier without checksums, to
 one with them, to one with four requests in flight, and to a plain dictionary in least recently used order over a
 populated shared mapping of the same size, which copies with memmove (:class:`offload._replay.baseline.Baseline`). All

@@ -1,9 +1,9 @@
 """``offload bench wrappers``: bytes through a wrapped tier.
 
-Compared with the bare library on one thread, and with memmove. A batch of 64 blocks goes into a memory tier and comes
-back: reservation, copy thread, header, checksums and publication are in the figure. The bare library does the same work
-over the same blocks in one loop, into memory that is allocated already, in as few calls as it can. The memmove copies
-the same blocks once.
+They are compared with the bare library on one thread, and with memmove. A batch of 64 blocks goes into a memory tier
+and comes back: reservation, copy thread, header, checksums and publication are in the figure. The bare library does the
+same work over the same blocks in one loop, into memory that is allocated already, in as few calls as it can. The
+memmove copies the same blocks once.
 
 The blocks are synthetic keys and values: 16-bit floats, normally distributed, each channel with its own scale. Real
 ones may compress better or worse; measure yours.

@@ -100,7 +100,7 @@ class Session:
     block_bytes: int
     """Size of the daemon's blocks; 0: unknown in this session.
 
-    Then no cache has decided it, as far as this session knows.
+    No cache has decided it, as far as this session knows.
     """
     handover_path: str
     version: int
@@ -108,7 +108,7 @@ class Session:
     expires: float
     """Time at which the daemon may give this process up.
 
-    On the clock of trio. Put off by each answered heartbeat.
+    It is on the clock of trio, and put off by each answered heartbeat.
     """
     process: int = attrs.field(repr=False)
     """Descriptor of the daemon's process; -1 if there is none."""
@@ -176,7 +176,7 @@ class DaemonConnection:
         self.read_blocks: int = 0
         """Blocks read in the page store but not reported yet.
 
-        They are reported to the daemon.
+        The daemon gets their number with the next heartbeat.
         """
         self._channel: ChannelClient
         self._nursery: trio.Nursery
@@ -186,7 +186,7 @@ class DaemonConnection:
         self._due: deque[Callable[[int], Request]] = deque()
         """Requests that found no room, and whose answers nothing waits for.
 
-        As many as the daemon lets a session hold.
+        There are at most as many as the daemon lets a session hold.
         """
         self._collects = False
         self._previous = b""
@@ -591,7 +591,7 @@ class DaemonConnection:
     def look(self) -> None:
         """Take incoming messages, and notice a lost connection, without waiting.
 
-        Otherwise the next request, or heartbeat, does.
+        Without this call the next request, or heartbeat, does so.
         """
         self._channel.look()
 
@@ -615,7 +615,7 @@ def _is_unproven(answer: Answer) -> bool:
 def path_of(url: str) -> str:
     """Return the path of a daemon's socket.
 
-    By default, and with ``ipc`` alone, that of this user's daemon.
+    The default, also for ``ipc`` alone, is this user's daemon.
 
     Raises:
         ValueError: it is not on this host: a daemon serves by shared memory.
@@ -635,7 +635,7 @@ async def open_connection(
 ) -> AsyncIterator[DaemonConnection]:
     """Open a connection to the daemon of this host.
 
-    For the length of an ``async with`` block.
+    It is open for the length of an ``async with`` block.
 
     Args:
         url: ``ipc://PATH`` of its socket; by default that of this user's daemon.

@@ -57,7 +57,7 @@ A thousand blocks of 256 KiB.
 _LONGEST_LEASE: Final = 10.0
 """Most seconds of the session with the page store.
 
-Less if the daemon's session is shorter.
+It is less if the daemon's session is shorter.
 """
 _LEAST_LEASE: Final = 1.0
 
@@ -116,8 +116,8 @@ class PageReservation:
     def fill(self, blocks: BlockPages) -> None:
         """Copy blocks into the pages, one for each, and sum them.
 
-        So :meth:`Pages.commit` need not read them again. The one copy of a store, in any thread. The pages may not be
-        written any more.
+        :meth:`Pages.commit` then need not read them again. This is the one copy of a store, in any thread. The pages
+        may not be written any more.
 
         Raises:
             backends.maru.l1.ReservationOver: it was committed or released.
@@ -292,9 +292,9 @@ class Pages:
     async def reserve_read(self, keys: Sequence[Key]) -> PageLease:
         """Hold the longest prefix of these keys in the page store.
 
-        Whichever process stored it. Cancelled, it holds nothing. No message to the daemon, and none to the page store
-        either if its index has the answer. Blocks that the daemon has in other tiers only are not found: an engine
-        looks them up, and loads them.
+        Any process may have stored it. Cancelled, this holds nothing. It sends no message to the daemon, and none to
+        the page store either if its index has the answer. Blocks that the daemon has in other tiers only are not found:
+        an engine looks them up, and loads them.
 
         Raises:
             DaemonUnavailable: there is no session, or the page store did not answer: never a miss.
@@ -443,7 +443,7 @@ async def open_pages(
 ) -> AsyncIterator[Pages]:
     """Open the pages of a daemon's page store.
 
-    For the length of an ``async with`` block. Leaving it keeps the committed pages.
+    They are open for the length of an ``async with`` block. Leaving it keeps the committed pages.
 
     Args:
         daemon: ``ipc://PATH`` of its socket, by default that of this user's daemon; or a connection that is open, such

@@ -129,7 +129,7 @@ class _Registration:
     cache: int = 0
     """Number of the cache in its session; 0 if it is staged.
 
-    Then the daemon cannot copy it in place.
+    The daemon cannot copy a staged cache in place.
     """
     error: Exception | None = None
     is_wanted: bool = True
@@ -156,7 +156,7 @@ class Places:
         self._entries: dict[weakref.ref[object], _Entry] = {}
         """Entries by owner.
 
-        As a ``WeakKeyDictionary``, whose entries would go without notice.
+        It works as a ``WeakKeyDictionary``, whose entries would go without notice.
         """
         self.staging: Staging = Staging(block_bytes)
         self._spare: Staging | None = None
@@ -219,7 +219,7 @@ class Places:
     def _drop(self, owner: weakref.ref[object], session: Session | None) -> None:
         """Unregister the cache of this owner.
 
-        If it is registered in this session. ``None``: in any session.
+        Only if it is registered in this session; ``None``: in any session.
         """
         entry = self._entries.pop(owner, None)
         registration = None if entry is None else entry.registration

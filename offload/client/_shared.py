@@ -74,7 +74,7 @@ class SharedMemory:
     def of(cls, descriptor: int, nbytes: int) -> SharedMemory:
         """Return the memory of a descriptor from :func:`sealed_memfd`.
 
-        Of this or another process. Closes it at the end. It is not pinned yet: see :meth:`pin`.
+        The descriptor may come from another process. It is closed at the end. It is not pinned yet: see :meth:`pin`.
 
         Raises:
             OSError: it cannot be mapped.

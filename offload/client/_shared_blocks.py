@@ -21,7 +21,7 @@ from ._shared import SharedMemory
 class SharedBlocks:
     """Blocks of one size in shared memory, one after the other.
 
-    As many as the memory has room for. Their owner keeps them unchanged.
+    There are as many as the memory has room for. Their owner keeps them unchanged.
 
     Args:
         memory: the memory of the blocks.

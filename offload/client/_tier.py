@@ -1,6 +1,6 @@
 """A daemon as one tier of an engine.
 
-The engine stores into it and loads from it. Whatever tiers the daemon has.
+The engine stores into it and loads from it. The daemon may have any tiers.
 
     store    reserve (nothing is asked) -> commit -> one message for the batch, with the numbers of its blocks
              -> the daemon copies them out of this process's memory -> its answer is the outcome of each block
@@ -77,7 +77,7 @@ The caller's scope ends sooner, and cancels the request.
 _LEAVE_AFTER: Final = 10.0
 """Seconds until the destination of a cancelled load counts as lost.
 
-Within them the load should end.
+The load should have ended by then.
 """
 _DELETIONS: Final = list(Deletion)
 
@@ -503,7 +503,7 @@ class DaemonTier(TierBase[DaemonLease]):
 class _SlotsOfThread:
     """Slots that a thread writes to.
 
-    They go back once it is over and was left, whichever comes last.
+    They go back once the thread is over and was left, whichever comes last.
     """
 
     def __init__(self, staging: Staging, slots: Sequence[int]) -> None:
@@ -528,7 +528,7 @@ class _SlotsOfThread:
     def leave(self) -> None:
         """Give the slots back as soon as nothing writes to them.
 
-        They are not used.
+        The slots are not used.
         """
         if not self._is_first():
             self._staging.give_back(self._slots)

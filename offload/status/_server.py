@@ -90,7 +90,7 @@ async def serve_status(
 async def _serve(app: Any, config: Config, stop: trio.Event, task_status: trio.TaskStatus[list[str]]) -> None:
     """Accept connections until ``stop`` is set.
 
-    Then the open ones have a second.
+    The open connections then have a second.
     """
     door = DESCRIPTORS.open(1, most=MOST, each=0.5)
     context, wrapped = WorkerContext(None), wrap_app(app, config.wsgi_max_body_size, "asgi")
