@@ -157,8 +157,8 @@ def body_of(frame: Buffer, header: Header) -> memoryview:
 
 
 def frame_of(code: int, sequence: int, body: bytes, flags: int = 0) -> bytes:
-    """Return a whole frame. ``code`` is sent unchanged.
+    """Return a whole frame.
 
-    The code of a reply has the reply bit already.
+    ``code`` is sent unchanged. The code of a reply has the reply bit already.
     """
     return _pack(_MAGIC, _VERSION, code, flags, sequence, len(body)) + body
