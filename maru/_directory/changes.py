@@ -99,7 +99,7 @@ class Changes:
             self.state.chores.append(_empty_in_slices(returning))
 
     def _forget_order(self, session: Session, keys: list[str]) -> None:
-        session.forgetting += len(keys)  # from now on
+        session.forgetting += len(keys)  # counted before the first slice
         self.state.chores.append(self._forget_in_slices(session, keys))
 
     def _forget_in_slices(self, session: Session, keys: list[str]) -> Slices[None]:

@@ -87,7 +87,7 @@ class EvictionGuard:
         # cut).
         self._ended_holders = Leases()
         self._quiet_until = self._surely_quiet_until = -math.inf
-        self._awaited: set[int] = set()  # sessions of ours from before the restart that have not said the new epoch
+        self._awaited: set[int] = set()  # sessions of ours from before the restart that have not sent the new epoch
 
     # --- pins -----------------------------------------------------------------------------------------------------
 
@@ -321,5 +321,5 @@ class _OnBoards:
             self._held = self._boards.held()
         if not self._held:
             return False
-        location = self._located.get(key)  # type: ignore[call-overload]  # a registration may name what it brings itself
+        location = self._located.get(key)  # type: ignore[call-overload]  # a registration may name its own new keys
         return location is not None and location.generation in self._held

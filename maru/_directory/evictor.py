@@ -18,7 +18,7 @@ from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would take as long again.
 _LONG_SEARCH: Final = 10_000
-_REST: Final = 1e-5  # seconds for each of them: some fifty times what passing over it costs
+_REST: Final = 1e-5  # seconds for each key passed over: some fifty times its cost
 
 _MOST_TURNS: Final = 256
 """Slices in which uses are counted: one for each client.
@@ -69,7 +69,7 @@ class Evictor:
             went, looked = went + gone, looked + gone + passed
             if went >= n or not passed + gone:
                 return went
-            if looked >= known:  # each was looked at once
+            if looked >= known:  # every key was looked at once
                 if looked - went > _LONG_SEARCH:
                     session.barren_until = now + (looked - went) * _REST
                 return went

@@ -276,7 +276,7 @@ class Pins:
         """Remove a pin of another published connection, if one has any."""
         for holder in self._shared.get(key, ()):
             own = self._of.get(holder)
-            if own is None:  # it is leaving
+            if own is None:  # its pins are being released
                 continue
             if own[key] > 1:
                 own[key] -= 1

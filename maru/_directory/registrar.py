@@ -151,7 +151,7 @@ class Registrar:
         Such an account may have a part of all entries. Both accounts of this owner are checked. Not negative.
         """
         most = self._limits.max_entries // _ENTRIES_SHARE
-        if len(self._state.located) + more_entries <= most:  # nearly always: nothing is counted
+        if len(self._state.located) + more_entries <= most:  # nearly always, so nothing is counted
             return 0
         accounts = [account for account in (owner.instance, owner.tenant_account) if account.quota_bytes]
         return max([0, *[account.entries + more_entries - most for account in accounts]])

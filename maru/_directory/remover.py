@@ -124,7 +124,7 @@ class Remover:
         """Delete keys of a session that are not held; see ``Directory.reclaim``."""
         asked = "reclaim", request_id
         if asked in session.answers:
-            return session.answers[asked][0]  # as it is now
+            return session.answers[asked][0]  # the current count
         if session.is_reclaiming or self._guard.is_quiet(now):
             return 0
         keys = sum([len(region.keys_at) for region in session.regions.values()])

@@ -159,7 +159,7 @@ class _Entries:
             # The key there is read, or in quiet time may be: it stays found until its pins are gone.
             return _PINNED
         owner = region.session
-        assert owner is not None  # it may be registered in
+        assert owner is not None  # only owned regions can be registered in
         more_bytes, more_entries = length - old_length, 0 if old_length else 1
         if self._remaining is not None and not self._remaining.take(owner, more_bytes, more_entries):
             return _QUOTA

@@ -199,7 +199,7 @@ class IndexReader:
             return ()
         if words[AT_RETIRED]:
             return range(len(where))
-        now = itemgetter(*where, AT_EPOCH)(words)  # one more: of a single one it would make no tuple
+        now = itemgetter(*where, AT_EPOCH)(words)  # one more word: for a single one the getter would return no tuple
         if now[:-1] == generations:
             return ()
         mask = MARK | _GENERATION if marked else _GENERATION

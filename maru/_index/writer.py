@@ -151,7 +151,7 @@ class IndexWriter:
             repeat(lengths) if isinstance(lengths, int) else lengths,
             repeat(None) if checksums is None else checksums,
             generations,
-            strict=False,  # some are endless
+            strict=False,  # some columns are endless
         ):
             self._add(name, generation, region, offset, length, checksum)
         self._tell_left_out()

@@ -76,7 +76,7 @@ class Device:
         self._taken: dict[int, tuple[int, int]] = {}
         self._in_use: list[tuple[int, int]] = []  # freed, but another process may still write there
         self._found: list[tuple[int, int]] = []  # left by an earlier server, and not handed out since
-        watch_forks(self, Device.close)  # its lock is not the child's
+        watch_forks(self, Device.close)  # a forked child does not hold its lock
 
     @property
     def total_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Device:
 
     @property
     def allocated_bytes(self) -> int:
-        if self._in_use and self._mutex.acquire(blocking=False):  # called on the server's loop
+        if self._in_use and self._mutex.acquire(blocking=False):  # without waiting: this is called on the server's loop
             try:
                 self._sweep()
             finally:
@@ -146,7 +146,7 @@ class Device:
         return written(self._fd, offset, length) + (read(self._fd, offset, length) if found else [])
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
-        fd = os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
+        fd = os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, even if its path names another
         try:
             (may_write if write else may_read)(fd, region.offset, region.length)
         except BaseException:
@@ -157,7 +157,7 @@ class Device:
     def peek(self, region_id: int) -> memoryview | None:
         offset, length = self._state_directory.spans_of(self._place).get(region_id, (0, 0))
         if not length or offset % self.align or not 0 <= offset <= self.total_bytes - length:
-            return None  # nothing that would be adopted
+            return None  # it would not be adopted
         try:
             return Memory(self._fd, offset, length, write=False).buffer()
         except (OSError, CannotMap) as exc:

@@ -74,7 +74,7 @@ def file_system_of(path: str, mounts: str) -> str:
         _, at, found, *_ = [*line.split(" "), "", "", ""]
         at = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), at)
         inside = path == at or path.startswith(at.rstrip("/") + "/")
-        if inside and len(at) >= len(best):  # of two at one place the later one is on top
+        if inside and len(at) >= len(best):  # the later of two mounts at one place is on top
             best, kind = at, found
     return kind
 

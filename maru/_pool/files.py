@@ -79,7 +79,7 @@ class Files(Ledger):
             self.close()
             raise
         super().__init__(capacity_bytes)
-        watch_forks(self, Files.close)  # its lock is not the child's
+        watch_forks(self, Files.close)  # a forked child does not hold its lock
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):

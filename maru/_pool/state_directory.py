@@ -96,7 +96,7 @@ class StateDirectory:
         except BaseException:
             self.close()
             raise
-        watch_forks(self, StateDirectory.close)  # its lock is not the child's
+        watch_forks(self, StateDirectory.close)  # a forked child does not hold its lock
 
     def __repr__(self) -> str:
         return f"<StateDirectory {self.path!r}{'' if self.fd >= 0 else ' (closed)'}>"

@@ -39,7 +39,7 @@ from ..testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
 """Tokens that one forward pass of a prefill computes."""
-_BLOCKS_IN_A_STORE = 4  # of the process that cancels: small stores, so that there are many
+_BLOCKS_IN_A_STORE = 4  # small stores of process C, so that there are many to cancel
 _PATIENCE = 60.0
 """Seconds to wait for a new daemon, and for its breaker.
 
@@ -311,8 +311,8 @@ def main(job: Job) -> None:
     answers. ``miss`` it: wait until it is named as unavailable. ``finish``: report the figures, and the same answers
     without any cache.
     """
-    # One thread computes, another core copies. Two that compute wait for each other at every step, which on a busy machine
-    # takes ten times as long.
+    # One thread computes, another core copies. Two computing threads wait for each other at every step, which takes
+    # ten times as long on a busy machine.
     torch.set_num_threads(1)
     document = Path(job.document).read_bytes()
     prompts = [document + question.encode() for question in job.questions]

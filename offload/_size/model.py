@@ -104,7 +104,7 @@ class ModelShape:
         config = {**config, **_table(config, "text_config")}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         if _table(config, "quantization_config").get("kv_cache_scheme"):
-            dtype = ""  # the cache's is not that of the weights
+            dtype = ""  # the cache has another type than the weights
         layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         kinds = config.get("layer_types") or []
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
@@ -150,7 +150,7 @@ class ModelShape:
             ValueError: the heads of this model cannot be shared out among so many ranks.
         """
         if not self.kv_heads:
-            return self.layers * self.numbers * item_bytes  # each rank has all of it
+            return self.layers * self.numbers * item_bytes  # each rank has the whole vector
         if self.kv_heads % tensor_parallel and tensor_parallel % self.kv_heads:
             raise ValueError(f"{self.kv_heads} heads of keys cannot be shared out among {tensor_parallel} ranks")
         return self.layers * max(1, self.kv_heads // tensor_parallel) * self.numbers * item_bytes

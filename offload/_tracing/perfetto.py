@@ -148,7 +148,7 @@ class PerfettoTrace:
             )
 
     def _loaded(self) -> Iterator[Event]:
-        ends: dict[int, list[float]] = {}  # of each engine, by row
+        ends: dict[int, list[float]] = {}  # ends of the rows of each engine
         for one in sorted(self._reads, key=lambda read: read.began):
             arguments = {"asked": one.asked, **({} if one.left is None else _told(one.left))}
             if one.seconds is None:
@@ -225,7 +225,7 @@ class _PipelineTrace:
             self._mark(container, "transfer")
 
     def _mark(self, container: OffloadContainer, stage: str) -> None:
-        inside = self._inside.get(container)  # none: it came before this did
+        inside = self._inside.get(container)  # none: it came before this instrument did
         if inside is not None:
             inside[1].append((stage, self._clock()))
 

@@ -193,7 +193,7 @@ def _memmove(nbytes: int, block_bytes: int) -> Callable[[], Figures]:
     memories = [mmap.mmap(-1, size) for _ in range(2)]
     for memory in memories:
         memory[:: mmap.PAGESIZE] = bytes(len(range(0, size, mmap.PAGESIZE)))
-    source, into = ((ctypes.c_char * size).from_buffer(memory) for memory in memories)  # which keep their memory
+    source, into = ((ctypes.c_char * size).from_buffer(memory) for memory in memories)  # these keep their memory alive
     blocks = nbytes // block_bytes
 
     def copy() -> Figures:

@@ -99,7 +99,7 @@ def _memmoves(source: torch.Tensor, into: torch.Tensor) -> dict[str, Callable[[]
     there, n = block.copy_(source).data_ptr(), source.nbytes
 
     def memmove_in() -> float:
-        assert block is not None  # which keeps its memory
+        assert block is not None  # the block keeps its memory alive
         return _rate(n, lambda: ctypes.memmove(there, source.data_ptr(), n))
 
     def memmove_out() -> float:

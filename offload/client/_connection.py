@@ -171,7 +171,7 @@ class DaemonConnection:
         """Called when a session has begun."""
         if len(credential) > MAX_CREDENTIAL_BYTES:
             raise ConfigError("credential", f"of {len(credential)} bytes", f"must have at most {MAX_CREDENTIAL_BYTES}")
-        # A name is for logs: of a model's path, its end.
+        # A name is for logs: the end of a model's path is kept.
         self._name, self._credential = name[-MAX_NAME_LENGTH:], credential
         self.read_blocks: int = 0
         """Blocks read in the page store but not reported yet.
@@ -459,7 +459,7 @@ class DaemonConnection:
     def _on_lost(self, unsent: object) -> None:
         session, self.session = self.session, None
         self._due.clear()
-        # Frames of the lost session, or a greeting: its answer would not be waited for, and the next greeting be one
+        # Frames of the lost session, or a greeting: nobody would wait for its answer, and the next greeting would be one
         # too many.
         self._channel.drop_unsent()
         self._cause = "the connection is lost"

@@ -283,7 +283,7 @@ class Pages:
             fates = bytes([Fate.UNKNOWN] * len(reservation.keys))
             raise
         finally:
-            if not write.is_open:  # else it was cancelled in time
+            if not write.is_open:  # otherwise it was cancelled in time
                 self._end(reservation, fates)
         return reservation.outcomes
 
@@ -392,7 +392,7 @@ class Pages:
         if reservation._forgotten is not None:
             reservation._forgotten.detach()
         if fates:
-            fates += bytes(reservation._announced - len(fates))  # those without a page
+            fates += bytes(reservation._announced - len(fates))  # announced keys without a page
         self._tell(reservation._session, reservation._number, fates)
 
     def _tell(self, session: Session, number: int, fates: bytes) -> None:

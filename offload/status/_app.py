@@ -91,7 +91,7 @@ class Sampler:
                     mapped_at = now
                     self.latest["pool"] = _encode(await self.source.map_pool())
                 self.latest["status"] = _encode(self.source.view())
-            except Exception as error:  # as of a tier: the last view stays, and the server of the page goes on
+            except Exception as error:  # such as a tier's: the last view stays, and the page is still served
                 _log.log(logging.DEBUG if self._failed else logging.WARNING, "no view can be made: %r", error)
                 self._failed = True
             else:

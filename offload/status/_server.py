@@ -79,7 +79,7 @@ async def serve_status(
     app = StatusApp(source, sampler, stop, hosts, metrics)
     config = Config()
     config.bind = [bind]
-    config.umask = 0o077  # of a Unix socket
+    config.umask = 0o077  # mode of a Unix socket
     config.errorlog = _log
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sampler.run)
