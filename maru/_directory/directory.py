@@ -156,9 +156,9 @@ class Directory:
         self._leases.set(session_id, now + self._state.sessions[session_id].lease + self._limits.lease_grace)
 
     def remaining(self, session_id: int, now: float) -> float:
-        """Return the seconds left of its lease, without the server's grace.
+        """Return the seconds left of this session's lease.
 
-        Never negative.
+        The server's grace is not included. Never negative.
         """
         return max(0.0, self._leases.until(session_id) - self._limits.lease_grace - now)
 

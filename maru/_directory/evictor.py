@@ -58,7 +58,7 @@ class Evictor:
     def evict_in_slices(self, session: Session, n: int, now: float) -> Slices[int]:
         """Evict ``n`` keys of this owner, passing over any held keys.
 
-        However many there are. Otherwise as :meth:`evict`.
+        It works as :meth:`evict` otherwise.
         """
         went = looked = 0
         if not self._may(session, now):

@@ -222,8 +222,8 @@ class Remover:
     def _drop_if_free(self, region: Region, now: float) -> Slices[bool]:
         """Drop an abandoned region unless it is read or owned again.
 
-        Return if it is gone. Its keys go slice by slice, each with its record: wherever the journal is cut, a smaller
-        region is left.
+        Return whether it is gone. Its keys go slice by slice, each with its record: wherever the journal is cut, a
+        smaller region is left.
         """
         region_id = region.region_id
         keys = list(region.keys_at.values())

@@ -93,7 +93,8 @@ class BoardWriter:
     def put(self, generations: Sequence[int]) -> list[int]:
         """Write the first of these generations into the free cells.
 
-        Return these cells. They hold once a fence was made and their sequences were read after it.
+        Return these cells, at most as many as were free. They hold once a fence was made and their sequences were read
+        after it.
         """
         words, free = self._words, self._free
         cells = free[: -len(generations) - 1 : -1]

@@ -49,7 +49,7 @@ AT_LEFT_OUT: Final = 9
 """
 
 MARK: Final = 1 << 63
-"""Bit of a sequence that the server is about to remove.
+"""Bit of a sequence whose registration is about to be removed.
 
 Nobody may begin to hold such a registration. Bytes loaded meanwhile are still right.
 """

@@ -44,7 +44,7 @@ They are kept in tables as long as the server runs.
 MAX_REGIONS: Final = 65_536
 """Most regions or instances in one list.
 
-A thousand instances with some tens of regions each.
+Enough for a thousand instances with some tens of regions each.
 """
 MAX_FRAME_BYTES: Final = 16 << 20
 """Most bytes of a frame; the sockets refuse longer ones.

@@ -60,9 +60,9 @@ class SuccessReply(Message, frozen=True):
 
 
 class HandshakeRequest(Message, frozen=True):
-    """HANDSHAKE: a published client sends nothing, or the first two fields.
+    """Request of HANDSHAKE.
 
-    All else is ours.
+    A published client sends nothing, or the first two fields. All else is ours.
     """
 
     client_version: msgspec.Raw = NIL
@@ -102,10 +102,10 @@ class HandshakeRequest(Message, frozen=True):
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
-    """HANDSHAKE: a published server sends the first two fields.
+    """Reply to HANDSHAKE.
 
-    Ours sends all, to every client; a refusal is an :class:`ErrorReply`. If a bound was left out because it is the
-    default, a later version with another default would misread it.
+    A published server sends the first two fields. Ours sends all, to every client; a refusal is an :class:`ErrorReply`.
+    If a bound was left out because it is the default, a later version with another default would misread it.
     """
 
     success: bool
@@ -132,7 +132,7 @@ class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeartbeatReply(Message, frozen=True):
-    """Sign of life."""
+    """Reply to HEARTBEAT: a sign of life."""
 
     epoch: int = 0
 
@@ -150,7 +150,7 @@ class Handle(msgspec.Struct, frozen=True, gc=False):
 
 
 class AllocRequest(Message, frozen=True):
-    """REQUEST_ALLOC."""
+    """Request of REQUEST_ALLOC."""
 
     instance_id: Name
     size: int
@@ -159,7 +159,7 @@ class AllocRequest(Message, frozen=True):
 
 
 class AllocReply(Message, frozen=True):
-    """REQUEST_ALLOC: a region, or the reason why there is none."""
+    """Reply to REQUEST_ALLOC: a region, or the reason why there is none."""
 
     success: bool
     handle: Handle | None = None
@@ -168,7 +168,7 @@ class AllocReply(Message, frozen=True):
 
 
 class ReturnRequest(Message, frozen=True):
-    """RETURN_ALLOC."""
+    """Request of RETURN_ALLOC."""
 
     instance_id: Name
     region_id: int
@@ -176,14 +176,14 @@ class ReturnRequest(Message, frozen=True):
 
 
 class ListRequest(Message, frozen=True):
-    """LIST_ALLOCATIONS."""
+    """Request of LIST_ALLOCATIONS."""
 
     exclude_instance_id: Name | None = None
     session: Token | None = None
 
 
 class ListReply(Message, frozen=True):
-    """LIST_ALLOCATIONS."""
+    """Reply to LIST_ALLOCATIONS."""
 
     success: bool
     allocations: Annotated[list[Handle], Meta(max_length=MAX_REGIONS)]
@@ -194,7 +194,7 @@ class ListReply(Message, frozen=True):
 
 
 class RegisterRequest(Message, frozen=True):
-    """REGISTER_KV, and one entry of BATCH_REGISTER_KV.
+    """Request of REGISTER_KV, or one entry of BATCH_REGISTER_KV.
 
     Numbers out of range are refused by the directory, not here.
     """
@@ -206,7 +206,7 @@ class RegisterRequest(Message, frozen=True):
 
 
 class RegisterReply(Message, frozen=True):
-    """REGISTER_KV."""
+    """Reply to REGISTER_KV."""
 
     success: bool
     is_new: bool
@@ -216,13 +216,13 @@ class RegisterReply(Message, frozen=True):
 
 
 class KeyRequest(Message, frozen=True):
-    """LOOKUP_KV, EXISTS_KV, DELETE_KV, PIN_KV and UNPIN_KV."""
+    """Request of LOOKUP_KV, EXISTS_KV, DELETE_KV, PIN_KV or UNPIN_KV."""
 
     key: Key
 
 
 class LookupReply(msgspec.Struct, frozen=True, gc=False):
-    """LOOKUP_KV, and one entry of BATCH_LOOKUP_KV.
+    """Reply to LOOKUP_KV, or one entry of BATCH_LOOKUP_KV.
 
     Servers answer with `lookup_reply`, which encodes nothing again.
     """
@@ -237,20 +237,20 @@ class LookupReply(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExistsReply(Message, frozen=True):
-    """EXISTS_KV and PIN_KV."""
+    """Reply to EXISTS_KV or PIN_KV."""
 
     exists: bool
     epoch: int = 0
 
 
 class BatchRegisterRequest(Message, frozen=True):
-    """BATCH_REGISTER_KV."""
+    """Request of BATCH_REGISTER_KV."""
 
     entries: Annotated[list[RegisterRequest], Meta(max_length=MAX_KEYS)]
 
 
 class BatchRegisterReply(Message, frozen=True):
-    """BATCH_REGISTER_KV: whether each entry was new.
+    """Reply to BATCH_REGISTER_KV: whether each entry was new.
 
     One bad entry refuses all of them.
     """
@@ -262,13 +262,13 @@ class BatchRegisterReply(Message, frozen=True):
 
 
 class KeysRequest(Message, frozen=True):
-    """BATCH_LOOKUP_KV, BATCH_EXISTS_KV, BATCH_PIN_KV and BATCH_UNPIN_KV."""
+    """Request of BATCH_LOOKUP_KV, BATCH_EXISTS_KV, BATCH_PIN_KV or BATCH_UNPIN_KV."""
 
     keys: Keys
 
 
 class BatchLookupReply(Message, frozen=True):
-    """BATCH_LOOKUP_KV.
+    """Reply to BATCH_LOOKUP_KV.
 
     Servers answer with `batch_lookup_reply`, which encodes nothing again.
     """
@@ -278,7 +278,7 @@ class BatchLookupReply(Message, frozen=True):
 
 
 class ResultsReply(Message, frozen=True):
-    """BATCH_EXISTS_KV, BATCH_PIN_KV and BATCH_UNPIN_KV.
+    """Reply to BATCH_EXISTS_KV, BATCH_PIN_KV or BATCH_UNPIN_KV.
 
     The results of BATCH_PIN_KV are false from the first miss on.
     """
@@ -338,7 +338,7 @@ class AllocationManagerStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class StatsReply(Message, frozen=True):
-    """GET_STATS."""
+    """Reply to GET_STATS."""
 
     kv_manager: KvManagerStats
     allocation_manager: AllocationManagerStats
@@ -360,7 +360,7 @@ class ReportEntry(Message, frozen=True):
 
 
 class ReportRequest(Message, frozen=True):
-    """REPORT_STATS."""
+    """Request of REPORT_STATS."""
 
     entries: Annotated[list[ReportEntry], Meta(max_length=MAX_KEYS)]
 
@@ -377,7 +377,7 @@ class InstanceUsage(msgspec.Struct, frozen=True, gc=False):
 
 
 class UsageReply(Message, frozen=True):
-    """GET_USAGE: instances in the order of their names."""
+    """Reply to GET_USAGE: instances in the order of their names."""
 
     instances: Annotated[list[InstanceUsage], Meta(max_length=MAX_REGIONS)]
     pool_total: int

@@ -79,7 +79,7 @@ class RmHandle(RmMessage, frozen=True):
 
 
 class RmAllocRequest(RmMessage, frozen=True):
-    """ALLOC_REQ."""
+    """Request for a region: ALLOC_REQ."""
 
     size: int
     """Bytes; the region may be longer."""
@@ -91,7 +91,7 @@ class RmAllocRequest(RmMessage, frozen=True):
 
 
 class RmAllocResponse(RmMessage, frozen=True):
-    """ALLOC_RESP."""
+    """Response with a region: ALLOC_RESP."""
 
     status: int
     access_type: int = 0
@@ -104,7 +104,7 @@ class RmAllocResponse(RmMessage, frozen=True):
 
 
 class RmFreeRequest(RmMessage, frozen=True):
-    """FREE_REQ."""
+    """Request to free a region: FREE_REQ."""
 
     handle: RmHandle
     client_id: str
@@ -112,13 +112,13 @@ class RmFreeRequest(RmMessage, frozen=True):
 
 
 class RmFreeResponse(RmMessage, frozen=True):
-    """FREE_RESP."""
+    """Response to FREE_REQ: FREE_RESP."""
 
     status: int
 
 
 class RmStatsRequest(RmMessage, frozen=True):
-    """STATS_REQ."""
+    """Request for the pools: STATS_REQ."""
 
 
 class RmPool(RmMessage, frozen=True):
@@ -135,7 +135,7 @@ class RmPool(RmMessage, frozen=True):
 
 
 class RmStatsResponse(RmMessage, frozen=True):
-    """STATS_RESP."""
+    """Response with the pools: STATS_RESP."""
 
     pools: tuple[RmPool, ...]
 
@@ -148,7 +148,7 @@ class RmAccessRequest(RmMessage, frozen=True):
 
 
 class RmAccessResponse(RmMessage, frozen=True):
-    """GET_ACCESS_RESP."""
+    """Response with the place of a region: GET_ACCESS_RESP."""
 
     status: int
     path: str = ""

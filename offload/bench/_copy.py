@@ -1,9 +1,9 @@
 """``offload bench copy``: bytes through a pipeline, as a share of memmove.
 
-Goal 5. The memmove copies the same bytes at once. End to end: from the first ``enqueue_nowait`` to the end of the
-drain, so with policy, reservation, thread and publication. Containers of 64 blocks, each a batch of its own; four of
-them, so that a second transfer finds something to do. The blocks of a container are scattered over the source. The
-memmove copies as many bytes out of one run of them into the same pages, a batch per call, on one thread.
+Goal 5. It is one memmove of the same bytes. End to end: from the first ``enqueue_nowait`` to the end of the drain, so
+with policy, reservation, thread and publication. Containers of 64 blocks, each a batch of its own; four of them, so
+that a second transfer finds something to do. The blocks of a container are scattered over the source. The memmove
+copies as many bytes out of one run of them into the same pages, a batch per call, on one thread.
 
 A block of a *device* tier (a tensor in host memory here, if there is no GPU) is in one piece, or in 64: keys and values
 of 32 layers, each layer a tensor. Its pages, as those of every memory tier, are a shared mapping.

@@ -106,7 +106,7 @@ class PageReservation:
     def pages(self) -> Sequence[memoryview]:
         """A writable page for each key, of exactly a block.
 
-        May be written in any thread, until it is committed or released.
+        They may be written in any thread, until it is committed or released.
 
         Raises:
             backends.maru.l1.ReservationOver: it was.
@@ -421,7 +421,7 @@ def _fate(outcome: Outcome) -> Fate:
 def _known_by(place: PageStoreAt) -> tuple[object, ...]:
     """Return the identity of a page store.
 
-    All fields but the number of the answer and the start of the daemon.
+    It has all fields but the number of the answer and the start of the daemon.
     """
     return tuple(getattr(place, name) for name in place.__struct_fields__[2:])
 

@@ -1,6 +1,6 @@
 """Places of this process that a daemon can copy from and to.
 
-Caches that it has mapped, and a staging area for all others.
+These are caches that it has mapped, and a staging area for all others.
 
 Rule 1. A source whose tensors lie in :class:`SharedMemory`, or on a CUDA device, is registered when blocks of it are
         first stored or loaded, once for each session. The daemon then copies it in place.
