@@ -1,4 +1,4 @@
-"""Tools for testing what is built on this package, and this package itself.
+"""Tools for testing this package and code built on it.
 
 Each is imported from its own module, so that one which needs torch (``reference_engine``) costs nothing to the others.
 """

@@ -1,21 +1,22 @@
-"""The decoder under the reference engine: what one forward pass computes, and why its bits can be relied on.
+"""Decoder of the reference engine, with bit-reproducible forward passes.
 
 *The KV and the logits at position p are a function of tokens 0..p, to the last bit.* Floating-point sums make that a
 design decision: a matrix product may order its sums by its shape, so that a row computed alone differs in its last bits
 from the same row among 32. Three things keep the rule here:
 
 1. Every forward pass has one shape. It computes a *tile*: ``tile_tokens`` rows, from a position that is a multiple of
-   ``tile_tokens``. Position p is always row ``p % tile_tokens``. Rows that are not wanted (not known yet, or cached
+   ``tile_tokens``. Position p is always row ``p % tile_tokens``. Rows that are not needed (not known yet, or cached
    already) are computed and dropped; so one generated token costs a tile, which a small model can afford.
 2. A row sees other positions only through the paged cache, and always as many of them: all up to the end of its tile.
-3. What lies in that window after the query counts exactly 0: its weight is ``exp(-inf)``, and whatever lies past the
-   last written position is first replaced by zeros (0 times a stale NaN would not be 0).
+3. Positions of that window after the query count exactly 0: their weight is ``exp(-inf)``, and everything past the last
+   written position is first replaced by zeros (0 times a stale NaN would not be 0).
 
-Prefilling in chunks of one fixed size, resumed at whole chunks only, was the other choice. It drops fewer rows, but a
-generated token would have other bits than the same token in a prompt, and every hit would be rounded down to a chunk.
+The alternative was to prefill in chunks of one fixed size, resumed at whole chunks only. It drops fewer rows, but a
+generated token would have different bits than the same token in a prompt, and every hit would be rounded down to a
+chunk.
 
-The rule holds within one version of torch, one kind of processor or GPU, and one number of threads: another may order
-its sums otherwise (bfloat16 with tiles of 64 does, at 4 threads against 2).
+The rule holds within one version of torch, one kind of processor or GPU, and one number of threads: a change of any of
+them may change the order of the sums (bfloat16 with tiles of 64 does, at 4 threads against 2).
 """
 
 from __future__ import annotations
@@ -32,21 +33,27 @@ from .._errors import ConfigError
 VOCABULARY = 260
 """Number of tokens: the 256 bytes, then the four specials."""
 BOS, EOS, SEP, PAD = range(256, VOCABULARY)
-"""Specials, for prompts that want them. Nothing adds them and nothing stops at them."""
+"""Special tokens, for prompts that use them.
+
+The model neither adds them nor stops at them.
+"""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROPE_BASE = 10_000.0
 _NORM_EPS = 1e-5
-# Random weights of the usual size give a model that looks at its last token only and soon repeats itself. With these,
-# attention picks few positions (queries and keys) and what it brings counts more than the token itself (output): one
-# early byte is felt to the end of thousands. The tests hold it to that.
+# Random weights of the usual size give a model that attends to its last token only and soon repeats itself. With these
+# gains, attention picks few positions (queries and keys) and the attended values count more than the token itself
+# (output): one early byte still changes the output thousands of tokens later. The tests check that.
 _QUERY_KEY_GAIN = 3.0
 _OUTPUT_GAIN = 2.0
 
 
 @attrs.frozen
 class ModelConfig:
-    """The size of the model and of its cache. The default prefills some thousand tokens a second on two cores."""
+    """Sizes of the model and of its cache.
+
+    The default prefills some thousand tokens a second on two cores.
+    """
 
     layers: int = 4
     """Decoder layers."""
@@ -57,21 +64,24 @@ class ModelConfig:
     kv_heads: int = 4
     """Key and value heads."""
     head_dim: int = 32
-    """Width of one head; even, because rotary positions turn pairs."""
+    """Width of one head; even, because rotary positions rotate pairs."""
     ffn: int = 704
     """Width of the feed-forward part."""
     block_size: int = 16
     """Tokens in one block."""
     tile_tokens: int = 32
-    """Rows of every forward pass. Larger: prefill costs less per token, and one generated token more."""
+    """Rows of every forward pass.
+
+    A larger tile makes prefill cheaper per token, and one generated token more expensive.
+    """
     num_blocks: int = 1024
-    """Blocks in the paged cache: how much context all sequences can have together."""
+    """Blocks in the paged cache, shared by all sequences."""
     max_context: int = 8192
-    """The longest sequence, in tokens."""
+    """Length of the longest sequence, in tokens."""
     seed: int = 0
-    """Chooses the weights."""
+    """Seed of the weights."""
     dtype: str = "float32"
-    """Of weights and KV: float32, bfloat16 or float16."""
+    """Data type of weights and KV: float32, bfloat16 or float16."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(ModelConfig):
@@ -89,18 +99,19 @@ class ModelConfig:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """One block over all layers, gathered: (layers, 2, block_size, kv_heads, head_dim)."""
+        """Shape of one gathered block: (layers, 2, block_size, kv_heads, head_dim)."""
         return (self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        """Size of one block over all layers, keys and values."""
+        """Size of one block over all layers, keys and values, in bytes."""
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * _DTYPES[self.dtype].itemsize
 
     def fingerprint(self) -> str:
-        """Name everything that decides the bits of a block, in stable text: two models never share a key.
+        """Return a stable text of everything that decides a block's bits.
 
-        The version of torch is part of it, because weights and sums follow it; capacities are not.
+        Two models never share a key. The version of torch is part of the text, because weights and sums depend on it;
+        capacities are not.
         """
         fields = attrs.asdict(self, filter=lambda field, _: field.name not in ("num_blocks", "max_context"))
         facts = fields | {"vocabulary": VOCABULARY, "torch": torch.__version__.partition("+")[0]}
@@ -109,7 +120,7 @@ class ModelConfig:
 
 @attrs.frozen
 class _Layer:
-    """Weights of one decoder layer; what shares its input is stacked into one matrix."""
+    """Weights of one decoder layer; projections of one input share a matrix."""
 
     qkv: torch.Tensor
     output: torch.Tensor
@@ -118,7 +129,7 @@ class _Layer:
 
 
 class Model:
-    """The weights, and the forward pass of one tile."""
+    """Model weights and the forward pass of one tile."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config = config
@@ -130,14 +141,16 @@ class Model:
     def forward(
         self, kv_caches: Iterable[torch.Tensor], tokens: list[int], block_ids: list[int], write: range
     ) -> torch.Tensor:
-        """Compute the tile that holds the position before ``write.stop``; return its rows, for `logits`.
+        """Compute the tile with the position before ``write.stop``; return its rows.
+
+        The rows are the input of `logits`.
 
         Args:
             kv_caches: one layer each, (2, num_blocks, block_size, kv_heads, head_dim). The KV of the positions before
                 ``write`` is read from there, that of ``write`` is written there.
-            tokens: of the sequence, at least up to ``write.stop``.
-            block_ids: its block table, which covers ``write.stop``.
-            write: positions in the tile; may be empty, where only the rows are wanted.
+            tokens: tokens of the sequence, at least up to ``write.stop``.
+            block_ids: block table of the sequence, which covers ``write.stop``.
+            write: positions in the tile; may be empty, if only the rows are needed.
         """
         config, stop = self._config, write.stop
         first = (stop - 1) // config.tile_tokens * config.tile_tokens
@@ -148,7 +161,7 @@ class Model:
             block_ids[p // config.block_size] * config.block_size + p % config.block_size for p in write
         )
         in_window = -(-end // config.block_size)
-        # The window may end beyond the allocated blocks: any id will do there, its rows are zeroed.
+        # The window may end beyond the allocated blocks: any id will do for the rest, since its rows are zeroed.
         table = self._indices((block_ids + block_ids[:1] * in_window)[:in_window])
         mask = torch.zeros(config.tile_tokens, end, dtype=self._dtype, device=self._device)
         mask[:, first:] = self._causal
@@ -164,7 +177,7 @@ class Model:
         return x
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the token that follows each row of a tile, (tile_tokens, VOCABULARY)."""
+        """Return the scores of each row's next token, (tile_tokens, VOCABULARY)."""
         return F.linear(self._norm(rows), self._head)
 
     def _attend(self, q: torch.Tensor, window: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -175,7 +188,10 @@ class Model:
         return seen[0].transpose(0, 1).flatten(1)
 
     def _project(self, layer: _Layer, x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of a tile, each (row, head, dim); queries and keys rotated."""
+        """Return queries, keys and values of a tile, each (row, head, dim).
+
+        Queries and keys are rotated.
+        """
         config = self._config
         qkv = F.linear(self._norm(x), layer.qkv).view(config.tile_tokens, -1, config.head_dim)
         qk, v = qkv[:, : -config.kv_heads], qkv[:, -config.kv_heads :]
@@ -192,7 +208,7 @@ class Model:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
 
     def _make_weights(self) -> None:
-        """Draw the weights: on the CPU, so that a seed means the same model on every device."""
+        """Draw the weights on the CPU, the same on every device."""
         config = self._config
         source = torch.Generator().manual_seed(config.seed)
 
@@ -215,7 +231,7 @@ class Model:
         self._head = draw(VOCABULARY, config.hidden)
 
     def _make_tables(self) -> None:
-        """Tabulate rotations up to the end of the last tile, and the mask within a tile."""
+        """Tabulate rotations for all tiles, and the mask within a tile."""
         config = self._config
         tile = config.tile_tokens
         positions = torch.arange(-(-config.max_context // tile) * tile, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Scenario files as pytest's files and items, and how a run that went wrong is told."""
+"""Scenario files as pytest's files and items, and reports of failed runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _SEAMS: Final = pytest.StashKey["tuple[Seam, ...]"]()
 _SHOWN: Final = 12
-"""Violations in the output of a failing test; more say the same."""
+"""Number of violations printed for a failing test; more add little."""
 
 
 class ScenarioFile(pytest.File):
-    """A file with a scenario."""
+    """Scenario file collected by pytest."""
 
     def collect(self) -> Iterable[ScenarioItem]:
-        """A test for each seed."""
+        """Return one test for each seed."""
         from .scenarios._files import read
         from .scenarios._program import ScenarioError
 
@@ -49,7 +49,7 @@ class ScenarioFile(pytest.File):
 
 
 def all_of(error: Any) -> str:
-    """The text of all mistakes of a scenario, one a line."""
+    """Return the text of all mistakes of a scenario, one per line."""
     return "\n".join([str(error), *getattr(error, "others", ())])
 
 
@@ -65,7 +65,10 @@ class ScenarioItem(pytest.Item):
         self.add_marker(pytest.mark.scenario)
 
     def runtest(self) -> None:
-        """Run it, in virtual time if that can carry it, and fail if something was wrong."""
+        """Run the scenario, and fail if a rule was violated.
+
+        The run is in virtual time, except if the scenario has a page store.
+        """
         from .scenarios._play import play
         from .scenarios._systems import page_store_of
 
@@ -82,7 +85,7 @@ class ScenarioItem(pytest.Item):
         judge(self.config, report, self.nodeid, repeat)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What was wrong, without a traceback through the harness."""
+        """Return the violations, without a traceback through the harness."""
         from .scenarios._program import ScenarioError
         from .scenarios._systems import NoSuchSystem
 
@@ -93,7 +96,7 @@ class ScenarioItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it stands: at its name."""
+        """Return the line of the scenario's name as the test's place."""
         return self.path, _line_of_name(self.path), f"{self.scenario.name} (seed {self.seed})"
 
 
@@ -105,14 +108,17 @@ def _line_of_name(path: Path) -> int:
 
 
 def factory_said(config: pytest.Config) -> Factory | None:
-    """The cache to be tested, as the command line or the ini file names it."""
+    """Return the cache under test, from the command line or ini file."""
     from .scenarios._systems import factory_of
 
     return factory_of(_system(config))
 
 
 def seams_said(config: pytest.Config) -> tuple[Seam, ...] | None:
-    """The seams of the cache to be tested, found out once; ``None`` for our own. What cannot be opened is said by its runs."""
+    """Return the seams of the cache under test; ``None`` for our own.
+
+    They are found once. A cache that cannot be opened gets all seams; its runs report the error.
+    """
     system = _system(config)
     if not system:
         return None
@@ -132,16 +138,16 @@ def _system(config: pytest.Config) -> str:
 
 
 def repeated(config: pytest.Config, path: Path, seed: int) -> str:
-    """The line that repeats a run, for where pytest was started."""
+    """Return the command line that repeats a run, from pytest's directory."""
     words = ["offload", "scenario", "run", os.path.relpath(path, config.invocation_params.dir), "--seed", str(seed)]
     return shlex.join([*words, *(["--system", system] if (system := _system(config)) else [])])
 
 
 class ScenarioFailed(AssertionError):
-    """Something was wrong with a run: the text says what, and how to repeat it.
+    """Run with violations; the text lists them and the repeating command.
 
     Attributes:
-        report: of the run.
+        report: report of the run.
     """
 
     def __init__(self, text: str, report: Report) -> None:
@@ -150,7 +156,7 @@ class ScenarioFailed(AssertionError):
 
 
 def judge(config: pytest.Config, report: Report, name: str, repeat: str) -> None:
-    """Fail, with all that is needed to go on from there, if something was wrong."""
+    """Fail if the run has violations, with all details to investigate them."""
     if report.good:
         return
     count = len(report.violations)
@@ -174,5 +180,5 @@ def _save_trace(directory: Path, report: Report, name: str) -> str:
         path = directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".json")
         PERFETTO.write(path, json.dumps(trace_events(report)).encode())
     except OSError as error:
-        return f"could not be saved: {error}"  # what was wrong with the run matters more
+        return f"could not be saved: {error}"  # the violations of the run matter more
     return str(path)

@@ -1,12 +1,12 @@
-"""Scenario files as tests, and fixtures for tests in virtual time. pytest loads this by itself, as the plugin ``offload``.
+"""pytest plugin ``offload``: scenario files as tests, and virtual-time fixtures.
 
-Every ``*.scenario.toml`` that pytest comes across is a test: one run, or one for each seed of ``--scenario-seeds``. It fails
-with what was wrong and with the line that repeats the run.
+pytest loads it by itself. Every ``*.scenario.toml`` that pytest comes across is a test: one run, or one for each seed
+of ``--scenario-seeds``. A failing test prints the violations and the command that repeats the run.
 
-Rule 1. pytest imports this module in each test run where this package is installed. It imports nothing but pytest; trio and
-        the harness are imported by the first scenario, or by the first test that asks for a fixture.
-Rule 2. Plugins of others look at every item as if it were a function (pytest-trio 0.8 at ``item.obj``): ours has what they
-        look at, and says that it is none.
+Rule 1. pytest imports this module in each test run of an environment with this package. It imports nothing but pytest;
+        trio and the harness are imported by the first scenario, or by the first test that asks for a fixture.
+Rule 2. Other plugins treat every item as if it were a function (pytest-trio 0.8 reads ``item.obj``): our item has the
+        attributes they read, and marks itself as no function.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _seed(text: str) -> int:
     if not re.fullmatch(r"\d{1,18}", text):
-        raise ValueError  # argparse says which option, and which value
+        raise ValueError  # argparse names the option and the value
     return int(text)
 
 
@@ -131,17 +131,18 @@ def _wanted(path: Path, parent: pytest.Collector) -> bool:
 
 @pytest.fixture
 def scenario_seed(request: pytest.FixtureRequest) -> int:
-    """The seed of ``--scenario-seed``, or 0."""
+    """Return the seed of ``--scenario-seed``, or 0."""
     seed: int | None = request.config.getoption("--scenario-seed")
     return seed or 0
 
 
 @pytest.fixture
 def virtual_clock(scenario_seed: int) -> Iterator[MockClock]:
-    """A clock that jumps ahead when every task waits, and a scheduler that takes the same turns each time.
+    """Yield an autojump clock, under a deterministic scheduler.
 
-    With pytest-trio the test runs by it, also where another fixture asked for it. Without, say
-    ``trio.run(main, clock=virtual_clock)``. The turns are a function of ``scenario_seed``.
+    The clock jumps ahead when every task waits; the scheduler's order is a function of ``scenario_seed``. With
+    pytest-trio the test runs by this clock, also if another fixture requested it. Without pytest-trio, call
+    ``trio.run(main, clock=virtual_clock)``.
     """
     from trio.testing import MockClock
 
@@ -153,7 +154,10 @@ def virtual_clock(scenario_seed: int) -> Iterator[MockClock]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Give a test of pytest-trio our clock, which it would only find among the test's own arguments."""
+    """Run a test of pytest-trio with our clock.
+
+    pytest-trio would find the clock only among the test's own arguments.
+    """
     clock = getattr(item, "funcargs", {}).get("virtual_clock")
     if clock is not None and item.get_closest_marker("trio") is not None:
         import trio
@@ -167,9 +171,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture
 def fake_tier() -> MakeTier:
-    """Makes tiers of host memory whose copies take modelled time and fail as told.
+    """Return a function that makes host-memory tiers with modelled copies.
 
-    ``fake_tier(capacity=64, block_bytes=64, *, holds="k{0..3}", latency_ms=2, bytes_per_ms=64, ...)``
+    Copies take modelled time and fail on request. ``fake_tier(capacity=64, block_bytes=64, *, holds="k{0..3}",
+    latency_ms=2, bytes_per_ms=64, ...)``
     """
     from .scenarios._ledger import fake_tier
 
@@ -178,10 +183,10 @@ def fake_tier() -> MakeTier:
 
 @pytest.fixture
 def offload_options() -> dict[str, Any]:
-    """How ``offload_pipeline`` is opened. For a test module to override.
+    """Return the options of ``offload_pipeline``, for a module to override.
 
-    What ``offload.open_pipeline`` takes by name (``config``, ``policies``, ...), and fake tiers as ``source`` and
-    ``destination``.
+    They are the keyword arguments of ``offload.open_pipeline`` (``config``, ``policies``, ...), and fake tiers as
+    ``source`` and ``destination``.
     """
     return {}
 
@@ -199,9 +204,10 @@ def _with_pytest_trio(request: pytest.FixtureRequest) -> None:
 async def offload_pipeline(
     _with_pytest_trio: None, virtual_clock: MockClock, offload_options: dict[str, Any]
 ) -> AsyncIterator[Pipeline]:
-    """An open pipeline between two fake tiers, in virtual time, and judged by the invariants when the test is over.
+    """Yield an open pipeline between two fake tiers, in virtual time.
 
-    ``offload_pipeline.source`` and ``.destination`` are the tiers; the source is empty: ``offload_pipeline.source.fill(keys)``.
+    The invariants judge it when the test is over. ``offload_pipeline.source`` and ``.destination`` are the tiers; the
+    source is empty: ``offload_pipeline.source.fill(keys)``.
     """
     from .scenarios._ledger import judged_pipeline
 
@@ -211,10 +217,11 @@ async def offload_pipeline(
 
 @pytest.fixture
 def play_scenario(request: pytest.FixtureRequest) -> Play:
-    """Plays a scenario, and fails the test if something was wrong: ``play_scenario(scenario, seed=None, *, ...)``.
+    """Return a function that plays a scenario, and fails on violations.
 
-    A scenario is a value, the text of a file, or a path (relative to the test's file). Other arguments: ``factory``, the system
-    to be tested (by default that of ``--scenario-system``), and ``judge=False``, to get the report whatever it says.
+    ``play_scenario(scenario, seed=None, *, ...)``: a scenario is a value, the text of a file, or a path (relative to
+    the test's file). Other arguments: ``factory``, the system to be tested (by default that of ``--scenario-system``),
+    and ``judge=False``, to get the report even if it has violations.
     """
 
     def play_one(

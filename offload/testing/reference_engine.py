@@ -1,9 +1,9 @@
-"""A small inference engine with a real paged KV cache, for demos, scenarios and tests on any machine.
+"""Small inference engine with a real paged KV cache, for any machine.
 
-A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU) with seeded random weights over
-bytes: it says nothing of worth, but its KV comes from a real forward pass and its greedy output hangs on the whole
-prefix. The engine knows nothing of offloading: it owns the blocks, computes into them, and tells which of them became
-full; it is told which were filled by somebody else.
+It serves demos, scenarios and tests. A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)
+with seeded random weights over bytes: its output is meaningless, but its KV comes from a real forward pass and its
+greedy output depends on the whole prefix. The engine knows nothing of offloading: it owns the blocks, computes into
+them, and reports which of them became full; the caller reports which blocks were filled from outside.
 
 **The layout.** All KV lies in one storage of shape ``(layers, 2, num_blocks, block_size, kv_heads, head_dim)``;
 ``kv_caches[layer]`` is one layer of it: ``(2, num_blocks, block_size, kv_heads, head_dim)``, index 0 of the first axis
@@ -12,12 +12,12 @@ is keys (rotated), 1 is values. A block id names the same slot in every layer, s
 
 **The rule of bits.** *The KV and the logits at position p are a function of tokens 0..p, to the last bit*: not of how
 the prompt was chunked, which prefix was restored from a cache, whether a token was part of the prompt or generated,
-which block ids were used, or what these held before. So "loaded equals computed" is tested with ``==``. How the forward
-pass keeps the rule is told in ``_reference_model.py``; the engine's part is that a position is written once, so that a
-restored prefix is only read.
+which block ids were used, or their earlier contents. So "loaded equals computed" is tested with ``==``.
+``_reference_model.py`` describes how the forward pass keeps the rule; the engine's part is that a position is written
+once, so that a restored prefix is only read.
 
-**What tokens do not show.** A foreign, stale or missing block changes what is generated. Two whole blocks of a prefix
-exchanged do not: a key carries its position in its rotation, and attention does not ask where in memory it found it.
+**Faults that tokens do not show.** A foreign, stale or missing block changes the generated tokens. Two exchanged whole
+blocks of a prefix do not: a key carries its position in its rotation, and attention ignores where in memory the key is.
 A check that a load put every block in its place compares `ReferenceEngine.kv_digest`.
 """
 
@@ -46,11 +46,17 @@ from ._reference_model import Model
 from ._reference_model import ModelConfig as ModelConfig
 
 PLANE_AXES: Final = {"kv": 0, "head": 3}
-"""The axes of a layer that tell planes apart, as ``DeviceTier(kv_caches, block_axis=1, plane_axes=PLANE_AXES)`` takes them."""
+"""Axes of a layer that distinguish planes, for ``DeviceTier``'s ``plane_axes``.
+
+``DeviceTier(kv_caches, block_axis=1, plane_axes=PLANE_AXES)``.
+"""
 
 
 class OutOfBlocks(OffloadError):
-    """The engine has too few free blocks; nothing was allocated. The caller frees a sequence, or waits until one is."""
+    """Too few free blocks for a request; nothing was allocated.
+
+    The caller frees a sequence, or waits until one is freed.
+    """
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} blocks wanted, {free} free")
@@ -59,7 +65,10 @@ class OutOfBlocks(OffloadError):
 
 
 class BlockAllocator:
-    """Allocates free blocks. The block freed last is reused first, which shows reads that come too late."""
+    """Allocator of free blocks.
+
+    The block freed last is reused first, which exposes reads that come too late.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -67,7 +76,7 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._free)
 
     def allocate(self, n: int) -> list[int]:
@@ -83,10 +92,10 @@ class BlockAllocator:
         return block_ids
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back.
+        """Return blocks to the allocator.
 
         Raises:
-            ValueError: one is not taken, or named twice; none was freed.
+            ValueError: a block is not allocated, or is named twice; none was freed.
         """
         block_ids = list(block_ids)
         if len(set(block_ids)) != len(block_ids) or not self._taken.issuperset(block_ids):
@@ -97,12 +106,15 @@ class BlockAllocator:
 
 @attrs.define(eq=False)
 class Sequence:
-    """One prompt and what was generated after it. `ReferenceEngine.add_sequence` builds it; read it, do not write."""
+    """One prompt and its generated tokens.
+
+    `ReferenceEngine.add_sequence` builds it; read it, do not write.
+    """
 
     tokens: list[int]
-    """The prompt, then the generated tokens."""
+    """Prompt, then the generated tokens."""
     block_ids: list[int]
-    """The block table: entry i holds the KV of tokens ``i * block_size`` and following."""
+    """Block table: entry i holds the tokens from ``i * block_size`` on."""
     computed: int = 0
     """Number of leading tokens whose KV is present."""
     _logits: torch.Tensor | None = attrs.field(default=None, init=False, repr=False)
@@ -110,14 +122,17 @@ class Sequence:
 
 @attrs.frozen
 class PrefillProgress:
-    """The result of one chunk of a prefill."""
+    """Result of one chunk of a prefill."""
 
     computed: int
     """Tokens of the sequence whose KV is present."""
     total: int
     """Tokens of the sequence."""
     full_blocks: tuple[int, ...]
-    """Ids of the blocks that this chunk filled to the end, in order of the table: they will not be written again."""
+    """Ids of the blocks filled to the end, in table order.
+
+    They will not be written again.
+    """
 
 
 @attrs.frozen
@@ -125,33 +140,33 @@ class EngineStatistics:
     """A snapshot of a `ReferenceEngine`."""
 
     sequences: int
-    """Sequences added and not freed."""
+    """Number of sequences added and not freed."""
     free_blocks: int
-    """Blocks that can be allocated now."""
+    """Number of blocks that can be allocated now."""
     tokens_computed: int
-    """Positions whose KV a forward pass wrote, since the start."""
+    """Number of positions whose KV a forward pass wrote, since the start."""
     tokens_adopted: int
-    """Positions whose KV somebody else wrote, since the start."""
+    """Number of positions whose KV came from outside, since the start."""
     forward_passes: int
-    """Tiles computed, since the start."""
+    """Number of tiles computed, since the start."""
 
 
 class ReferenceEngine:
-    """The model, its paged cache, and the blocks.
+    """Model, paged cache and blocks of an inference engine.
 
-    Calls block while they compute; from trio, make them through ``trio.to_thread.run_sync``. One thread at a time.
-    On a CPU the KV is there when a call returns; on CUDA it is when the current stream gets there. How many cores are
-    busy is for the process to say (``torch.set_num_threads``), the same in all that share a cache.
+    Calls block while they compute; from trio, make them through ``trio.to_thread.run_sync``. One thread at a time. On a
+    CPU the KV is present when a call returns; on CUDA, when the current stream gets there. The process chooses the
+    number of busy cores (``torch.set_num_threads``), the same in all processes that share a cache.
     """
 
     config: ModelConfig
-    """The size of the model and of its cache."""
+    """Sizes of the model and of its cache."""
     device: torch.device
-    """Where weights and caches are."""
+    """Device of weights and caches."""
     kv_caches: list[torch.Tensor]
-    """One tensor for each layer; the layout is described at the top of this module."""
+    """One tensor for each layer, laid out as described above."""
     planes: TensorPlanes
-    """Keys and values of each head in each layer, to be read apart."""
+    """Keys and values of each head in each layer, read separately."""
 
     def __init__(
         self,
@@ -160,12 +175,12 @@ class ReferenceEngine:
         *,
         allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
-        """Make the model and its cache.
+        """Build the model and its cache.
 
         Args:
-            config: the sizes of both.
-            device: where they are.
-            allocate: makes the storage of the cache, filled with zeros; by default on the device.
+            config: sizes of the model and of its cache.
+            device: device of both.
+            allocate: returns the storage of the cache, filled with zeros; by default on the device.
         """
         config = self.config = ModelConfig() if config is None else config
         self.device = torch.device(device)
@@ -183,7 +198,7 @@ class ReferenceEngine:
 
     @property
     def block_bytes(self) -> int:
-        """Size of one block over all layers, keys and values."""
+        """Size of one block over all layers, keys and values, in bytes."""
         return self.config.block_bytes
 
     def statistics(self) -> EngineStatistics:
@@ -204,7 +219,9 @@ class ReferenceEngine:
         return prefix_keys(_checked(tokens), self.config.block_size, salt=self.config.fingerprint())
 
     def add_sequence(self, tokens: Iterable[int]) -> Sequence:
-        """Allocate the blocks for a prompt (``bytes`` are tokens). Nothing is computed yet.
+        """Allocate the blocks for a prompt, and compute nothing yet.
+
+        ``bytes`` are tokens.
 
         Raises:
             OutOfBlocks: too few blocks are free; nothing changed.
@@ -219,10 +236,13 @@ class ReferenceEngine:
         return sequence
 
     def adopt_prefix(self, sequence: Sequence, n_tokens: int) -> None:
-        """Take the KV of the first ``n_tokens`` as present: it was written into the sequence's blocks from outside.
+        """Mark the KV of the first ``n_tokens`` as present.
+
+        It was written into the sequence's blocks from outside.
 
         Raises:
-            ValueError: ``n_tokens`` is not in whole blocks, is past the tokens, or less than what is present already.
+            ValueError: ``n_tokens`` is not a whole number of blocks, exceeds the tokens, or is less than the present
+                KV.
         """
         self._check_live(sequence)
         if n_tokens % self.config.block_size or not sequence.computed <= n_tokens <= len(sequence.tokens):
@@ -234,7 +254,9 @@ class ReferenceEngine:
         sequence.computed = n_tokens
 
     def prefill(self, sequence: Sequence, *, chunk_tokens: int = 512) -> Iterator[PrefillProgress]:
-        """Compute the KV that is missing, chunk by chunk, as the iterator is advanced; it may be left off anywhere.
+        """Compute the missing KV, chunk by chunk, as the iterator is advanced.
+
+        The iterator may be abandoned anywhere.
 
         Args:
             chunk_tokens: the most that one step computes. Any size gives the same bits; multiples of ``tile_tokens``
@@ -250,7 +272,10 @@ class ReferenceEngine:
             yield PrefillProgress(sequence.computed, len(sequence.tokens), tuple(full))
 
     def next_logits(self, sequence: Sequence) -> torch.Tensor:
-        """Return the scores of the token that follows, computing what is missing for them: shape (VOCABULARY,)."""
+        """Return the scores of the next token, shape (VOCABULARY,).
+
+        Missing KV of the sequence is computed first.
+        """
         self._compute(sequence, len(sequence.tokens))
         if sequence._logits is None:  # every position was adopted: compute the last row again, and write nothing
             self._forward(sequence, len(sequence.tokens))
@@ -258,13 +283,14 @@ class ReferenceEngine:
         return sequence._logits
 
     def generate(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
-        """Append ``max_new_tokens`` greedy tokens and return them; what the prompt still misses is computed first.
+        """Append ``max_new_tokens`` greedy tokens and return them.
 
-        As in any engine, the KV of the newest token is not present yet: it is computed with the token that follows.
+        Missing KV of the prompt is computed first. As in any engine, the KV of the newest token is not present yet: it
+        is computed with the token that follows.
 
         Raises:
             OutOfBlocks: too few blocks are free for all of them; nothing changed.
-            ValueError: the sequence would outgrow ``max_context``.
+            ValueError: the sequence would exceed ``max_context``.
         """
         self._check_live(sequence)
         if max_new_tokens < 0:
@@ -279,7 +305,10 @@ class ReferenceEngine:
         return sequence.tokens[length - max_new_tokens :]
 
     def kv_digest(self, sequence: Sequence) -> bytes:
-        """Return a digest of all KV that is present: equal if and only if every bit is, whichever blocks hold it."""
+        """Return a digest of all KV that is present.
+
+        Two digests are equal if and only if every bit is, whichever blocks hold the KV.
+        """
         self._check_live(sequence)
         digest = hashlib.blake2b(digest_size=32)
         for cache in self.kv_caches:
@@ -288,7 +317,10 @@ class ReferenceEngine:
         return digest.digest()
 
     def free(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks back. No read of them may be under way: they may be reused at once."""
+        """Return the sequence's blocks to the allocator.
+
+        No read of them may be in progress: they may be reused at once.
+        """
         self._check_live(sequence)
         self._sequences.remove(sequence)
         self._allocator.free(sequence.block_ids)
@@ -302,7 +334,7 @@ class ReferenceEngine:
             self._forward(sequence, min((sequence.computed // tile + 1) * tile, stop))
 
     def _forward(self, sequence: Sequence, stop: int) -> None:
-        """Compute the tile that ends at ``stop``, and write what is not present of it."""
+        """Compute the tile that ends at ``stop``, and write its missing KV."""
         write = range(min(sequence.computed, stop), stop)
         rows = self._model.forward(self.kv_caches, sequence.tokens, sequence.block_ids, write)
         if stop == len(sequence.tokens):
@@ -324,25 +356,28 @@ class ReferenceEngine:
 
 
 class Recomputation:
-    """Computes blocks once more, in an engine of its own: what ``offload.open_engine(..., recompute=...)`` takes.
+    """Callable that recomputes blocks in an engine of its own.
 
-    It knows the blocks of the prompts that it was told of, and computes those of one prompt at a time: a prefill for each
-    check.
+    It is the argument ``recompute`` of ``offload.open_engine``. It knows the blocks of the prompts given to `remember`,
+    and computes those of one prompt at a time: a prefill for each check.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._engine = ReferenceEngine(config)
-        self._blocks: dict[Key, tuple[list[int], int]] = {}  # the prompt of each, and which block of it
+        self._blocks: dict[Key, tuple[list[int], int]] = {}  # the prompt of each block, and its index in the prompt
 
     def remember(self, tokens: Iterable[int]) -> None:
-        """From now on, blocks of this prompt can be recomputed."""
+        """Remember a prompt, so that its blocks can be recomputed."""
         prompt = _checked(tokens)
         self._blocks.update((key, (prompt, at)) for at, key in enumerate(self._engine.prefix_keys(prompt)))
 
     def __call__(
         self, keys: Column[Key], destination: Destination, positions: Column[int]
     ) -> list[array[float] | None]:
-        """The samples of those of these blocks that are of the prompt of the last one; see :class:`offload.abc.Recompute`."""
+        """Return samples of the blocks of the last known block's prompt.
+
+        Other blocks get ``None``; see :class:`offload.abc.Recompute`.
+        """
         known = [self._blocks.get(key) for key in keys]
         last = next((one for one in reversed(known) if one is not None), None)
         if last is None:

@@ -1,7 +1,7 @@
-"""Scenarios: a program, a clock, a seed, and what must hold.
+"""Scenarios: a program, a clock, a seed, and expectations.
 
-A :class:`Scenario` is read from a file or built in Python, :func:`play` runs it in virtual time, and the :class:`Report` says
-what happened and what of it was wrong. Names are imported when they are first used.
+A :class:`Scenario` is read from a file or built in Python, :func:`play` runs it in virtual time, and the
+:class:`Report` lists the events and the violations. Names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,19 +1,19 @@
-"""A trio run that goes the same way every time: virtual time, and no order that depends on addresses or on chance.
+"""Deterministic trio runs: virtual time, and no order by address or chance.
 
-Four things are needed, and each alone is not enough (``tests/scenarios/test_clock.py`` fails when one is removed):
+Four changes are needed, and none suffices alone (``tests/scenarios/test_clock.py`` fails when one is removed):
 
 * the scheduler's random source is seeded;
-* a batch of runnable tasks is sorted before it is shuffled (what trio does for Hypothesis);
-* deadlines that fall together expire in the order in which they were registered, not by the address of their scope;
+* a batch of runnable tasks is sorted before it is shuffled (as trio does for Hypothesis);
+* equal deadlines expire in the order in which they were registered, not by the address of their scope;
 * the tasks and the children of a cancelled scope are woken in the order in which they came, not in that of a set.
 
-And a fifth makes it quick: a :class:`VirtualClock` jumps to the next deadline at once, where trio's own goes through a round
-of its loop for that.
+A fifth makes it fast: a :class:`VirtualClock` jumps to the next deadline at once; trio's own goes through a round of
+its loop for that.
 
-Rule 1. Whatever is private to trio is used in this module and nowhere else.
-Rule 2. The garbage collector does not run by itself meanwhile: what a weak reference still finds must not depend on how much
-        the process allocated before. What existed before a run is left alone by the collection that follows it, so that a
-        run costs as much in a large process as in a small one.
+Rule 1. Everything that is private to trio is used in this module only.
+Rule 2. The garbage collector does not run by itself during a run: whether a weak reference is still alive must not
+        depend on how much the process allocated before. Objects that existed before a run are excluded from the
+        collection that follows it, so that a run costs as much in a large process as in a small one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import trio
 from trio._core import _run as inside
 
-# `trio.testing` has it, too, and imports pytest where there is one: a tenth of a second for each worker process.
+# `trio.testing` has it, too, and imports pytest if that is installed: a tenth of a second for each worker process.
 from trio._core._generated_run import wait_all_tasks_blocked as wait_all_tasks_blocked
 
 T = TypeVar("T")
 
 Part: TypeAlias = Literal["seed", "sort", "deadlines", "scopes"]
 ALL: Final[frozenset[Part]] = frozenset({"seed", "sort", "deadlines", "scopes"})
-"""All that is needed. A test leaves one out."""
+"""All parts that are needed. A test leaves one out."""
 
 
 class _Ordered(dict[Any, None]):
-    """As much of a set as trio needs, in the order of insertion."""
+    """The subset of a set's methods that trio needs, in insertion order."""
 
     def add(self, item: Any) -> None:
         self[item] = None
@@ -55,12 +55,12 @@ class _Ordered(dict[Any, None]):
 
 @contextlib.contextmanager
 def deterministic(seed: int, parts: Collection[Part] = ALL) -> Iterator[None]:
-    """Every trio run inside is a function of ``seed`` and of its code."""
+    """Make every trio run inside a function of ``seed`` and its code."""
     with contextlib.ExitStack() as stack:
         if "seed" in parts:
             stack.callback(inside._r.setstate, inside._r.getstate())
             inside._r.seed(seed)
-        # pytest-trio has set it already, where Hypothesis is installed.
+        # pytest-trio has set it already, if Hypothesis is installed.
         _set(stack, inside, "_ALLOW_DETERMINISTIC_SCHEDULING", "sort" in parts)
         if "deadlines" in parts:
             numbers = itertools.count()
@@ -88,7 +88,10 @@ def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """No garbage is collected inside but where :func:`gc.collect` is called; what was left behind is, at the end."""
+    """Disable garbage collection in the block, except :func:`gc.collect` calls.
+
+    Garbage of the block is collected at its end.
+    """
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -102,10 +105,11 @@ def collected() -> Iterator[None]:
 
 
 class VirtualClock(trio.abc.Clock):
-    """Virtual time: it stands still while a task can run, and then jumps to the next deadline.
+    """Virtual time: it stands still while a task can run, then jumps.
 
-    It asks neither sockets nor threads. Where a system may have some, a :class:`trio.testing.MockClock` gives them a turn
-    before it jumps; otherwise a run goes the same way with both.
+    It jumps to the next deadline, and waits for neither sockets nor threads. If a system may have some, use a
+    :class:`trio.testing.MockClock`, which gives them a turn before it jumps; otherwise a run goes the same way with
+    both.
     """
 
     def __init__(self) -> None:
@@ -118,11 +122,14 @@ class VirtualClock(trio.abc.Clock):
         """Do nothing: virtual time needs no start."""
 
     def current_time(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return self.now
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """No task can run: jump, unless a task waits for just that, or a call came from a thread or a signal."""
+        """Jump to the deadline, since no task can run.
+
+        It does not jump if a task waits for just that, or a call came from a thread or a signal.
+        """
         if self.now < deadline < math.inf:
             runner = inside.GLOBAL_RUN_CONTEXT.runner
             if runner.waiting_for_idle or runner.entry_queue.size():
@@ -131,7 +138,7 @@ class VirtualClock(trio.abc.Clock):
         return deadline - self.now
 
     def jump(self, seconds: float) -> None:
-        """Move the time ahead by so many seconds."""
+        """Advance the time by so many seconds."""
         self.now += seconds
 
 
@@ -156,7 +163,7 @@ def run(
 
 
 def tasks() -> Iterator[trio.lowlevel.Task]:
-    """All tasks of this run, parents first, and otherwise as they were started."""
+    """Yield all tasks of this run, parents first, then in starting order."""
     root = trio.lowlevel.current_root_task()
     todo = [root] if root is not None else []
     while todo:
@@ -167,7 +174,10 @@ def tasks() -> Iterator[trio.lowlevel.Task]:
 
 
 def unshield() -> None:
-    """Take the shield off every scope that a task is in. For a run that was cancelled and does not end by that."""
+    """Remove the shield of every scope that a task is in.
+
+    For a run that was cancelled and does not end by that.
+    """
     for task in tasks():
         status: Any = task._cancel_status
         while status is not None:

@@ -1,17 +1,17 @@
-"""What the names in a scenario stand for: lists with ranges, and what is there without being named. Pure.
+"""Names in a scenario: lists, ranges, implied tiers and pipelines. Pure.
 
-Rule 1. Names are separated by commas; spaces around them do not matter. No name at all is the empty list. ``"a{0..3}, b"`` is
-        a0, a1, a2, a3 and b.
-Rule 2. A range is of numbers and counts up; both its ends belong to it. As many digits as its first end has with a leading
-        zero, each number has: ``"k{08..10}"`` is k08, k09, k10. Several ranges in a name are all combinations.
+Rule 1. Names are separated by commas; spaces around them do not matter. No name at all is the empty list. ``"a{0..3},
+        b"`` is a0, a1, a2, a3 and b.
+Rule 2. A range is of numbers, counts up, and includes both ends. If its first end has a leading zero, each number has
+        as many digits: ``"k{08..10}"`` is k08, k09, k10. Several ranges in a name are all combinations.
 Rule 3. A name has no space, comma or brace in it, since an event is written ``"<name> <what happened>"``.
-Rule 4. ``device`` and ``host`` exist without being named, ``main`` where no pipeline is named.
-Rule 5. A tier that is not described has blocks of the size of those that are, and a source has capacity for all that is stored
-        from it.
-Rule 6. The containers of ``load.mix`` are called m0, m1, ..., those of ``load.trace`` r0, r1, ... in the order of its requests;
-        the load of ``m0`` is called ``m0-load``.
-Rule 7. An empty name of a pipeline means the first one; an empty name of a tier the destination of the first, for ``evict`` its
-        source.
+Rule 4. ``device`` and ``host`` exist without being named, ``main`` if no pipeline is named.
+Rule 5. A tier that is not described has the block size of the described ones, and a source has capacity for all keys
+        that are stored from it.
+Rule 6. The containers of ``load.mix`` are called m0, m1, ..., those of ``load.trace`` r0, r1, ... in the order of its
+        requests; the load of ``m0`` is called ``m0-load``.
+Rule 7. An empty name of a pipeline means the first one; an empty name of a tier the destination of the first, for
+        ``evict`` its source.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from msgspec import structs
 from ._program import EngineSpec, Fault, Mix, PipelineSpec, Scenario, Step, StoreStep, TierSpec, TraceLoad
 
 MOST: Final = 1 << 20
-"""Names that one list may stand for: more is a slip of the pen."""
+"""Maximum number of names in one list.
+
+A longer list is a typing error.
+"""
 
 _RANGE: Final = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _NAME: Final = re.compile(r"(?:[^\s{},]|\{[0-9]{1,18}\.\.[0-9]{1,18}\})+")
 _COUNTED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})")
 
 
-@functools.lru_cache(maxsize=4_096)  # the same few lists are asked for again and again while a scenario runs
+@functools.lru_cache(maxsize=4_096)  # the same few lists are expanded again and again while a scenario runs
 def expand(names: str) -> tuple[str, ...]:
-    """All names of a list, in order; a name that is there twice comes twice.
+    """Return all names of a list, in order, with repetitions.
 
     Raises:
-        ValueError: it is no such list; the text says where and what would be one.
+        ValueError: the list is malformed; the text names the place and a valid form.
     """
     if not names.strip():
         return ()
@@ -58,7 +61,10 @@ def expand(names: str) -> tuple[str, ...]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """A list that expands to these names, with ranges where three or more of them count up."""
+    """Return a list that expands to these names, with ranges.
+
+    Three or more names that count up make a range.
+    """
     words: list[str] = []
     for run in _runs(names):
         if len(run) < 3:
@@ -70,7 +76,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _part(word: str, names: str) -> tuple[list[str], list[range], list[int]]:
-    """One name of a list: the texts around its ranges, the ranges, and how many digits each has at least."""
+    """Parse one name: its texts, its ranges, and their minimum digits."""
     if not word:
         raise ValueError(f"{_short(names)} has a comma without a name beside it")
     if _NAME.fullmatch(word) is None:
@@ -85,7 +91,7 @@ def _part(word: str, names: str) -> tuple[list[str], list[range], list[int]]:
 
 
 def _runs(names: Iterable[str]) -> list[list[str]]:
-    """The names in pieces within which only the number at the end counts up."""
+    """Split names into runs within which only the last number counts up."""
     runs: list[list[str]] = []
     wanted: tuple[str, int] | None = None
     for name in names:
@@ -99,7 +105,10 @@ def _runs(names: Iterable[str]) -> list[list[str]]:
 
 
 def _counted(name: str) -> tuple[str, int]:
-    """What stands before the number at the end, and the number; -1 where there is none."""
+    """Return the text before the final number, and the number.
+
+    The number is -1 if there is none.
+    """
     match = _COUNTED.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, -1)
 
@@ -109,27 +118,30 @@ def _short(text: str) -> str:
 
 
 def shown(keys: Iterable[bytes], separator: str = ",") -> str:
-    """Keys as text for a reader; bytes that are no text are escaped."""
+    """Return keys as readable text; bytes that are no text are escaped."""
     return separator.join([key.decode(errors="backslashreplace") for key in keys])
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- implied tiers and pipelines --------------------------------------------------------------------------------------
 
 
 def pipelines_of(scenario: Scenario) -> Mapping[str, PipelineSpec]:
-    """All pipelines by name, the first one first."""
+    """Return all pipelines by name, the first one first."""
     if scenario.engine is not None and scenario.engine.tiers:
         return _of_engine(scenario.engine, scenario.pipeline)
     return scenario.pipeline or {"main": PipelineSpec(to="host")}
 
 
 def routes_of(spec: PipelineSpec) -> list[str]:
-    """Return the pipelines that take on what this one has stored, required or not."""
+    """Return the pipelines that continue from this one, required or not."""
     return [*spec.chain, *spec.optional_chain]
 
 
 def _of_engine(engine: EngineSpec, said: Mapping[str, PipelineSpec]) -> Mapping[str, PipelineSpec]:
-    """From ``device`` to the first tier, and from each to the next, all with the same knobs."""
+    """Return an engine's pipelines, from ``device`` down through its tiers.
+
+    All have the same knobs.
+    """
     tiers = engine.tiers
     knobs = next(iter(said.values()), PipelineSpec(to=tiers[0]))
     above = ["device", *tiers]
@@ -140,7 +152,7 @@ def _of_engine(engine: EngineSpec, said: Mapping[str, PipelineSpec]) -> Mapping[
 
 
 def tiers_of(scenario: Scenario) -> Mapping[str, TierSpec]:
-    """All tiers by name: those described, and those there without."""
+    """Return all tiers by name, described or implied."""
     said = scenario.tier
     plain = TierSpec(block_bytes=next(iter(said.values())).block_bytes) if said else TierSpec()
     tiers = dict(said)
@@ -155,20 +167,20 @@ def tiers_of(scenario: Scenario) -> Mapping[str, TierSpec]:
 
 
 def first_source(scenario: Scenario) -> str:
-    """The tier that ``evict`` is about where none is named."""
+    """Return the tier that ``evict`` uses if none is named."""
     return next(iter(pipelines_of(scenario).values())).source
 
 
 def first_destination(scenario: Scenario) -> str:
-    """The tier that everything else is about where none is named."""
+    """Return the tier that everything but ``evict`` uses if none is named."""
     return next(iter(pipelines_of(scenario).values())).to
 
 
 def keys_of(store: StoreStep) -> dict[str, tuple[str, ...]]:
-    """The keys of each container of a step, by its label.
+    """Return the keys of each container of a step, by its label.
 
     Raises:
-        ValueError: its names are none.
+        ValueError: a list of names is malformed.
     """
     labels, per = expand(store.id), store.per
     if not store.keys:
@@ -178,17 +190,17 @@ def keys_of(store: StoreStep) -> dict[str, tuple[str, ...]]:
 
 
 def stores_of(scenario: Scenario) -> Iterator[StoreStep]:
-    """Every store of a scenario, in order."""
+    """Yield every store of a scenario, in order."""
     for step in scenario.step:
         if step.store is not None:
             yield step.store
 
 
 def stored_from(scenario: Scenario, tier: str) -> set[str]:
-    """All keys that are stored from a tier, and those that it holds when the run begins.
+    """Return all keys that a tier initially holds or is stored from.
 
     Raises:
-        ValueError: a list of names is none.
+        ValueError: a list of names is malformed.
     """
     pipelines = pipelines_of(scenario)
     first = next(iter(pipelines))
@@ -202,31 +214,34 @@ def stored_from(scenario: Scenario, tier: str) -> set[str]:
 
 
 def mix_labels(mix: Mix) -> list[str]:
-    """The names of the containers of a mix."""
+    """Return the names of a mix's containers."""
     return [f"m{i}" for i in range(mix.containers)]
 
 
 def last_of(mix: Mix) -> int:
-    """The last virtual millisecond in which something of a mix may be done: its loads come up to twice its time later."""
+    """Return the last virtual millisecond of a mix's stores and loads.
+
+    Its loads come up to twice its time later.
+    """
     span = max(mix.over_ms, 1)
     return span - 1 + (2 * span if mix.loads else 0)
 
 
 def trace_labels(trace: TraceLoad) -> list[str]:
-    """The containers that the requests of a trace may have."""
+    """Return the names of the containers that a trace's requests may store."""
     return [f"r{i}" for i in range(trace.limit)]
 
 
 def load_of(label: str) -> str:
-    """What the load of a container of a mix or of a trace is called."""
+    """Return the name of the load of a mix's or trace's container."""
     return f"{label}-load"
 
 
-# --- what is there no more --------------------------------------------------------------------------------------------
+# --- references to removed parts --------------------------------------------------------------------------------------
 
 
 def tidy(scenario: Scenario) -> Scenario:
-    """Without what is about containers, events, pipelines or tiers that are not there any more."""
+    """Remove references to containers, events, pipelines and tiers that are gone."""
     labels = {label for store in stores_of(scenario) for label in expand(store.id)}
     fired = {step.fire for step in scenario.step if step.fire is not None}
     waited = {after.event for store in stores_of(scenario) for after in store.after}
@@ -247,7 +262,10 @@ def tidy(scenario: Scenario) -> Scenario:
 
 
 def _not_waiting(step: Step, fired: set[str]) -> Step:
-    """What would wait for an event that no step fires does not wait for it: else every program could be made to hang."""
+    """Remove waits for events that no step fires.
+
+    Otherwise every program could be made to hang.
+    """
     if step.store is None or all(not after.event or after.event in fired for after in step.store.after):
         return step
     after = [one for one in step.store.after if not one.event or one.event in fired]
