@@ -1,12 +1,12 @@
-"""Whether a scenario makes sense as a whole: every name it uses is defined, and nothing in it contradicts the rest. Pure.
+"""Check of a whole scenario: names are defined, parts are consistent. Pure.
 
-Rule 1. Everything that is wrong is found at once, each with its path in the file (``fault[2].who``).
-Rule 2. An unknown name comes with the nearest known one. Whatever is wrong comes with a way out.
-Rule 3. What could never have an effect is wrong as well: a fault at a time that never comes, a field that the kind of fault
-        does not look at, an expectation of a figure that is not kept.
+Rule 1. All problems are found at once, each with its path in the file (``fault[2].who``).
+Rule 2. An unknown name comes with the nearest known one. Every problem comes with a correction.
+Rule 3. Anything that could never have an effect is wrong as well: a fault at a time that never comes, a field that the
+        kind of fault does not read, an expectation of a figure that is not kept.
 
-A value by itself is checked by its type (:mod:`_program`). Here each name is looked up by its role, and each part is held
-against the rows of :mod:`_rules` that are about it.
+A value by itself is checked by its type (:mod:`_program`). Here each name is looked up by its role, and each part is
+compared with the rows of :mod:`_rules` about it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ._systems import SEAMS
 from ._trace import EVENTS
 
 COUNTED: Final = ("copied", "batches", "loaded", "missed", "fired")
-"""What is counted in every run, besides the visits of each hook."""
+"""Counts of every run, besides the visits of each hook."""
 
 
 def check(
     scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None
 ) -> list[Problem]:
-    """The mistakes in a scenario, as a list of problems.
+    """Return the mistakes in a scenario, as a list of problems.
 
     Args:
-        scenario: of one's own making, or read from a file.
-        seams: those that the system under test has; ``None`` for ours, which has all of them.
+        scenario: made in Python, or read from a file.
+        seams: those of the system under test; ``None`` for ours, which has all of them.
         hooks: the names of its hooks; ``None`` for ours, or, with ``seams``, for hooks that are not known beforehand.
     """
     checker = Checker(scenario, seams, HOOKS if hooks is None and seams is None else hooks)
@@ -50,17 +50,17 @@ def check(
                 checker.wrong(path, row.says.format(found, p=place.part, c=checker))
         for function in FUNCTIONS.get(type(place.part), ()):
             function(checker, place)
-    # Or else it would complain about the same again.
+    # Otherwise it would report the same mistake again.
     if all(problem.path.startswith(("fault[", "expect[")) for problem in checker.problems):
         check_capacities(checker)
     return checker.problems
 
 
 def demand(scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None) -> None:
-    """Insist that a scenario makes sense: see :func:`check`.
+    """Raise unless a scenario makes sense: see :func:`check`.
 
     Raises:
-        ScenarioError: it does not.
+        ScenarioError: the scenario has problems.
     """
     problems = check(scenario, seams, hooks=hooks)
     if problems:
@@ -69,14 +69,14 @@ def demand(scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: 
 
 
 class Checker:
-    """A scenario that is being looked at, the names it defines, and what is wrong so far."""
+    """Check in progress: a scenario, its names, and the problems so far."""
 
     def __init__(self, scenario: Scenario, seams: Collection[Seam] | None, hooks: Collection[str] | None) -> None:
         self.scenario: Scenario = scenario
         self.seams: Collection[Seam] | None = seams
-        """Those of the system; ``None``: all."""
+        """Seams of the system; ``None``: all."""
         self.hooks: Collection[str] | None = hooks
-        """The names of its hooks; ``None``: nobody knows."""
+        """Names of the system's hooks; ``None``: unknown."""
         self.problems: list[Problem] = []
         self.engine: EngineSpec | None = scenario.engine
         self.limit: int = scenario.limit_ms
@@ -87,16 +87,16 @@ class Checker:
         self.page_stores: Collection[str] = {name for name, tier in scenario.tier.items() if tier.kind == "maru"}
         self.fired: Collection[str] = sorted({step.fire for step in scenario.step if step.fire})
         self.labels: dict[str, str] = {}
-        """Containers, and where each comes from."""
+        """Containers, each with the path of its definition."""
         self.loads: dict[str, str] = {}
-        """Loads, and where each comes from."""
+        """Loads, each with the path of its definition."""
 
     def wrong(self, path: Path, text: str) -> None:
-        """Note a problem: where, what is wrong, and what to say instead."""
+        """Record a problem: path, mistake, and correction."""
         self.problems.append(Problem(path_text(path), text))
 
     def collect(self) -> None:
-        """The names of all containers and loads, each of which must be there once."""
+        """Collect the names of all containers and loads; each must be unique."""
         load = self.scenario.load
         for made, labels in (
             ("load.mix", mix_labels(load.mix) if load is not None and load.mix is not None else ()),
@@ -121,7 +121,10 @@ class Checker:
             self.wrong(path, twice)
 
     def names(self, path: Path, names: str) -> tuple[str, ...]:
-        """The names of a list; none, and a complaint, where it is no such list."""
+        """Return the names of a list; none if it is malformed.
+
+        A malformed list is recorded as a problem.
+        """
         try:
             return expand(names)
         except ValueError as error:
@@ -129,27 +132,27 @@ class Checker:
             return ()
 
     def distinct(self, path: Path, names: Collection[str]) -> None:
-        """Note a problem if a key is in the list twice."""
+        """Record a problem if a key is in the list twice."""
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             self.wrong(path, f"the key {twice!r} is named twice: once is enough")
 
     def one(self, path: Path, name: str, known: Collection[str], what: str) -> bool:
-        """Note a problem if a name is not known. Returns whether it is known."""
+        """Return whether a name is known; record a problem if not."""
         if name in known:
             return True
         self.wrong(path, f"there is no {what} {name!r}{nearest(name, known)}")
         return False
 
     def seam(self, path: Path, seam: Seam) -> None:
-        """Note a problem if the system lacks this seam."""
+        """Record a problem if the system lacks this seam."""
         if self.seams is not None and seam not in self.seams:
             self.wrong(path, f"the system lacks the seam {seam!r}: one that has it {SEAMS[seam]}")
 
     # -- names, by their roles -----------------------------------------------------------------------------------------
 
     def look_up(self, path: Path, role: str, value: Any) -> None:
-        """Check what a field of this role says."""
+        """Check the value of a field of this role."""
         match role:
             case "time":
                 if value > self.limit:

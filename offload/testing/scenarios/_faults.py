@@ -1,7 +1,9 @@
-"""What each fault of a scenario does: one function for each kind, in one table.
+"""Effects of a scenario's faults, one function for each kind.
 
-A fault has *fired* once it has hit something alive: a container that had not ended, a block that was there, a copy that was
-under way. Each is a line of the trace from the moment at which it happens, whether it hits anything or not.
+The functions are in one table.
+
+A fault has *fired* once it has hit something alive: a container that had not ended, a block that was stored, a copy
+that was in progress. Each is a line of the trace from the moment at which it happens, whether it hits anything or not.
 """
 
 from __future__ import annotations
@@ -44,18 +46,21 @@ class PlannedFault:
 
     @property
     def name(self) -> str:
-        """The name it is counted by: ``cancel``, or ``cancel at post_claim``."""
+        """Name under which it is counted: ``cancel``, or ``cancel at post_claim``."""
         return f"{self.fault.do} at {self.fault.at_hook}" if self.fault.at_hook else self.fault.do
 
     def visit(self, world: VirtualWorld, who: Sequence[str], where: str) -> None:
-        """Its hook is called about these containers."""
+        """Count a call of its hook about these containers; act when due."""
         if self.left and (not self.of or not self.of.isdisjoint(who)):
             self.left -= 1
             if not self.left:
                 self.happen(world, who, where)
 
     def happen(self, world: VirtualWorld, who: Sequence[str] = (), where: str = "") -> None:
-        """Make it happen now. What this raises is noted as a violation, and never reaches the system."""
+        """Execute the fault now.
+
+        An exception is recorded as a violation, and never reaches the system.
+        """
         try:
             FAULTS[self.fault.do](world, self, (*(self.who or who),) * self.fault.times, where)
         except Exception:
@@ -63,7 +68,7 @@ class PlannedFault:
 
 
 def plan_faults(scenario: Scenario, rng: Rng) -> Iterator[PlannedFault]:
-    """The faults of a scenario that happen at all with this seed."""
+    """Yield the faults of a scenario that happen with this seed."""
     for i, fault in enumerate(scenario.fault):
         if fault.p >= 1.0 or rng.chance(fault.p, "fault", i, "happens"):
             yield PlannedFault(fault)
@@ -83,7 +88,7 @@ def _cancel(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], wher
 
 
 def ask_cancel(world: VirtualWorld, request: Request) -> None:
-    """Ask for the cancel of a container, and start a task that waits for its confirmation."""
+    """Request the cancel of a container, and start awaiting its confirmation."""
     assert request.ticket is not None
     note_cancel(world, request)
     request.ticket.request_cancel()
@@ -91,7 +96,7 @@ def ask_cancel(world: VirtualWorld, request: Request) -> None:
 
 
 def note_cancel(world: VirtualWorld, request: Request) -> None:
-    """Its cancel is asked for now: whether that comes in time is decided now as well."""
+    """Record a cancel request, and whether it is in time."""
     world.step("cancel asked", request.label)
     request.cancelled = True
     if world.ledger is not None and world.ledger.cancel_is_in_time(request.ticket):
@@ -164,7 +169,10 @@ def _clock(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where
 
 
 def _keys(world: VirtualWorld, planned: PlannedFault, who: Sequence[str]) -> tuple[Key, ...]:
-    """Which blocks it is about: those named, or, at a hook, those of the containers it is about; none: all."""
+    """Return the blocks of a fault: the named ones, if any.
+
+    At a hook without named blocks, those of its containers; no blocks mean all.
+    """
     if planned.keys or not planned.fault.at_hook:
         return planned.keys
     requests = [world.requests[label] for label in who if label in world.requests]
@@ -213,4 +221,4 @@ FAULTS: Final[Mapping[FaultKind, _Act]] = {
     "duplicate": _window, "miscount": _window, "reorder": _window, "torn": _window, "full": _window, "peer_death": _window,
     "slow_loads": _window,
 }  # fmt: skip
-"""What a fault of each kind does."""
+"""Effect of each kind of fault."""

@@ -1,15 +1,15 @@
-"""The fields of a scenario's parts as a table: what each is called in a file, what its names are names of, its default. Pure.
+"""Fields of a scenario's parts: names, roles and defaults. Pure.
 
-:func:`places` visits every part of a scenario with its path, :func:`mentions` every name in a part with its role; what checks,
-renames or shortens a scenario goes through these, and knows of no field by itself.
+:func:`places` visits every part of a scenario with its path, :func:`mentions` every name in a part with its role; code
+that checks, renames or shortens a scenario uses these, and knows no field by itself.
 
-A field of :class:`PipelineSpec` has the name of its knob, but for times: there the last word of the knob is ``ms``
+A field of :class:`PipelineSpec` has the name of its knob, except for times: their last word is replaced by ``ms``
 (``flush_ms`` is ``flush_interval``, ``transfer_ms`` is ``transfer_timeout``).
 
 Rule. A knob that is not set has the default of ``PipelineConfig``, rounded to whole virtual milliseconds. But
-``max_batch_size`` adapts to the budget and ``min_batch_size`` to ``max_batch_size``, so that a scenario that makes one small
-need not set the other; and the safety net (``sweep_ms``) is a minute away, so that it hides nothing: what it would have to
-find is a violation here.
+``max_batch_size`` adapts to the budget and ``min_batch_size`` to ``max_batch_size``, so that a scenario that makes one
+small need not set the other; and the safety net (``sweep_ms``) is a minute away, so that it hides nothing: anything
+left for it to find is a violation here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload._config import BatchConfig, PipelineConfig, knobs
 from ._program import TICK, Part, PipelineSpec
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Keys and positions, with the names of a file: ``("fault", 2, "who")``."""
+"""Keys and positions, named as in a file: ``("fault", 2, "who")``."""
 
 
 # --- parts and the names in them ------------------------------------------------------------------------------------
@@ -40,24 +40,24 @@ class Field:
     """One field of a kind of part."""
 
     name: str
-    """Of the attribute."""
+    """Name of the attribute."""
     said: str
-    """As a file has it."""
+    """Name in a file."""
     default: object
-    """What it is where nothing is said; ``NODEFAULT`` where something must be."""
+    """Default value; ``NODEFAULT`` if the field is required."""
     role: str = ""
-    """What its text is a name of, or its number; empty: nothing in particular."""
+    """Role of the field's text or number; empty: none."""
     key_role: str = ""
-    """Where it is a table of names: what these are names of."""
+    """Role of the names, if the field is a table of names."""
     item_role: str = ""
-    """Where it is a list of texts, or a table: what each of them is a name of."""
+    """Role of each element of a list of texts or a table."""
     parts: bool = False
-    """Whether there may be parts in it."""
+    """Whether the field may contain parts."""
 
 
 @functools.cache
 def fields_of(kind: type[Part]) -> Sequence[Field]:
-    """The fields of a kind of part, in order."""
+    """Return the fields of a kind of part, in order."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     defaults = default_values(kind)
@@ -97,16 +97,16 @@ def _with_roles(kind: type[Part]) -> Sequence[Field]:
 
 
 class Place(NamedTuple):
-    """A part of a scenario, and where it is."""
+    """A part of a scenario and its path."""
 
     path: Path
     part: Part
     above: Part | None = None
-    """The part that it is in."""
+    """Part that contains this one."""
 
 
 def places(part: Part) -> list[Place]:
-    """Every part of a scenario, itself first, in the order of the fields."""
+    """Return every part of a scenario, itself first, in field order."""
     found: list[Place] = []
     _add_places(found, part, (), None)
     return found
@@ -125,7 +125,10 @@ def _add_places(found: list[Place], part: Part, path: Path, above: Part | None) 
 
 
 def mentions(place: Place) -> Iterator[tuple[Path, str, Any]]:
-    """What a part says that has a role, and is not the default: where, which role, and the text or the number."""
+    """Yield a part's values with a role, except default values.
+
+    Each comes as its path, its role, and the text or the number.
+    """
     for field in _with_roles(type(place.part)):
         value = getattr(place.part, field.name)
         if value == field.default:
@@ -142,7 +145,7 @@ def mentions(place: Place) -> Iterator[tuple[Path, str, Any]]:
 
 
 def value_at(part: Any, path: Path) -> Any:
-    """What a scenario has at a path; ``None`` where there is nothing."""
+    """Return a scenario's value at a path; ``None`` if there is none."""
     for step in path:
         if isinstance(part, Part):
             part = getattr(part, _attribute(type(part), str(step)))
@@ -154,7 +157,7 @@ def value_at(part: Any, path: Path) -> Any:
 
 
 def with_value(part: Any, path: Path, value: Any) -> Any:
-    """The same with another value at a path."""
+    """Return a copy of a part with another value at a path."""
     if not path:
         return value
     first, *rest = path
@@ -172,7 +175,10 @@ def _attribute(kind: type[Part], said: str) -> str:
 
 
 def path_text(path: Path) -> str:
-    """A path as errors write it: ``fault[2].who``, ``tier."a b".holds``; positions are counted from 0."""
+    """Return a path as errors write it; positions are counted from 0.
+
+    For example ``fault[2].who``, ``tier."a b".holds``.
+    """
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{quoted(step)}" if text else quoted(step)
@@ -180,7 +186,10 @@ def path_text(path: Path) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """How a complaint goes on after an unknown name: with the nearest one that is known, or with all of them."""
+    """Return the end of a complaint about an unknown name.
+
+    It proposes the nearest known name, or lists all of them.
+    """
     names = [one for one in known if one]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
@@ -191,7 +200,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def quoted(name: str) -> str:
-    """A key of a table as a path has it: bare where TOML allows it."""
+    """Return a table's key for a path: bare if TOML allows."""
     bare = name and all(one.isascii() and (one.isalnum() or one in "-_") for one in name)
     return name if bare else '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -201,7 +210,7 @@ def quoted(name: str) -> str:
 
 @functools.cache
 def default_values(kind: type[Part]) -> Mapping[str, Any]:
-    """The fields of a kind of part that have a default, and what it is."""
+    """Return the defaults of a kind of part, by field."""
     return {
         info.name: info.default if info.default_factory is msgspec.NODEFAULT else info.default_factory()
         for info in msgspec.structs.fields(kind)
@@ -210,14 +219,14 @@ def default_values(kind: type[Part]) -> Mapping[str, Any]:
 
 
 def is_set(part: Part, name: str) -> bool:
-    """Whether a field is anything but its default."""
+    """Return whether a field differs from its default."""
     return bool(getattr(part, name) != default_values(type(part))[name])
 
 
 def with_defaults(value: Any) -> Any:
-    """The same, with the defaults themselves wherever something equals one.
+    """Return a copy with the default itself for each equal value.
 
-    msgspec leaves out what *is* the default. In a scenario that came from another process it only equals it.
+    msgspec leaves out values that *are* the default. In a scenario that came from another process they are only equal.
     """
     if isinstance(value, list):
         return [with_defaults(item) for item in value]
@@ -244,7 +253,7 @@ def _is_time(attribute: attrs.Attribute[Any]) -> bool:
 
 
 def _fields(cls: type[attrs.AttrsInstance]) -> dict[str, str]:
-    """The knobs of a class, each with the field that sets it."""
+    """Return a class's knobs, each with the field that sets it."""
     return {
         one.name: f"{one.name.rpartition('_')[0]}_ms" if _is_time(one) else one.name
         for one in attrs.fields(cls)
@@ -256,11 +265,14 @@ _BATCH: Final = _fields(BatchConfig)
 _PIPELINE: Final = _fields(PipelineConfig)
 
 FIELD_OF: Final[Mapping[str, str]] = {**_BATCH, **_PIPELINE}
-"""The field of :class:`PipelineSpec` for each knob of ``PipelineConfig`` and of the ``BatchConfig`` in it."""
+"""Field of :class:`PipelineSpec` for each knob.
+
+The knobs are those of ``PipelineConfig`` and of the ``BatchConfig`` in it.
+"""
 
 
 def config_of(spec: PipelineSpec) -> PipelineConfig:
-    """The configuration that a scenario asks for.
+    """Return the configuration that a scenario asks for.
 
     Raises:
         ConfigError: a knob is out of its bounds. Its ``knob`` is the knob's own name: see :data:`FIELD_OF`.
@@ -274,7 +286,7 @@ def config_of(spec: PipelineSpec) -> PipelineConfig:
 
 
 def _said(cls: type[attrs.AttrsInstance], names: Mapping[str, str], spec: PipelineSpec) -> dict[str, Any]:
-    """What the spec says of the knobs of this class, and the rounded defaults of its times."""
+    """Return this class's knobs that are set, and rounded default times."""
     knobs: dict[str, Any] = {}
     for one in attrs.fields(cls):
         if one.name not in names:
@@ -288,7 +300,10 @@ def _said(cls: type[attrs.AttrsInstance], names: Mapping[str, str], spec: Pipeli
 
 
 def wrong_knob(spec: PipelineSpec) -> tuple[str, str] | None:
-    """The field of a knob that is out of its bounds, and what would be within; ``None``: none is."""
+    """Return the field of an invalid knob, and its bounds.
+
+    ``None``: no knob is out of its bounds.
+    """
     try:
         config_of(spec)
     except KnobError as error:
@@ -300,7 +315,7 @@ def wrong_knob(spec: PipelineSpec) -> tuple[str, str] | None:
 
 
 def _in_ms(knob: str) -> str:
-    """The bound of a time in whole virtual milliseconds."""
+    """Return the bound of a time in whole virtual milliseconds."""
     bound = next(one.bound for one in knobs() if one.name.rpartition(".")[2] == knob)
     words = bound.split()  # seconds from 0.001 to 60
     low, high = float(words[2]), float(words[4])

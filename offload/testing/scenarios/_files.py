@@ -1,13 +1,13 @@
-"""Scenario files: read from TOML with every error at its line, and written as TOML that people like to read.
+"""Scenario files: read from TOML with error lines, written as readable TOML.
 
 Rule 1. Nothing is ignored: an unknown name is an error that proposes the nearest known one.
-Rule 2. What is read makes sense as a whole (:func:`check`), or it is not read. Every error is a :class:`ScenarioError`: file,
-        line, path within the file, what is wrong, and the way out.
-Rule 3. ``read_text(to_toml(s)) == s``, and what equals its default is not written.
+Rule 2. A scenario that :func:`check` rejects is not read. Every error is a :class:`ScenarioError`: file, line, path
+        within the file, mistake, and correction.
+Rule 3. ``read_text(to_toml(s)) == s``, and a value equal to its default is not written.
 
-``tomllib`` does not tell on which line a value begins; :func:`lines_of` finds that out. Since ``tomllib`` has accepted the
-document before, it needs to know only where a string, an array or an inline table ends. A path is a tuple of keys and of
-positions: ``("fault", 2, "who")``.
+``tomllib`` does not report on which line a value begins; :func:`lines_of` finds that out. Since ``tomllib`` has
+accepted the document before, it needs to know only where a string, an array or an inline table ends. A path is a tuple
+of keys and of positions: ``("fault", 2, "who")``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ _ESCAPED: Final = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", "e": "
 
 
 def lines_of(text: str) -> Mapping[TomlPath, int]:
-    """The line, from 1, of every value of a valid document, and of every table."""
+    """Return the line, from 1, of each value and table.
+
+    The document must be valid.
+    """
     return _Scan(text).run()
 
 
 def parse_path(path: str) -> TomlPath:
-    """A path as errors write it: ``fault[2].who``, ``expect[0].status."a b"``."""
+    """Parse a path as errors write it.
+
+    For example ``fault[2].who``, ``expect[0].status."a b"``.
+    """
     found: list[str | int] = []
     for match in re.finditer(r'\[(\d+)\]|"((?:\\.|[^"\\])*)"|([^.\[\]"]+)', path):
         index, quoted, bare = match.groups()
@@ -67,7 +73,10 @@ def parse_path(path: str) -> TomlPath:
 
 
 def nearest_line(lines: Mapping[TomlPath, int], path: TomlPath) -> int:
-    """The line of what a path names, or of the closest thing around it; 1 where there is none."""
+    """Return the line of a path, or of the closest enclosing part.
+
+    The line is 1 if there is none.
+    """
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -75,17 +84,17 @@ def nearest_line(lines: Mapping[TomlPath, int], path: TomlPath) -> int:
 
 
 class _Scan:
-    """Scans a valid document once, and notes the line of every value."""
+    """Scan of a valid document that records the line of every value."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
         self._line = 1
         self._counted = 0
-        """Up to where lines are counted."""
+        """Position up to which lines are counted."""
         self._lines: dict[TomlPath, int] = {}
         self._elements: dict[TomlPath, int] = {}
-        """How many tables an array of tables has so far."""
+        """Number of tables in each array of tables so far."""
         self._base: TomlPath = ()
 
     def run(self) -> dict[TomlPath, int]:
@@ -118,7 +127,7 @@ class _Scan:
         self._at += 1 + twice
 
     def _into(self, path: TomlPath) -> TomlPath:
-        """The table that a part of a header means: of an array of tables, the last one."""
+        """Return the table that a header's part means: an array's last one."""
         self._note(path)
         return (*path, self._elements[path] - 1) if path in self._elements else path
 
@@ -131,7 +140,7 @@ class _Scan:
         self._value(base)
 
     def _key(self) -> list[str]:
-        """The parts of a dotted key; behind it, and the spaces after it."""
+        """Read a dotted key and the spaces after it; return its parts."""
         parts: list[str] = []
         while True:
             self._skip(_SPACE)
@@ -186,7 +195,10 @@ class _Scan:
             self._pair(path)
 
     def _string(self) -> str:
-        """Step behind a string. What is in it, of one in a single line: only such a one can be a key."""
+        """Skip a string; return its content if it is on one line.
+
+        Only such a string can be a key; the content of others is not needed.
+        """
         for quotes, pattern in _STRINGS:
             if self._text.startswith(quotes, self._at):
                 match = pattern.match(self._text, self._at)
@@ -217,16 +229,16 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 SUFFIX: Final = ".scenario.toml"
-"""What the name of a scenario's file ends with."""
+"""Suffix of a scenario file's name."""
 
 
 def read(
     path: str | os.PathLike[str], seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None
 ) -> Scenario:
-    """The scenario of a file.
+    """Read the scenario of a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         seams: see :func:`check`.
         hooks: see :func:`check`.
 
@@ -251,7 +263,10 @@ def read_text(
     *,
     hooks: Collection[str] | None = None,
 ) -> Scenario:
-    """The scenario of a text; ``name`` is what errors call its file. See :func:`read`."""
+    """Read the scenario of a text; see :func:`read`.
+
+    ``name`` is the file name that errors mention.
+    """
     document = _parse(text, name)
     try:
         scenario = msgspec.convert(document, Scenario)
@@ -280,7 +295,7 @@ _AT: Final = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
 def _error(text: str, name: str, problems: list[Problem]) -> ScenarioError:
-    """All of them as one, in the order of the file."""
+    """Return one error for all problems, in the order of the file."""
     lines = lines_of(text.replace("\r\n", "\n"))
     placed = sorted([(nearest_line(lines, parse_path(one.path)), i) for i, one in enumerate(problems)])
     (line, first), *others = placed
@@ -292,7 +307,7 @@ def _error(text: str, name: str, problems: list[Problem]) -> ScenarioError:
 
 
 WIDTH: Final = 100
-"""Columns that a line may have."""
+"""Maximum number of columns in a line."""
 
 _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 _WHEN: Final = ("at_ms", "at_hook", "of", "visit")
@@ -301,7 +316,7 @@ _ARRAYS: Final = ("step", "fault", "expect")
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The scenario as TOML."""
+    """Return the scenario as TOML."""
     document = {"format": scenario.format, **msgspec.to_builtins(with_defaults(scenario))}
     parts = [list(_entries({name: one for name, one in document.items() if name not in _SECTIONS}, ""))]
     for name in _TABLES:
@@ -325,7 +340,10 @@ _SECTIONS: Final = (*_TABLES, "load", *_ARRAYS)
 
 
 def _entries(table: Mapping[str, Any], header: str) -> Iterator[str]:
-    """The lines of a table, without its header; what does not fit on one comes last, as tables below it."""
+    """Yield the lines of a table, without its header.
+
+    Values that do not fit on one line come last, as tables below it.
+    """
     later: list[tuple[str, Mapping[str, Any]]] = []
     for name, value in table.items():
         line = f"{_key(name)} = {_value(value)}"
@@ -352,7 +370,7 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value on one line."""
+    """Return a value on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

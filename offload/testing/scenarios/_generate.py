@@ -1,13 +1,15 @@
-"""Random programs: one for each seed, for pipelines (the mix ``standard``) and for engines of several tiers (``engine``). Pure.
+"""Random programs, one for each seed, for pipelines and engines. Pure.
+
+The mix ``standard`` is for pipelines, ``engine`` for engines of several tiers.
 
 Rule 1. Each choice is drawn by its site (:class:`Rng`), never from a stream.
-Rule 2. Times are few and whole, so that many fall together. What goes wrong is aimed by :class:`FaultPlan`.
-Rule 3. What is read was mostly stored before: a load that could never hit shows little. Some prefixes (:meth:`Draft._prefix`)
-        are stored while no fault is aimed at them, read, deleted and stored again.
-Rule 4. What comes out passes :func:`check`.
-Rule 5. A program for an engine is one for pipelines whose tiers are behind an engine. It adds what only engines have: tiers
-        that break, are left alone and used again, promotion, retries in slower tiers, and readers of several tiers. No ledger
-        looks into an engine; the oracle checks it by what it shows.
+Rule 2. Times are few and whole, so that many coincide. Faults are aimed by :class:`FaultPlan`.
+Rule 3. Most loaded keys were stored before: a load that could never hit shows little. Some prefixes
+        (:meth:`Draft._prefix`) are stored while no fault is aimed at them, read, deleted and stored again.
+Rule 4. Every generated program passes :func:`check`.
+Rule 5. A program for an engine is one for pipelines whose tiers are behind an engine. It adds the features of engines:
+        tiers that break, are left alone and used again, promotion, retries in slower tiers, and readers of several
+        tiers. No ledger looks into an engine; the oracle checks its visible results.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from ._rng import Rng
 
 BLOCK_BYTES: Final = 16
 SPAN: Final = 24
-"""Stores fall into so many virtual milliseconds."""
+"""Virtual milliseconds within which stores begin."""
 AMPLE: Final = 200
-"""A capacity that is never used up."""
+"""Capacity that is never used up."""
 AMPLE_BUDGET: Final = 4_096
 HOLDS: Final = (0, 0, 0, 0, 6, 20)
-"""For how long a reader holds what it has found, in virtual milliseconds: mostly it does not."""
+"""Hold times of readers, in virtual milliseconds; mostly none."""
 Below: TypeAlias = Mapping[str, tuple[str, str]]
 _NOTHING_BELOW: Final[Below] = {}
 _BELOW: Final[Sequence[Below]] = (
@@ -59,7 +61,10 @@ _BELOW: Final[Sequence[Below]] = (
     {"route": ("host", "disk"), "other": ("host", "far")},
     {"route": ("host", "disk"), "on": ("disk", "far")},
 )
-"""Chains below the first pipeline: one route, two side by side, or one behind the other; of each, from where to where."""
+"""Chains below the first pipeline, each route with its two tiers.
+
+There is one route, two next to each other, or one after the other.
+"""
 
 
 def generate(seed: int) -> Scenario:
@@ -69,21 +74,24 @@ def generate(seed: int) -> Scenario:
 
 @attrs.define
 class Draft:
-    """A program while it is being written."""
+    """A program under construction."""
 
     rng: Rng
     engine: Below | None = None
-    """What leads to the tiers of an engine behind its first one, if this is to be one."""
+    """Routes to an engine's tiers after its first one.
+
+    ``None``: the program is for pipelines.
+    """
     puts: list[PlannedStore] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
     plain: list[PlannedStore] = attrs.Factory(list)
-    """Containers that wait for nothing."""
+    """Containers without preconditions."""
     held: list[str] = attrs.Factory(list)
-    """What the first destination has from the start."""
+    """Keys that the first destination has from the start."""
     read: list[PlannedStore] = attrs.Factory(list)
-    """What of that readers hold for a while."""
+    """Initial blocks that readers hold for a while."""
     drops: bool = False
-    """Where there is no room in the budget, weak containers are dropped."""
+    """Whether weak containers are dropped if the budget has no room."""
     loads: int = 0
 
     def scenario(self) -> Scenario:
@@ -245,7 +253,10 @@ class Draft:
             self._burst(budget)
 
     def _burst(self, budget: int) -> None:
-        """Several at once; where the budget is small, more than fit in."""
+        """Store several containers at once.
+
+        With a small budget, more than fit in.
+        """
         rng = self.rng
         least = budget // 4 if budget < AMPLE_BUDGET else 0
         labels = [f"b{i}" for i in range(2 + rng.below(6, "burst", "many"))]
@@ -262,7 +273,12 @@ class Draft:
         return how == "wait" and not (kind == "weak" and self.drops)
 
     def _prefix(self, i: int, room: int) -> None:
-        """What comes again and again: stored in peace, read, grown, taken away, stored once more, and read again."""
+        """Add the steps of a prefix: stored, read, grown, deleted, stored again.
+
+        At the end it is read again.
+
+        It is stored while no fault is aimed at it.
+        """
         rng, where = self.rng, ("prefix", i)
         keys = [f"p{i}.{n}" for n in range(min(2 + rng.below(4, *where, "n"), room))]
         at = 10 + rng.below(20, *where, "at")
@@ -287,7 +303,10 @@ class Draft:
             self._load(read + 24 + rng.below(24, *where, "read again", time), keys)
 
     def _hold_on(self, keys: Sequence[str], where: tuple[object, ...]) -> None:
-        """Hold what is there from the start while others store, and need the room; and perhaps try to delete it."""
+        """Hold initial blocks while other stores need the room.
+
+        Perhaps a step tries to delete them meanwhile.
+        """
         rng = self.rng
         at, hold = rng.below(8, *where, "early"), rng.pick([8, 24, 40], *where, "for")
         self._load(at, keys, hold=hold)
@@ -301,7 +320,10 @@ class Draft:
         self.puts.append(PlannedStore(label, at, tuple(keys)))
 
     def _load(self, at: int, keys: Sequence[str], tier: str = "", hold: int | None = None) -> None:
-        """Read, and perhaps hold that for a while; perhaps beside another reader of the same, which lets go before or after."""
+        """Load keys, and perhaps hold them for a while.
+
+        Perhaps another reader of the same keys runs at the same time, which releases them before or after.
+        """
         rng, where, long = self.rng, ("hold", self.loads), hold is not None
         if hold is None:
             hold = rng.pick(HOLDS, *where)
@@ -339,7 +361,7 @@ class Draft:
             self.plain.append(put)
 
     def _after(self, label: str, at: int, where: tuple[object, ...]) -> tuple[list[After], bool]:
-        """What must hold before a container may be read, and whether one of it is enough."""
+        """Draw a container's preconditions, and whether one of them suffices."""
         rng = self.rng
         ms = rng.below(rng.pick([6, 12, 30], *where, "opens within"), *where, "opens")
         kinds = [*["none"] * 8, "set", "trio", "thread", "sleep", "raise", "never", "all", "any", "stubborn", "shared"]
@@ -370,7 +392,7 @@ class Draft:
                 return [After(event="e")], False
 
     def _disturb(self, tiers: Mapping[str, TierSpec]) -> None:
-        """What else is done meanwhile: it takes away, reads, waits, and ends."""
+        """Add evictions, deletions, loads, drains, and an early end."""
         rng, lower = self.rng, [name for name in tiers if name not in ("device", "host")]
         for i in range(rng.below(4, "evictions")):
             keys = sample(rng, SHARED, 0.4, "evict", i, "keys")
@@ -401,7 +423,7 @@ class Draft:
 
 
 def _from(tier: str, below: Below) -> list[str]:
-    """The pipelines of a chain that go on from here."""
+    """Return the pipelines of a chain that start from a tier."""
     return [name for name, (source, _) in below.items() if source == tier]
 
 
@@ -413,13 +435,13 @@ _TIERS: Final[Sequence[Below]] = (
     {"disk": ("host", "disk"), "far": ("disk", "far")},
 )
 _LAST: Final = 160
-"""The last readers come so many virtual milliseconds after the start."""
+"""Latest start of a reader, in virtual milliseconds after the start."""
 _LOOKUP_MS: Final = 12
-"""A reader's patience: less than a tier that stands still takes."""
+"""Lookup timeout of a reader: shorter than a stalled tier takes."""
 
 
 def generate_engine(seed: int) -> Scenario:
-    """Return the random program of a seed."""
+    """Return the random program of a seed, for an engine."""
     rng = Rng(seed)
     below = rng.pick(_TIERS, "engine")
     plain = Draft(rng, engine=below).scenario()
@@ -460,9 +482,9 @@ def _engine(rng: Rng, names: list[str]) -> EngineSpec:
 
 
 def _holding(rng: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> dict[str, TierSpec]:
-    """What was to be in the first tier from the start is in some of them."""
+    """Spread the first tier's initial keys over some of the engine's tiers."""
     held = expand(tiers["host"].holds)
-    # A third of the engines waits for all answers; of the others, the tiers answer at once always, or more often than not.
+    # A third of the engines waits for all answers; in the others, tiers answer at once always, or more often than not.
     shares = rng.pick([[0.0], [0.8, 1.0], [1.0]], "at once")
     made = dict(tiers)
     for name in names:
@@ -473,7 +495,7 @@ def _holding(rng: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> d
 
 
 def _of_an_engine(step: Step) -> Step:
-    """A step as an engine can be asked for it."""
+    """Return a step that an engine supports in place of any step."""
     changed: dict[str, Any] = {}
     if step.store is not None and step.store.how != "wait":
         changed["store"] = msgspec.structs.replace(step.store, how="wait")
@@ -487,7 +509,10 @@ def _of_an_engine(step: Step) -> Step:
 
 
 def _readers(rng: Rng, plain: Scenario) -> Iterator[Step]:
-    """Those who read what several have stored, while tiers break, and when all is well again."""
+    """Yield readers of keys from several stores.
+
+    They read while tiers break, and after the tiers have recovered.
+    """
     read = [step.load.keys for step in plain.step if step.load is not None]
     for i in range(3 + rng.below(4, "readers")):
         where = ("reader", i)
@@ -499,7 +524,7 @@ def _readers(rng: Rng, plain: Scenario) -> Iterator[Step]:
 
 
 def _breaks(rng: Rng, names: list[str]) -> Iterator[Fault]:
-    """Tiers that do not answer for a while."""
+    """Yield faults of tiers that do not answer for a while."""
     for i in range(rng.below(4, "breaks")):
         where = ("break", i)
         yield Fault(
@@ -516,4 +541,4 @@ def _breaks(rng: Rng, names: list[str]) -> Iterator[Fault]:
 Mix: TypeAlias = Literal["standard", "engine"]
 
 MIXES: Final[Mapping[Mix, Callable[[int], Scenario]]] = {"standard": generate, "engine": generate_engine}
-"""What makes the program of a seed."""
+"""Generator of each mix."""

@@ -1,10 +1,11 @@
-"""What goes wrong in a generated program: faults, aimed at its containers while they are on their way. Pure.
+"""Faults of a generated program, aimed at its containers in progress. Pure.
 
-Rule 1. What hits nothing shows nothing: a fault is put where its kind mostly finds something, and now and then anywhere. Who
-        gives up waiting for room must have to wait, and copies end in another order only where two are under way.
+Rule 1. A fault that hits nothing shows nothing: it is put where its kind mostly finds a target, and now and then
+        anywhere. A user who gives up waiting for room must have to wait, and copies end in another order only if two
+        are in progress.
 Rule 2. Each program leaves out about half of the kinds. With every kind in every program there would be an excuse for
-        everything, and nothing that happens without a reason (I9) could be told.
-Rule 3. Of what makes all copies fail there is little: the rest of the program is to go on.
+        everything, and an end without a reason (I9) could not be recognised.
+Rule 3. Faults that make all copies fail are few: the rest of the program has to go on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ._rng import Rng
 SHARED: Final = tuple([f"k{i}" for i in range(24)])
 """Keys that many containers have."""
 COUNT: Final = (32, 68)
-"""Faults in a program, from and to."""
+"""Minimum and maximum number of faults in a program."""
 
 _WEIGHTS: Final[dict[FaultKind, int]] = {
     "cancel": 9, "cancel_waiter": 7, "abandon": 6, "evict": 5, "fail": 3, "stall": 6, "delay": 6, "duplicate": 3,
@@ -34,18 +35,27 @@ _WEIGHTS: Final[dict[FaultKind, int]] = {
 _AT_LEAST: Final[tuple[tuple[FaultKind, ...], ...]] = (
     ("cancel", "delay"), ("cancel_waiter", "evict"), ("delay", "duplicate"), ("stall", "flip"),
 )  # fmt: skip
-"""Of each program, two kinds, so that none is without."""
+"""Pairs of kinds, of which each program has at least one pair.
+
+No program lacks faults.
+"""
 _LIKELY: Final[dict[FaultKind, float]] = {
     "cancel": 0.8, "cancel_waiter": 0.65, "evict": 0.65, "reorder": 0.8, "abandon": 0.8,
     "fail": 0.35, "torn": 0.3, "full": 0.35, "duplicate": 0.15, "miscount": 0.15, "clock": 0.3, "drop": 0.15,
     "unproven": 0.2, "peer_death": 0.15, "shut_down": 0.08, "cancel_host": 0.06,
 }  # fmt: skip
-"""How likely a kind is among those of a program, where that is not 0.55. After the rare ones little is left to go wrong."""
+"""Probability of a kind in a program, if that is not 0.55.
+
+After the rare ones there is little left to fail.
+"""
 _ONCE: Final[frozenset[FaultKind]] = frozenset({"shut_down", "cancel_host"})
 _HARSH: Final[frozenset[FaultKind]] = frozenset(
     {"fail", "torn", "full", "drop", "unproven", "duplicate", "miscount", "peer_death", "clock"}
 )
-"""Of these a few are enough: where most containers fail, little is left to go wrong."""
+"""Kinds of which a few faults are enough.
+
+If most containers fail, there is little left to fail.
+"""
 _ON_CONTAINERS: Final[frozenset[FaultKind]] = frozenset({"cancel", "cancel_waiter", "abandon"})
 _ON_COPIES: Final[frozenset[FaultKind]] = frozenset(
     {"unproven", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "full", "peer_death"}
@@ -62,15 +72,18 @@ _WHERE: Final[dict[FaultKind, tuple[str, ...]]] = {
     "flip": ("xfer_end",),
     "cancel_waiter": HOOKS[2:-1],
 }  # fmt: skip
-"""The hooks at which a fault of a kind finds what it is about; for those not named, any."""
+"""Hooks at which a fault of a kind finds a target.
+
+For kinds not named, any hook.
+"""
 _VISITS: Final[dict[str, int]] = {"admission": 10, "awaiting": 8, "batching": 6, "transfer": 4, "settled": 10}
-"""About how often a hook is visited in a program, where that is more than three times."""
+"""Approximate number of a hook's visits, if more than three."""
 _AT_HOOK: Final[dict[FaultKind, float]] = {"flip": 0.9, "stall": 0.9, "reorder": 0.9, "evict": 0.5, "delay": 0.5}
-"""How likely a fault is at a hook, and not at a time, where that is not 0.65."""
+"""Probability of a hook instead of a time, if not 0.65."""
 _WITHIN: Final[dict[FaultKind, int]] = {"abandon": 2, "cancel_waiter": 6, "cancel": 8, "flip": 30}
-"""How long after its container is stored a fault comes."""
+"""Maximum delay of a fault after its container's store."""
 _CROWD: Final = 4
-"""Virtual milliseconds for which a container is in the way of others, at least."""
+"""Minimum time that a container obstructs others, in virtual milliseconds."""
 
 
 @attrs.frozen
@@ -78,37 +91,37 @@ class PlannedStore:
     """A container that the program will store."""
 
     label: str
-    """Its name; empty: no container, but what a reader holds."""
+    """Name of the container; empty: blocks that a reader holds."""
     at_ms: int
-    """When it is stored, or read."""
+    """Time of the store, or of the read."""
     keys: tuple[str, ...]
     """Keys of its blocks."""
     kept: bool = False
-    """The engine keeps its blocks alive."""
+    """Whether the engine keeps its blocks alive."""
     waits: bool = False
-    """It waits for room in the budget of the first pipeline."""
+    """Whether it waits for room in the first pipeline's budget."""
     within: int = 0
-    """For how long after that a fault may come; 0: as its kind has it."""
+    """Time span of faults after it; 0: the default of their kind."""
 
 
 @attrs.define
 class FaultPlan:
-    """The faults of a program, aimed at its containers."""
+    """Faults of a program, aimed at its containers."""
 
     rng: Rng
-    """The choices of the program's seed."""
+    """Choices of the program's seed."""
     puts: Sequence[PlannedStore]
-    """Its containers."""
+    """Containers of the program."""
     read: Sequence[PlannedStore]
-    """What readers hold, for a fault that hits blocks where they lie."""
+    """Blocks that readers hold, as targets for faults of stored blocks."""
     below: Sequence[str]
-    """The tiers that what is stored goes on to."""
+    """Tiers to which stored blocks go on."""
     slots: int
-    """Copies into the first destination at once."""
+    """Maximum number of concurrent copies into the first destination."""
     budget: int
-    """Of the first pipeline, in blocks."""
+    """Budget of the first pipeline, in blocks."""
     copy_ms: int
-    """What a copy into the first destination takes, about."""
+    """Approximate duration of a copy into the first destination."""
     _orders: dict[FaultKind, Sequence[PlannedStore]] = attrs.Factory(dict)
 
     def all(self) -> list[Fault]:
@@ -134,7 +147,10 @@ class FaultPlan:
         return [*dict.fromkeys([*chosen, *self.rng.pick(_AT_LEAST, "at least")])]
 
     def _most(self, kind: FaultKind) -> int:
-        """How often a kind may occur: not much more often than there is something for it to hit."""
+        """Return the maximum number of faults of a kind.
+
+        It is not much more than the number of targets.
+        """
         if kind in _ONCE:
             return 1
         containers = len(self.puts)
@@ -149,7 +165,7 @@ class FaultPlan:
         return containers + containers // 2 if kind == "delay" else containers
 
     def _aim(self, kind: FaultKind, number: int) -> PlannedStore:
-        """The container that a fault of a kind is aimed at: each before any for the second time."""
+        """Return the container for a fault: each once before any twice."""
         order = self._order(kind)
         return order[number % len(order)]
 
@@ -166,7 +182,10 @@ class FaultPlan:
         return order
 
     def _crowded(self) -> Sequence[PlannedStore]:
-        """Those who mostly have to wait for room, as with what came just before they are more than the budget; most first."""
+        """Return the containers that mostly have to wait for room.
+
+        Together with the containers just before them they exceed the budget; those that exceed it most come first.
+        """
         puts = sorted(self.puts, key=lambda put: put.at_ms)
         crowds = {
             put: sum([len(one.keys) for one in puts[: i + 1] if one.at_ms >= put.at_ms - _CROWD])
@@ -196,13 +215,16 @@ class FaultPlan:
 
     @functools.cached_property
     def _anybody(self) -> str:
-        """All containers: the visits that a neighbour's fault counts are not only those about itself."""
+        """All containers, as a list of names.
+
+        A neighbour's fault counts more visits than those about itself.
+        """
         return compress([put.label for put in sorted(self.puts, key=lambda put: (put.label[0], int(put.label[1:])))])
 
     def _told(
         self, kind: FaultKind, where: tuple[object, ...], aim: PlannedStore, when: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What a fault of this kind says besides when."""
+        """Draw the fields of a fault of this kind, except its time."""
         rng, at_hook = self.rng, "at_hook" in when
         if kind in _ON_CONTAINERS:
             if not at_hook:
@@ -212,7 +234,8 @@ class FaultPlan:
             other = rng.pick(self.puts, *where, "other")
             return {"who": other.label, "of": when.get("of") or self._anybody, **self._again(kind, where)}
         if kind == "evict":
-            # Those of others as well: what an engine drops it drops for all, but never what it keeps alive itself.
+            # The keys of other containers as well: an engine drops a key for all of them, but never one that it keeps
+            # alive itself.
             keys = [] if aim.kept else sample(rng, aim.keys, 0.7, *where, "its own")
             keys += [key for key in sample(rng, SHARED, 0.1, *where, "others") if key not in keys]
             return {"keys": compress(keys or SHARED[:1])}
@@ -239,12 +262,15 @@ class FaultPlan:
         return told
 
     def _again(self, kind: FaultKind, where: tuple[object, ...]) -> dict[str, Any]:
-        """Now and then a cancel is asked for twice."""
+        """Draw whether a cancel is requested twice, which is rare."""
         return {"times": 2} if kind == "cancel" and self.rng.chance(0.1, *where, "twice") else {}
 
 
 def sample(rng: Rng, keys: Sequence[str], p: float, *where: object) -> list[str]:
-    """Each of these keys with this probability, a dozen from one hash."""
+    """Draw each of these keys with this probability.
+
+    One hash decides a dozen keys.
+    """
     found: list[str] = []
     for first in range(0, len(keys), 12):
         bits = rng.below(1 << 48, *where, first)

@@ -1,12 +1,12 @@
-"""Rules of our own pipelines that need no watching: how a container's end adds up, order, latency, leaks, causes.
+"""Rules of our own pipelines that need no watching.
 
 * :func:`wrong_end`: the end of one container adds up (I2, I4, I5, I6).
 * :class:`ReadyOrder`: containers leave for a batch first in, first out, and no batch is too large (S36, S38).
 * :func:`late_batches`: no ready container waits longer than the flush interval while a transfer slot is idle (I9).
 * :func:`at_rest`: nothing is held (I1), and :func:`tasks_of_the_package`: no task is left (I8).
-* :class:`Causes`: whatever happened to a container, the scenario has a reason for it (I9). What could have happened is derived
-  from the program, and of faults from those that hit something; so what happens to a container because of its neighbour, and
-  could not happen to it alone, has no reason.
+* :class:`Causes`: the scenario has a reason for each container's end (I9). Possible ends are derived from the program,
+  and from the faults that hit something; so an end that is caused by a neighbour, and could not happen to the container
+  alone, has no reason.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class ContainerHistory:
-    """What the ledger knows of one container."""
+    """Record of one container in the ledger."""
 
     container: OffloadContainer
     pipeline: Pipeline
     status: Status = Status.EVALUATING
     counts: tuple[int, ...] = (0, 0, 0, 0, 0)
-    """How many blocks passed, and how many ended how, when it was last looked at."""
+    """Numbers of passed blocks and of each end, at the last look."""
     route: bool = False
-    """It came down a chain, committed from the start."""
+    """Whether it came down a chain, committed from the start."""
     committed: bool = False
-    """It was announced by ``post_claim``."""
+    """Whether ``post_claim`` announced its commit."""
     copied: Sequence[Key] = ()
-    """What the copy started with."""
+    """Keys with which the copy started."""
     over: bool = False
-    """The copy is over."""
+    """Whether the copy is over."""
     settled: int = 0
 
     @property
     def handle(self) -> TransferHandle:
-        """As good as any that enqueue returned, to look with."""
+        """Handle for inspection, equivalent to one that enqueue returned."""
         handle = object.__new__(TransferHandle)
         handle._container = self.container
         return handle
@@ -77,7 +77,7 @@ class ContainerHistory:
 
 
 def wrong_end(history: ContainerHistory) -> Iterator[str]:
-    """What does not add up, each with its rule."""
+    """Yield the inconsistencies of a container's end, each with its rule."""
     container, result = history.container, history.handle.result
     if result is None:
         yield f"I2: {history} never ended: {container.status}"
@@ -115,23 +115,27 @@ def wrong_end(history: ContainerHistory) -> Iterator[str]:
 
 
 class ReadyOrder:
-    """Who is ready for a batch, in each pipeline, in the order in which they became it."""
+    """Containers that are ready for a batch, by pipeline, in order."""
 
     def __init__(self) -> None:
         self._ready: dict[Pipeline, dict[OffloadContainer, None]] = {}
 
     def joins(self, pipeline: Pipeline, container: OffloadContainer) -> None:
-        """Note that a container is ready for a batch."""
+        """Record that a container is ready for a batch."""
         self._ready.setdefault(pipeline, {})[container] = None
 
     def gone(self, pipeline: Pipeline, container: OffloadContainer) -> None:
-        """Note that a container has settled; it leaves the order."""
+        """Record that a container has settled; it leaves the order."""
         self._ready.get(pipeline, {}).pop(container, None)
 
     def leave(self, pipeline: Pipeline, batch: Sequence[OffloadContainer]) -> Iterator[str]:
-        """Note that these leave together for a batch. Yields what is wrong with that, each with its rule."""
+        """Record a batch of containers that leave together.
+
+        Yields the violations of order and size, each with its rule.
+        """
         ready = self._ready.get(pipeline, {})
-        # One that was given back, as its neighbours were too large for the tier, has left the line before: it goes first.
+        # A container that was given back, since its neighbours were too large for the tier, left the line before: it
+        # goes first.
         leaving = [container for container in batch if container in ready]
         first = list(islice(ready, len(leaving)))
         if first != leaving:
@@ -152,16 +156,16 @@ def late_batches(
     log: Sequence[tuple[float, Pipeline, str, tuple[int, ...]]],
     jumps: Sequence[tuple[float, float]] = (),
 ) -> Iterator[str]:
-    """Who waited too long in a pipeline.
+    """Yield the containers that waited too long in a pipeline.
 
     Args:
         pipeline: the pipeline.
-        log: the hooks of all pipelines, each with its time and the numbers of the containers.
-        jumps: of the clock, from when and to when: no wait can be judged across one.
+        log: hooks of all pipelines, each with its time and the numbers of the containers.
+        jumps: jumps of the clock, with start and end: no wait can be judged across one.
     """
     ready: dict[int, float] = {}
     left: dict[int, float] = {}
-    busy: list[list[float]] = []  # from when, until when a slot had a batch
+    busy: list[list[float]] = []  # start and end of each slot's use
     carried: dict[int, list[float]] = {}
     times: list[float] = []
     for time, where, hook, numbers in log:
@@ -194,19 +198,22 @@ def late_batches(
 
 
 def source_of(pipeline: Pipeline) -> FakeTier:
-    """The source of a pipeline, as the fake that it is here: what is checked here runs between fakes."""
+    """Return the source of a pipeline, as a fake.
+
+    All tiers that are checked here are fakes.
+    """
     return cast("FakeTier", pipeline.source)
 
 
 def destination_of(pipeline: Pipeline) -> FakeTier:
-    """The destination of a pipeline, as the fake that it is here."""
+    """Return the destination of a pipeline, as a fake."""
     return cast("FakeTier", pipeline.destination)
 
 
 def at_rest(pipeline: Pipeline, *tiers: FakeTier, quarantined: bool = True) -> dict[str, int]:
-    """What a pipeline, or a tier, still holds: empty at rest (I1).
+    """Return the holdings of a pipeline or tier: empty at rest (I1).
 
-    Quarantined copies are released first, unless ``quarantined`` says not to.
+    Quarantined copies are released first, unless ``quarantined`` is false.
     """
     statistics = pipeline.statistics()
     left: dict[str, int] = {
@@ -234,9 +241,9 @@ def at_rest(pipeline: Pipeline, *tiers: FakeTier, quarantined: bool = True) -> d
 
 
 def judge_share(world: VirtualWorld, pipeline: Pipeline) -> None:
-    """Check that a route which is not required holds no more of the tier above than its share."""
+    """Check that an optional route keeps to its share of its source."""
     tier = source_of(pipeline)
-    # A batch is in quarantine as one, while its containers settle one by one.
+    # A batch is in quarantine as a whole, while its containers settle one by one.
     quarantined = {key for entry in pipeline.quarantine for key in entry.keys}
     live = [one.blocks for one in pipeline._settlement.live]
     strong = [blocks for blocks in live if isinstance(blocks, StrongBlocks) and blocks.refs]
@@ -249,7 +256,7 @@ def judge_share(world: VirtualWorld, pipeline: Pipeline) -> None:
 
 
 def tasks_of_the_package() -> list[str]:
-    """The names of all tasks that run a function of ``offload``, but for what is there to test it (I8)."""
+    """Return the names of all tasks of ``offload``, except ``offload.testing`` (I8)."""
     return [
         task.name
         for task in tasks()
@@ -261,23 +268,26 @@ def tasks_of_the_package() -> list[str]:
 
 
 _RAISE = frozenset({"fail", "torn", "duplicate", "miscount", "peer_death"})
-"""What makes a copy raise."""
+"""Faults that make a copy raise."""
 _SLACK = 4 * TICK
-"""What unwinding and rounding may add to a time."""
+"""Time that unwinding and rounding may add, in seconds."""
 
 
 class Causes:
-    """Derives from a scenario and from what happened what could have happened, and reports what has no reason."""
+    """Possible causes of each end; ends without one are violations.
+
+    They are derived from the scenario and from the events of the run.
+    """
 
     def __init__(self, world: VirtualWorld, oracle: Oracle) -> None:
         self._world = world
         self._oracle = oracle
         self._hit: dict[str, set[str]] = {}
-        """The kinds of faults that hit something in each tier."""
+        """Kinds of faults that hit something in each tier."""
         self._failing: dict[str, set[Key]] = {}
-        """The blocks that a fault had fail, in each tier."""
+        """Blocks that a fault made fail, in each tier."""
         self._stored: dict[str, int] = {}
-        """The blocks that may need room in each tier."""
+        """Blocks that may need room in each tier."""
         self._shared: dict[tuple[str, Key], int] = {}
         for planned in world.faults:
             if planned.entry is not None and planned.entry.fired and planned.entry.where in world.tier_models:
@@ -295,7 +305,7 @@ class Causes:
         self._fires = {step.fire: step.at_ms * TICK for step in world.scenario.step if step.fire}
 
     def all(self) -> Iterator[tuple[str, str]]:
-        """What has no reason, each with the rule that it breaks."""
+        """Yield the ends without a reason, each with its broken rule."""
         for request in self._world.requests.values():
             if isinstance(request.result, TransferResult):
                 yield from self._one(request, request.result)
@@ -355,13 +365,13 @@ class Causes:
                 return bool(hit & (_RAISE | self._silent(tiers))) or _too_large(
                     error, request, min(self._world.tiers[tier].capacity for tier in tiers)
                 )
-            case DamagedBlock():  # found on its way out of a tier in which a bit of it was flipped
+            case DamagedBlock():  # found on its way out of a tier in which one of its bits was flipped
                 return any(error.key in model.flipped for model in self._world.tier_models.values())
             case OSError():
                 return any(key in self._failing[tier] for tier in tiers) or (key is None and "fail" in hit)
-            case BackendError():  # a page store says that a store was not done, and that nothing of it is left
+            case BackendError():  # a page store reports that a store was not done, and that nothing of it is left
                 return bool(hit & self._silent(tiers))
-            case ValueError():  # a route whose budget is less than what the chain brings can never take it
+            case ValueError():  # a route whose budget is smaller than its chain's containers can never accept them
                 return any(
                     one.budget_blocks is not None and len(request.keys) > one.budget_blocks
                     for one in self._on_its_way(spec)
@@ -370,13 +380,16 @@ class Causes:
                 return False
 
     def _on_its_way(self, spec: PipelineSpec) -> Iterator[PipelineSpec]:
-        """A pipeline and, after it, the routes of its chain and of theirs."""
+        """Yield a pipeline and, after it, all routes below it."""
         yield spec
         for route in spec.chain:
             yield from self._on_its_way(self._world.pipelines[route])
 
     def _silent(self, tiers: tuple[str, ...]) -> set[str]:
-        """What keeps a page store from answering, which fails what was asked of it: of other tiers it only takes longer."""
+        """Return the kinds of faults that keep a page store from answering.
+
+        They fail the request; other tiers only take longer.
+        """
         kinds = {self._world.tiers[tier].kind for tier in tiers}
         return {"stall", "drop", "peer_death"} if "maru" in kinds else set()
 

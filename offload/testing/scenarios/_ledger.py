@@ -1,8 +1,8 @@
-"""The invariants I1..I9 of our own pipelines, checked while they run and when they have closed.
+"""Invariants I1..I9 of our own pipelines, checked during and after a run.
 
-A :class:`Ledger` watches pipelines as an instrument does, notes what it sees, and never raises while they run: its
-findings are in ``violations``, and :meth:`Ledger.judge` raises them when everything is over. About the commit it
-believes only the announcement ``post_claim``, and it checks what was copied by the bytes themselves.
+A :class:`Ledger` watches pipelines as an instrument does, records their events, and never raises while they run: its
+findings are in ``violations``, and :meth:`Ledger.judge` raises them when everything is over. About the commit it trusts
+only the announcement ``post_claim``, and it checks copies by the bytes themselves.
 
 * I1 at rest there is no live source ref, pending mark, destination reservation, lock or limiter token.
 * I2 each handle becomes terminal exactly once; its status never goes backwards.
@@ -61,7 +61,7 @@ _COUNTS = ("passed", "filtered", "completed", "failed", "evicted")
 
 
 class _LedgerInstrument(Every):
-    """The instrument that passes the hooks of one pipeline to the ledger."""
+    """Instrument that passes the hooks of one pipeline to the ledger."""
 
     def __init__(self, ledger: Ledger, pipeline: Pipeline) -> None:
         self._ledger = ledger
@@ -75,41 +75,44 @@ class _LedgerInstrument(Every):
 
 
 class Ledger:
-    """Notes what happens in some pipelines, and what of it was wrong."""
+    """Record of some pipelines' events, with the violations among them."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
         self.events: list[tuple[str, tuple[int, ...]]] = []
         self.log: list[tuple[float, Pipeline, str, tuple[int, ...]]] = []
-        """The events, with their time and pipeline."""
+        """Events, with their time and pipeline."""
         self.histories: dict[OffloadContainer, ContainerHistory] = {}
         self.pipelines: list[Pipeline] = []
         self.strong: list[StrongBlocks] = []
         self.states: set[str] = {Status.EVALUATING.name}
         """States that containers were seen in."""
         self.damaged: dict[FakeTier, set[Key]] = defaultdict(set)
-        """Blocks of which a bit was flipped: they need not be what was stored."""
+        """Blocks with a flipped bit: they may differ from the stored bytes."""
         self.reading: dict[FakeTier, list[Sequence[Key]]] = defaultdict(list)
-        """What loads under way hold."""
+        """Keys held by loads in progress."""
         self.jumps: Sequence[tuple[float, float]] = ()
         """Jumps of the clock: no wait can be judged across one."""
         self.before: dict[FakeTier, set[Key]] = {}
-        """What was in a destination before anything was stored into it."""
+        """Keys in each destination before its first store."""
         self.batches: dict[FakeTier, list[tuple[Key, ...]]] = defaultdict(list)
         self._ready_order = ReadyOrder()
         self._flying: dict[FakeTier, dict[Key, ContainerHistory]] = defaultdict(dict)
         self._claimed: dict[OffloadContainer, ContainerHistory] = {}
-        self._ending: dict[OffloadContainer, list[OffloadContainer]] = {}  # over, not settled: each with its batch
-        self._reserving: dict[OffloadContainer, FakeTier] = {}  # in line for room: granted, they hold it for a tick
+        self._ending: dict[OffloadContainer, list[OffloadContainer]] = {}  # copied, not settled: each with its batch
+        self._reserving: dict[OffloadContainer, FakeTier] = {}  # waiting for room: once granted, held for a tick
         self._reserved: dict[Pipeline, tuple[set[OffloadContainer], int]] = {}  # from a reservation to its keep()
 
     def wrong(self, text: str) -> None:
-        """Note a violation."""
+        """Record a violation."""
         if len(self.violations) < 20:
             self.violations.append(text)
 
     def know(self, pipeline: Pipeline) -> None:
-        """Add a pipeline whose hooks will be passed to :meth:`saw`; its destination holds nothing by its doing yet."""
+        """Add a pipeline whose hooks will be passed to :meth:`saw`.
+
+        Its destination holds nothing stored by the pipeline yet.
+        """
         self.pipelines.append(pipeline)
         tier = destination_of(pipeline)
         self.before.setdefault(tier, set()).update(tier.pool._slot_of)
@@ -120,7 +123,10 @@ class Ledger:
         pipeline.add_instrument(_LedgerInstrument(self, pipeline))
 
     def cancel_is_in_time(self, ticket: object) -> bool:
-        """Whether a cancel that is asked for now comes before the announced commit, and before any other end."""
+        """Return whether a cancel now precedes the commit and any other end.
+
+        The commit is the announced one.
+        """
         if not isinstance(ticket, TransferHandle):
             return False
         container = ticket._container
@@ -130,7 +136,7 @@ class Ledger:
         return container.phase is not Phase.FAILED
 
     def took(self, pipeline: Pipeline, handle: TransferHandle) -> TransferHandle:
-        """The pipeline has just taken this in."""
+        """Record a handle that the pipeline has just accepted."""
         self._of(pipeline, handle._container)
         return handle
 
@@ -142,7 +148,7 @@ class Ledger:
     # -- while it runs -------------------------------------------------------------------------------------------------
 
     def saw(self, pipeline: Pipeline, hook: str, subject: Any) -> None:
-        """Take in one hook call of a pipeline, and check what can be checked now."""
+        """Record one hook call of a pipeline, and run the checks due."""
         if isinstance(subject, OffloadContainer):
             containers: Sequence[OffloadContainer] = [subject]
         else:
@@ -153,7 +159,8 @@ class Ledger:
         self.log.append((trio.current_time(), pipeline, hook, numbers))
         for one in histories:
             self._look(one, hook)
-        # What drops out of a batch settles after keep(); an observer of the claim may settle another container before.
+        # Containers that drop out of a batch settle after keep(); an observer of the claim may settle another container
+        # before.
         if hook != "settled" and hook not in ("sweep_claim_gap", "post_claim"):
             self._reserved.pop(pipeline, None)
         elif hook == "settled" and containers[0] in self._reserved.get(pipeline, ((),))[0]:
@@ -242,7 +249,10 @@ class Ledger:
                 self._flying[destination].pop(key, None)
 
     def _bare(self, history: ContainerHistory) -> list[Key]:
-        """What is copied without a ref. An engine keeps external blocks alive itself; damaged ones are found by no key."""
+        """Return the keys that are copied without a ref in the source.
+
+        An engine keeps external blocks alive itself; damaged ones are found by no key.
+        """
         if isinstance(history.container.blocks, ExternalBlocks):
             return []
         pool, damaged = source_of(history.pipeline).pool, self.damaged[source_of(history.pipeline)]
@@ -255,7 +265,7 @@ class Ledger:
         if not history.container.status.terminal:
             self.wrong(f"I2: {history} settled as {history.container.status}")
         if history.container in self._ending:
-            # What the copy held was released for the whole batch, before the first of it settled.
+            # Refs and marks of the copy were released for the whole batch, before the first of it settled.
             for container in self._ending[history.container]:
                 self._claimed.pop(container, None)
                 self._ending.pop(container, None)
@@ -317,7 +327,7 @@ class Ledger:
         for history in self.histories.values():
             if history.settled:
                 continue
-            # In the midst of a chain: held for those of its routes that are not over, each by refs of its own.
+            # In the middle of a chain: held for its unfinished routes, each by refs of its own.
             if history.container.completed and destination_of(history.pipeline) is source:
                 allowed.update(history.container.completed)
             if isinstance(history.container.blocks, StrongBlocks) and source_of(history.pipeline) is source:
@@ -355,12 +365,18 @@ class Ledger:
     # -- when it is over -----------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Raise what was wrong, and what is wrong now that all pipelines are closed."""
+        """Raise all violations, those after the close included.
+
+        All pipelines must be closed.
+        """
         self.close()
         assert not self.violations, "\n".join(self.violations)
 
     def close(self) -> None:
-        """Look at what is there now that all pipelines are closed. Releases what is in quarantine."""
+        """Check the state after all pipelines have closed.
+
+        Quarantined copies are released.
+        """
         if left := tasks_of_the_package():
             self.wrong(f"I8: tasks are left: {left}")
         for history in self.histories.values():
@@ -420,15 +436,17 @@ def fake_tier(
     bytes_per_ms: float = 0,
     **options: Any,
 ) -> FakeTier:
-    """A tier of host memory whose copies take modelled time and fail as told, described as scenario files do it.
+    """Return a host-memory tier with modelled copies, as in scenario files.
+
+    Copies take modelled time and fail on request.
 
     Args:
-        capacity: in blocks.
-        block_bytes: size of each.
-        holds: keys that are there from the start: ``"k{0..3}"``.
-        latency_ms: what each copy takes at least, in virtual milliseconds of 1/1024 s.
+        capacity: capacity in blocks.
+        block_bytes: size of each block.
+        holds: keys that are stored from the start: ``"k{0..3}"``.
+        latency_ms: minimum duration of each copy, in virtual milliseconds of 1/1024 s.
         bytes_per_ms: 0: bytes take no time.
-        **options: of the :class:`~backends.testing.FakeTier` itself.
+        **options: options of the :class:`~backends.testing.FakeTier` itself.
     """
     options.setdefault("bytes_per_second", bytes_per_ms / TICK if bytes_per_ms else float("inf"))
     tier = FakeTier(capacity, block_bytes, latency=latency_ms * TICK, **options)
@@ -441,14 +459,14 @@ def fake_tier(
 async def judged_pipeline(
     source: FakeTier | None = None, destination: FakeTier | None = None, **options: Any
 ) -> AsyncIterator[Pipeline]:
-    """An open pipeline; once it has closed, an ``AssertionError`` says which invariants were broken.
+    """Open a pipeline; after its close, raise if invariants were broken.
 
-    To be used in virtual time: the ledger compares times exactly.
+    The ``AssertionError`` lists them. To be used in virtual time: the ledger compares times exactly.
 
     Args:
-        source: by default a fake of 512 blocks, without any.
+        source: by default an empty fake of 512 blocks.
         destination: by default a fake of 64 blocks.
-        **options: of :func:`offload.open_pipeline`.
+        **options: options of :func:`offload.open_pipeline`.
     """
     ledger = Ledger()
     odd: set[Key] = set()
@@ -463,7 +481,7 @@ async def judged_pipeline(
 
 
 def _reporting_to(tier: FakeTier, ledger: Ledger, odd: set[Key]) -> FakeTier:
-    """The same tier, which tells a ledger what is done with it from now on."""
+    """Return the same tier, which from now on reports to a ledger."""
     put, strong = tier.put, tier.strong
 
     def telling_put(key: Key, data: bytes | bytearray | memoryview) -> bool:
@@ -478,6 +496,6 @@ def _reporting_to(tier: FakeTier, ledger: Ledger, odd: set[Key]) -> FakeTier:
         ledger.strong.append(blocks)
         return blocks
 
-    setattr(tier, "put", telling_put)  # noqa: B010  # mypy has no word for a method of one object
+    setattr(tier, "put", telling_put)  # noqa: B010  # mypy cannot type a method of one object
     setattr(tier, "strong", telling_strong)  # noqa: B010
     return tier

@@ -1,18 +1,20 @@
-"""Loads that are not written down step by step: a mix drawn from the seed, a request trace, and a replay that was recorded.
+"""Generated loads: a seeded mix, a request trace, a recorded replay.
 
-Rule 1. What :func:`unroll` returns has no load any more, and plays the same way in any process.
-Rule 2. What is drawn comes while it matters: a cancel while its container is on its way, and nothing behind ``limit_ms``.
-Rule 3. The same site draws the same choice whatever else the mix says: one container more leaves the others as they were.
+Rule 1. A scenario returned by :func:`unroll` has no load any more, and plays the same way in any process.
+Rule 2. Drawn actions come while they matter: a cancel while its container is in progress, and nothing after
+        ``limit_ms``.
+Rule 3. The same site draws the same choice regardless of the rest of the mix: one container more leaves the others
+        unchanged.
 
-:func:`recorded` turns a replay of a request trace that was played for real into a scenario: its steps are what the real run
-did, at the milliseconds at which it did it; its tiers are as large as those of the run, and take the time that was measured;
-and it expects what the run showed. Played in virtual time, the same blocks hit and miss, since the same pools evict in the
+:func:`recorded` turns a replay of a request trace that was played for real into a scenario: its steps are those of the
+real run, at the same milliseconds; its tiers are as large as those of the run, and take the measured time; and it
+expects the counts of the run. Played in virtual time, the same blocks hit and miss, since the same pools evict in the
 same order.
 
-Rule 4. A request looks up the longest prefix that is there. So it loads that prefix and the first block behind it, which is
-        missed, and stores what is missing, but for what a policy other than presence kept back.
-Rule 5. Requests came one after another, and do so here: where a step would begin before the modelled time of the one before it
-        is over (a real copy may take a tenth of a millisecond), it begins then.
+Rule 4. A request looks up the longest stored prefix. So it loads that prefix and the first block after it, which is
+        missed, and stores the missing blocks, except those that a policy other than presence kept back.
+Rule 5. Requests came one after another, and do so here: a step that would begin before the modelled time of the one
+        before it is over (a real copy may take a tenth of a millisecond) begins at its end.
 Rule 6. Labels are r0, r1, ... and keys b0, b1, ..., with the hash ids of the trace: as ``load.trace`` has them.
 """
 
@@ -51,12 +53,14 @@ _USUAL: Final[tuple[Literal["weak", "strong"], ...]] = ("weak", "weak", "strong"
 
 
 def unroll(scenario: Scenario, seed: int, base: Path | None = None) -> Scenario:
-    """The same scenario with its load as steps (and as faults, where a mix has cancels).
+    """Return a scenario with its load as steps.
+
+    A mix with cancels also becomes faults.
 
     Args:
-        scenario: as it was read.
-        seed: what the mix is drawn from.
-        base: the directory that the path of a trace is relative to; by default the current one.
+        scenario: scenario as it was read.
+        seed: seed that the mix is drawn from.
+        base: directory that the path of a trace is relative to; by default the current one.
 
     Raises:
         ScenarioError: the trace cannot be read, or goes on for longer than the run.
@@ -74,7 +78,10 @@ def unroll(scenario: Scenario, seed: int, base: Path | None = None) -> Scenario:
 
 
 def _on_its_way(scenario: Scenario) -> int:
-    """For how many virtual milliseconds a container is that nothing holds up: it waits for others, then it is copied."""
+    """Return an undisturbed container's time in the pipeline, in virtual milliseconds.
+
+    It waits for others, then it is copied.
+    """
     spec = next(iter(pipelines_of(scenario).values()))
     return round(config_of(spec).batch_config.flush_interval / TICK) + tiers_of(scenario)[spec.to].latency_ms + 1
 
@@ -100,7 +107,10 @@ def _unroll_mix(mix: Mix, rng: Rng, way: int, steps: list[Step], faults: list[Fa
 
 
 _NEVER_MS: Final = 1 << 62
-"""Later than any run is over; the division by a speed next to 0 has no end."""
+"""Milliseconds that no run reaches.
+
+Dividing by a speed close to 0 gives times without bound.
+"""
 
 
 def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
@@ -116,7 +126,10 @@ def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
 
 
 def _unroll_requests(requests: Sequence[Request], trace: TraceLoad, limit_ms: int, steps: list[Step]) -> None:
-    """Each request stores the blocks that no request asked for before, and loads the others."""
+    """Add steps of requests that store new blocks and load the others.
+
+    A block is new if no earlier request asked for it.
+    """
     seen: set[int] = set()
     for label, request in zip(trace_labels(trace), requests, strict=False):
         since = (request.timestamp - requests[0].timestamp) / trace.speed
@@ -151,29 +164,29 @@ class RecordedTier:
 
     kind: Literal["memory", "file"]
     capacity: int
-    """In blocks."""
+    """Capacity in blocks."""
     block_bytes: int
     checksums: bool = True
 
 
 @attrs.frozen
 class RecordedRequest:
-    """What one request did."""
+    """One request of a replay and its result."""
 
     at_ms: float
-    """When it came, in milliseconds since the first request began."""
+    """Arrival time, in milliseconds since the first request began."""
     blocks: Sequence[int]
-    """The hash ids of its prompt."""
+    """Hash ids of the prompt's blocks."""
     runs: Sequence[tuple[int, int]]
-    """From which tier how many blocks of the prefix were read, in order."""
+    """Tier and block count of each run of the prefix, in order."""
     kept_back: frozenset[int] = frozenset()
-    """Blocks that a policy kept back, but for those that were present."""
+    """Blocks that a policy kept back, except those that were present."""
     store_time: float = 0.0
-    """Seconds until what it stored had settled; 0.0 where it stored nothing."""
+    """Seconds until its store had settled; 0.0 if it stored nothing."""
 
     @property
     def hit(self) -> int:
-        """Blocks that were read."""
+        """Number of blocks that were read."""
         return sum(blocks for _, blocks in self.runs)
 
     @property
@@ -183,10 +196,10 @@ class RecordedRequest:
 
 
 def modelled(times: Sequence[tuple[int, float]]) -> tuple[int, int]:
-    """The line through what copies took: ``latency_ms`` and ``bytes_per_ms`` of a tier.
+    """Fit a line through copy times: a tier's ``latency_ms`` and ``bytes_per_ms``.
 
     Args:
-        times: of each copy, its bytes and its seconds.
+        times: bytes and seconds of each copy.
     """
     points = [(nbytes, seconds * 1e3) for nbytes, seconds in times if nbytes and seconds > 0]
     if not points:
@@ -194,7 +207,7 @@ def modelled(times: Sequence[tuple[int, float]]) -> tuple[int, int]:
     mean_x, mean_y = fmean([x for x, _ in points]), fmean([y for _, y in points])
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    if slope <= 0:  # all of one size, or too noisy to tell: the bytes take all of the time
+    if slope <= 0:  # all of one size, or too noisy: the bytes take all of the time
         slope = mean_y / mean_x
     latency = max(0, round(mean_y - slope * mean_x))
     return latency, max(1, round(1 / slope))
@@ -209,15 +222,15 @@ def recorded(
     presence: bool = True,
     about: str = "",
 ) -> Scenario:
-    """A scenario that does what a replay did.
+    """Return a scenario that repeats a replay.
 
     Args:
-        name: of the scenario.
-        tiers: from the fastest to the slowest; each was fed what the one before it had stored.
+        name: name of the scenario.
+        tiers: from the fastest to the slowest; each was fed with the blocks that the one before it had stored.
         requests: in the order in which they were played.
-        counts: what the run showed, to be expected: ``loaded``, ``missed``, ``copied`` blocks.
-        presence: whether what the first tier had was kept from being stored again.
-        about: what it shows, for a reader.
+        counts: expected counts from the run: ``loaded``, ``missed``, ``copied`` blocks.
+        presence: whether blocks present in the first tier were kept from being stored again.
+        about: purpose of the scenario, for a reader.
     """
     names = _names_of(tiers)
     routes = ["main", *[f"to-{name}" for name in names[1:]]]
@@ -268,7 +281,7 @@ _MORE_MS = 60_000
 
 
 class _Steps:
-    """The steps so far, and when the next one may begin."""
+    """Steps so far, and the earliest time of the next one."""
 
     def __init__(self, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> None:
         self.made: list[Step] = []
@@ -277,14 +290,14 @@ class _Steps:
         self._names = names
 
     def add(self, label: str, request: RecordedRequest) -> None:
-        """What one request did."""
+        """Add the steps of one request."""
         hit, at = request.hit, int(request.at_ms)
         start = 0
         runs = list(request.runs) or [(0, 0)]
         for part, (tier, blocks) in enumerate(runs):
             stop = start + blocks
             last = part == len(runs) - 1
-            keys = request.blocks[start : stop + 1 if last else stop]  # the first that is not there is asked for, too
+            keys = request.blocks[start : stop + 1 if last else stop]  # the first missing block is asked for, too
             start = stop
             if keys:
                 load = LoadStep(
@@ -296,7 +309,7 @@ class _Steps:
         stored = request.stored
         if stored:
             store = StoreStep(id=label, keys=_keys(stored), per=len(stored))
-            # Those that are present already take no time, and are not known here.
+            # Blocks that are present already take no time, and are not known here.
             self._at(at, Step(store=store), sum(self._duration(name, len(stored)) for name in self._names))
         assert hit <= len(request.blocks)
 
@@ -306,7 +319,7 @@ class _Steps:
         self.free_at = at + duration + 1
 
     def _duration(self, tier: str, blocks: int) -> int:
-        """What a copy takes in virtual time."""
+        """Return the duration of a copy, in virtual milliseconds."""
         spec = self._tiers[tier]
         nbytes = blocks * spec.block_bytes
         return spec.latency_ms + (-(-nbytes // spec.bytes_per_ms) if spec.bytes_per_ms else 0)

@@ -1,7 +1,7 @@
 """Names in a scenario: lists, ranges, implied tiers and pipelines. Pure.
 
-Rule 1. Names are separated by commas; spaces around them do not matter. No name at all is the empty list. ``"a{0..3},
-        b"`` is a0, a1, a2, a3 and b.
+Rule 1. Names are separated by commas; spaces around them do not matter. No name at all is the empty list.
+        ``"a{0..3}, b"`` is a0, a1, a2, a3 and b.
 Rule 2. A range is of numbers, counts up, and includes both ends. If its first end has a leading zero, each number has
         as many digits: ``"k{08..10}"`` is k08, k09, k10. Several ranges in a name are all combinations.
 Rule 3. A name has no space, comma or brace in it, since an event is written ``"<name> <what happened>"``.

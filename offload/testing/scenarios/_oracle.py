@@ -1,12 +1,12 @@
-"""The oracle for any system: an independent model of what must be found where, and the bytes of every load.
+"""Oracle for any system: an independent model of each tier's contents.
 
-It knows what the scenario did and what the world copied, and of the system it believes only what a ticket shows. Of each key
-in each tier it knows one of three things: it *must* be there, it *may* be, or it must not.
+It also compares the bytes of every load. It knows the scenario's actions and the world's copies, and trusts only the
+tickets of the system. Each key in each tier is in one of three states: it *must* be there, it *may* be, or it must not.
 
     must    held from the start, or completed by a container, and not taken away since
     may     on its way; or it was there, and was deleted while it might be held, or had a bit flipped,
             or the tier may evict
-    not     everything else: what was never completed must not be found
+    not     everything else: a key that was never completed must not be found
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Load:
-    """A load that is under way."""
+    """A load in progress."""
 
     tier: str
-    """Empty: from any of them."""
+    """Tier of the load; empty: any of them."""
     keys: Sequence[Key]
     must: set[Key] = attrs.Factory(set)
-    """Those that were there when it began, and were not touched since."""
+    """Keys present when it began, and unchanged since."""
     must_not: set[Key] = attrs.Factory(set)
-    """Those that were not, and were not touched since."""
+    """Keys absent when it began, and unchanged since."""
 
 
 class Oracle:
-    """What is known of every tier that something is stored into."""
+    """Expected contents of every tier that is stored into."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -50,23 +50,23 @@ class Oracle:
         self._may: dict[str, dict[Key, None]] = {tier: {} for tier in self._tiers}
         self._moment = 0
         self._gone: dict[tuple[str, Key], int] = {}
-        """When a key was last taken away."""
+        """Moment at which a key was last taken away."""
         self._asked: dict[str, int] = {}
         self._last_asked: dict[tuple[str, Key], int] = {}
-        """When a key was last to be stored."""
+        """Moment at which a key's store was last requested."""
         self._loads: dict[Load, None] = {}
         self._unasked: set[tuple[str, Key]] = set()
-        """What may have been written without having been asked for: by a promotion."""
+        """Keys that a promotion may have written without a request."""
         self._on_the_way: dict[str, dict[Key, int]] = {tier: {} for tier in self._tiers}
         self._below: dict[str, tuple[str, ...]] = {}
         self._evicting: dict[str, bool] = {}
         self._late = {
             tier for spec in world.pipelines.values() for route in spec.optional_chain for tier in self.below(route)
         }
-        """Tiers into which something may come after the store has ended."""
+        """Tiers that keys may reach after the store has ended."""
 
     def begin(self) -> None:
-        """The system is open: what its tiers hold from the start is there."""
+        """Mark the keys that tiers hold from the start as present."""
         for tier in self._tiers:
             self._evicting[tier] = self._evicts(tier)
             held = [key.encode() for key in expand(self._world.tiers[tier].holds)]
@@ -76,12 +76,15 @@ class Oracle:
         world = self._world
         if any(spec.on_destination_full == "evict" for spec in world.pipelines.values() if spec.to == tier):
             return True
-        # A system of its own kind may make room by its own rules; ours does so only where it is told to.
+        # A foreign system may make room by its own rules; ours does so only if it is configured to.
         known = set(expand(world.tiers[tier].holds)).union([key.decode() for key in world.all_keys])
         return world.ledger is None and len(known) > world.tiers[tier].capacity
 
     def below(self, pipeline: str) -> tuple[str, ...]:
-        """The tiers that what is stored through a pipeline may end up in: its own, and those of its routes."""
+        """Return the tiers that a pipeline's stored keys may reach.
+
+        Its own destination, and those of its routes.
+        """
         found = self._below.get(pipeline)
         if found is None:
             spec = self._world.pipelines[pipeline]
@@ -90,14 +93,17 @@ class Oracle:
         return found
 
     def required_below(self, pipeline: str) -> tuple[str, ...]:
-        """The tiers that a store through a pipeline waits for: its own, and those of its chain."""
+        """Return the tiers that a store through a pipeline waits for.
+
+        Its own destination, and those of its chain.
+        """
         spec = self._world.pipelines[pipeline]
         return (spec.to, *[tier for route in spec.chain for tier in self.required_below(route)])
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _touch(self, tier: str, keys: Iterable[Key]) -> None:
-        """Something happens to these: a load of them that is under way may or may not find them."""
+        """Make the outcome of loads in progress uncertain for these keys."""
         self._moment += 1
         for key in keys if self._loads else ():
             for load in self._loads:
@@ -106,7 +112,10 @@ class Oracle:
                     load.must_not.discard(key)
 
     def asked(self, request: Request) -> None:
-        """A container is on its way in from now on, until it has ended or was never taken."""
+        """Mark a container as on its way, until it ends.
+
+        A refusal ends it as well.
+        """
         for tier in self.below(request.pipeline):
             self._touch(tier, request.keys)
             way = self._on_the_way[tier]
@@ -118,11 +127,14 @@ class Oracle:
                 self._last_asked[tier, key] = self._moment
 
     def not_taken(self, request: Request) -> None:
-        """It was refused, or given up before it was taken in."""
+        """Record that a container was refused, or abandoned before acceptance."""
         self._arrived(request)
 
     def ended(self, request: Request) -> None:
-        """A container has ended: what it completed must be there, what it did not is as before."""
+        """Record the end of a container: completed keys must be present.
+
+        Other keys are as before.
+        """
         self._arrived(request)
         assert request.outcome is not None
         self._end(request.pipeline, request.outcome, request.result, self._asked.get(request.label, 0))
@@ -149,7 +161,8 @@ class Oracle:
             if key not in must and model.arrived.get(key):
                 may[key] = None
             if error == "PipelineClosed":
-                # What a chain had under way when it was cut off may still arrive: its routes go on to their own end.
+                # Copies of a chain that were in progress when it was cut off may still arrive: its routes go on to
+                # their own end.
                 for lower in self.below(pipeline):
                     if key not in self._must[lower]:
                         self._may[lower][key] = None
@@ -163,7 +176,7 @@ class Oracle:
             self._end(name, outcome_of(route), route, asked)
 
     def taken_away(self, tier: str, keys: Iterable[Key]) -> None:
-        """Note that these may be gone: they were evicted, or flipped."""
+        """Record that these may be gone: they were evicted, or flipped."""
         if tier not in self._must:
             return
         keys = list(keys)
@@ -175,20 +188,26 @@ class Oracle:
                 self._may[tier][key] = None
 
     def deleting(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bool]:
-        """A delete begins. Returns who was on the way then: a delete may take any time."""
+        """Record the start of a delete; return the keys on their way.
+
+        A delete may take any time.
+        """
         self.taken_away(tier, keys)
         way = self._on_the_way.get(tier, {})
         return {key: bool(way.get(key)) for key in keys}
 
     def deleted(self, tier: str, keys: Sequence[Key], before: Mapping[Key, bool]) -> None:
-        """These were deleted: not there any more, unless they may have been held or stored meanwhile."""
+        """Record the end of a delete: the keys are gone.
+
+        Keys that may have been held or stored meanwhile are uncertain.
+        """
         if tier not in self._must:
             return
         began = min([self._gone.get((tier, key), 0) for key in keys], default=0)
         self.taken_away(tier, keys)
-        engine = self._world.scenario.engine  # each of its tiers holds what the next one does not have yet
+        engine = self._world.scenario.engine  # each tier of an engine holds the keys that the next one lacks
         source = any(spec.source == tier for spec in self._world.pipelines.values())
-        # A route that is not required may bring it to the last one later.
+        # A route that is not required may bring it to the last tier later.
         source = source or (engine is not None and tier in engine.tiers[: -1 if engine.required else None])
         source = source or tier in self._late
         for key in keys:
@@ -198,7 +217,10 @@ class Oracle:
                 self._may[tier].pop(key, None)
 
     def may_arrive(self, tiers: Iterable[str], keys: Iterable[Key]) -> None:
-        """Note that these may be written there without having been asked for: they are promoted."""
+        """Record that these keys may be promoted to these tiers.
+
+        A promotion writes them without a request.
+        """
         keys = list(keys)
         for tier in tiers:
             self._touch(tier, keys)
@@ -210,7 +232,7 @@ class Oracle:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def loading(self, tier: str, keys: Sequence[Key]) -> Load:
-        """Note that a load begins, and what it must and must not find."""
+        """Record that a load begins, with the keys it must (not) find."""
         load = Load(tier, keys)
         tiers = self._tiers if not tier else [tier] if tier in self._must else []
         for key in keys if tiers else ():
@@ -224,21 +246,27 @@ class Oracle:
         return load
 
     def excuse(self, keys: Sequence[Key]) -> None:
-        """These were found and left to be computed: no load that is under way has to bring them."""
+        """Excuse loads in progress from these keys, left to be computed."""
         for load in self._loads:
             load.must.difference_update(keys)
 
     def ends(self, load: Load) -> None:
-        """It is over, and holds nothing any more. Where it raised, nothing is known from it."""
+        """Record the end of a load, with its hold.
+
+        A load that raised proves nothing.
+        """
         self._loads.pop(load, None)
 
     def loaded(self, load: Load, found: Mapping[Key, bytes | None]) -> None:
-        """A load is over: compare what it brought."""
+        """Record the end of a load, and compare its blocks."""
         self.ends(load)
         self.brought(load, found, load.keys)
 
     def brought(self, load: Load, found: Mapping[Key, bytes | None], keys: Sequence[Key]) -> None:
-        """Compare what a load has brought of these keys; it may go on holding them."""
+        """Compare a load's blocks for these keys.
+
+        It may go on holding them.
+        """
         world, flipped = self._world, self.flipped(load)
         tiers = [load.tier] if load.tier else self._tiers
         where = load.tier or "one of " + ", ".join(tiers)
@@ -257,18 +285,18 @@ class Oracle:
                 world.wrong("model", f"{shown([key])} was loaded from {where}, and nobody has completed it")
 
     def held_on(self, load: Load, first: Mapping[Key, bytes], again: Mapping[Key, bytes]) -> Sequence[Key]:
-        """Of what a load has held and read twice: what was not there any more, or was something else."""
+        """Return the held keys whose second read differs from the first."""
         flipped, lost, short = self.flipped(load), [], False
         for key in load.keys:
             had, has = first.get(key), again.get(key)
             if key in flipped and (had is None or has is None):
-                short = True  # found out as damaged, and its reader may read no further
+                short = True  # found to be damaged, and its reader may read no further
             elif had != has and not (short and (had is None or has is None)):
                 lost.append(key)
         return lost
 
     def flipped(self, load: Load) -> AbstractSet[Key]:
-        """Blocks of which a bit was flipped where this load reads."""
+        """Return the blocks with a flipped bit in a load's tiers."""
         tier_models = self._world.tier_models
         tiers = [load.tier] if load.tier else self._tiers
         return set().union(*[tier_models[tier].flipped for tier in tiers if tier in tier_models])
@@ -276,17 +304,17 @@ class Oracle:
     # -- when it is over -----------------------------------------------------------------------------------------------
 
     def must(self, tier: str) -> Sequence[Key]:
-        """What must be found in a tier now."""
+        """Return the keys that must be found in a tier now."""
         flipped = self._world.tier_models[tier].flipped
         return [key for key in self._must[tier] if key not in flipped]
 
     @property
     def tiers(self) -> Sequence[str]:
-        """The tiers it knows of."""
+        """Tiers that the oracle models."""
         return self._tiers
 
     def judge_found(self, tier: str, found: Collection[Key]) -> None:
-        """Compare what a tier says it has with what it must and may have."""
+        """Compare the keys that a tier reports with the expected ones."""
         missing = [key for key in self.must(tier) if key not in found]
         if missing:
             self._world.wrong("model", f"{shown(missing, ', ')} must be in {tier}, and cannot be found")
@@ -296,7 +324,7 @@ class Oracle:
             self._world.wrong("model", f"{shown(strange, ', ')} can be found in {tier}, and nobody has completed it")
 
     def judge_tickets(self) -> None:
-        """What tickets show, and whether it is possible."""
+        """Check that the tickets show possible and stable results."""
         for request in self._world.requests.values():
             if request.ticket is not None:
                 for rule, text in self._ticket(request):
@@ -332,13 +360,13 @@ class Oracle:
             if moved:
                 yield "I4", f"{label} was cancelled, and {shown(moved, ', ')} was copied into {model.name}"
         held = set(expand(model.spec.holds))
-        if any(one.batches for one in world.tier_models.values()):  # what it copies, it copies through the world
+        if any(one.batches for one in world.tier_models.values()):  # all of its copies go through the world
             for key in outcome.completed:
                 if not model.arrived.get(key) and key.decode(errors="replace") not in held:
                     yield "model", f"{label} completed {shown([key])}, which was never copied into {model.name}"
 
     def _only(self, request: Request, key: Key) -> bool:
-        """Whether no other container had this key."""
+        """Return whether no other container had this key."""
         if (self._world.pipelines[request.pipeline].to, key) in self._unasked:
             return False
         return all(other is request or other.state == "" for other in self._world.labels_of([key]))

@@ -1,11 +1,11 @@
-"""Spans of containers, copies and cancels in the trace of a run. Pure.
+"""Spans of containers, copies and cancels in a run's trace. Pure.
 
-A span begins at one moment and ends at another, and is kept as the positions of the two in the trace: several moments often
-have the same virtual time, and their order is what a reader wants to see.
+A span begins at one moment and ends at another, and is kept as the positions of the two in the trace: several moments
+often have the same virtual time, and a reader wants to see their order.
 
 Rule 1. A hook of another system is a stage of its own, with the hook's name; hooks of ours that share a stage are in
         :data:`STAGE_AFTER`.
-Rule 2. What never ended reaches to the end of the trace, and says so.
+Rule 2. A span that never ended reaches to the end of the trace, and is marked as not over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGE_AFTER: Final[Mapping[str, str]] = {
     "xfer_start": "copying",
     "xfer_end": "settling",
 }
-"""The stage that a hook of ours begins, or continues."""
+"""Stage that a hook of ours begins, or continues."""
 
 _LAST_HOOK: Final = "settled"
 _REFUSALS: Final = {"refused": "REFUSED", "abandoned": "ABANDONED"}
@@ -39,35 +39,35 @@ _REFUSALS: Final = {"refused": "REFUSED", "abandoned": "ABANDONED"}
 
 @attrs.frozen
 class Span:
-    """One stage of a container, or one copy, from a moment of the trace to another."""
+    """One stage of a container, or one copy, between two moments."""
 
     what: str
-    """The stage."""
+    """Name of the stage."""
     first: int
-    """The position of the moment at which it began."""
+    """Position of the moment at which it began."""
     last: int
-    """The position of the moment that ended it."""
+    """Position of the moment that ended it."""
     over: bool = True
     """Whether it ended at all."""
 
 
 @attrs.frozen
 class Lane:
-    """The way of a container through one pipeline."""
+    """Path of a container through one pipeline."""
 
     pipeline: str
     spans: tuple[Span, ...]
     hooks: tuple[int, ...]
-    """All moments about it there."""
+    """Positions of all moments about the container in this pipeline."""
 
 
 @attrs.frozen
 class Cancel:
-    """A cancel that was asked for."""
+    """Request to cancel a container."""
 
     first: int
     last: int | None
-    """Where it was answered, if it was."""
+    """Position of the answer, if there was one."""
     confirmed: bool
 
 
@@ -79,11 +79,17 @@ class ContainerPath:
     lanes: tuple[Lane, ...]
     cancels: tuple[Cancel, ...]
     events: tuple[int, ...]
-    """Moments of kind ``step`` that begin or end no span: a waiter that went away, for example."""
+    """Moments of kind ``step`` that begin or end no span.
+
+    For example a waiter that went away.
+    """
     end: str
-    """``COMPLETE``, ``CANCELLED``, ``FAILED``, ``REFUSED``, ``ABANDONED``; empty: it never ended."""
+    """Final status of the container.
+
+    ``COMPLETE``, ``CANCELLED``, ``FAILED``, ``REFUSED``, ``ABANDONED``; empty: it never ended.
+    """
     ended: int | None
-    """The position of its end."""
+    """Position of the container's end."""
 
 
 @attrs.frozen
@@ -93,17 +99,20 @@ class Copy:
     tier: str
     keys: tuple[str, ...]
     who: tuple[str, ...]
-    """The containers with these keys."""
+    """Containers with these keys."""
     span: Span
     lane: int
-    """Copies of a tier that overlap have different lanes: 0, 1, ..."""
+    """Lane of the copy: 0, 1, ...
+
+    Copies of a tier that overlap have different lanes.
+    """
 
 
 # --- containers ---------------------------------------------------------------------------------------------------
 
 
 def paths_of(report: Report) -> list[ContainerPath]:
-    """The path of every container, in the order in which they were first heard of."""
+    """Return the path of every container, in order of first mention."""
     about: dict[str, list[int]] = {}
     containers = {*report.outcomes, *_keys_by_container(report.scenario)}
     for position, moment in enumerate(report.moments):
@@ -133,7 +142,7 @@ def _path_of(moments: Sequence[Moment], label: str, positions: Sequence[int]) ->
 
 
 class _PathBuilder:
-    """Takes the moments of one container, in order."""
+    """Builder of a container's path from its moments, in order."""
 
     def __init__(self, horizon: int) -> None:
         self._horizon = horizon
@@ -170,7 +179,7 @@ class _PathBuilder:
         where = moment.where
         spans = self._lanes.setdefault(where, [])
         self._hooks[where].append(position)
-        if self._waiting is not None:  # its way in is over, whether or not its user knows it yet
+        if self._waiting is not None:  # its wait to be accepted is over, whether or not its user knows it yet
             self._before.append(Span(self._waiting[0], self._waiting[1], position))
             self._waiting = None
         stage = STAGE_AFTER.get(moment.name, moment.name)
@@ -200,7 +209,7 @@ class _PathBuilder:
             if cancel.last is None:
                 self._cancels[index] = Cancel(cancel.first, position, confirmed)
                 return
-        self._events.append(position)  # an answer without a question: worth seeing
+        self._events.append(position)  # an answer without a request: worth showing
 
     def path(self, label: str) -> ContainerPath:
         self._close(self._horizon, over=False)
@@ -220,7 +229,7 @@ def _keys_by_container(scenario: Scenario) -> dict[str, tuple[str, ...]]:
 
 
 def copies_of(report: Report) -> dict[str, list[Copy]]:
-    """The copies into every tier that saw one, by tier, in the order in which they began."""
+    """Return the copies into each tier, in the order of their start."""
     keys_by_container = _keys_by_container(report.scenario)
     batch: tuple[str, ...] = ()
     found: dict[str, list[Copy]] = {}
@@ -245,7 +254,10 @@ def copies_of(report: Report) -> dict[str, list[Copy]]:
 def _owners(
     keys: Sequence[str], batch: Sequence[str], keys_by_container: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """Whose keys these are. Several containers may have the same key: those of the batch that is being copied come first."""
+    """Return the containers that own these keys.
+
+    Several containers may have the same key: those of the batch that is being copied come first.
+    """
     for labels in (batch, keys_by_container):
         found = tuple([label for label in labels if not set(keys).isdisjoint(keys_by_container.get(label, ()))])
         if found:
@@ -270,16 +282,16 @@ def _in_lanes(copies: Sequence[Copy]) -> list[Copy]:
 
 @attrs.frozen
 class Instant:
-    """Everything that happened at one virtual time."""
+    """All moments at one virtual time."""
 
     at_ms: float
     first: int
-    """The position of its first moment."""
+    """Position of its first moment."""
     count: int
 
 
 def instants_of(moments: Sequence[Moment]) -> list[Instant]:
-    """The virtual times at which something happened, each with its moments."""
+    """Return the virtual times of a trace, each with its moments."""
     found: list[Instant] = []
     for position, moment in enumerate(moments):
         if found and moment.at_ms <= found[-1].at_ms:

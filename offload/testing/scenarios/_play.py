@@ -1,9 +1,11 @@
-"""One run of a scenario, in this process and in virtual time. Everything in its report is a function of scenario and seed.
+"""One run of a scenario, in this process and in virtual time.
 
-A run that does not end is given up in two ways: by virtual time (a wake-up was lost: ``hang``), and by the number of steps
-that its tasks make (it does not come to rest: ``livelock``). Then the scope around the system is cancelled, and where that
-does not end it either, all shields are taken off. Code that never yields to trio at all is for a watchdog outside of this
-process to end.
+Everything in its report is a function of scenario and seed.
+
+A run that does not end is given up in two ways: by virtual time (a wake-up was lost: ``hang``), and by the number of
+steps that its tasks make (it does not come to rest: ``livelock``). Then the scope around the system is cancelled, and
+if that does not end it either, all shields are removed. Code that never yields to trio at all is for a watchdog outside
+of this process to end.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ if TYPE_CHECKING:
 
 
 STEPS = 20_000
-"""Steps of tasks after which a run is no longer believed to come to rest, and for each container and each fault:"""
+"""Task steps after which a run counts as never coming to rest.
+
+``STEPS_EACH`` more are allowed for each container and each fault.
+"""
 STEPS_EACH = 1_000
 _GRACE = 3_600.0
 
 
 class _Steps(trio.abc.Instrument):
-    """Ends a run that would go on for ever."""
+    """Instrument that ends a run which would go on for ever."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -76,10 +81,10 @@ def play(
     """Play a scenario once, in virtual time.
 
     Args:
-        scenario: what to play.
+        scenario: the scenario to play.
         seed: instead of the scenario's own.
         factory: opens the system under test; by default our own pipelines.
-        base: where files that the scenario names are looked for.
+        base: directory of the files that the scenario names.
 
     Raises:
         ScenarioError: the scenario makes no sense.
@@ -87,7 +92,7 @@ def play(
         NeedsRealTime: the system does not follow virtual time.
     """
     check_virtual(factory, scenario)
-    # Of another system only a probe knows which hooks it has; what it lacks shows as a crash, or was found before.
+    # Only a probe knows which hooks another system has; a seam that it lacks shows as a crash, or was found before.
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
     if scenario.load is not None:
@@ -101,9 +106,9 @@ def play(
     if factory is None:
         from ._pipeline_system import open_pipelines
 
-        with collected():  # what is left of it: all but the report
+        with collected():  # everything but the report is garbage
             return _play_virtual(scenario, seed, open_pipelines, VirtualClock())
-    from trio.testing import MockClock  # who knows what a system waits for
+    from trio.testing import MockClock  # a foreign system may wait for sockets or threads
 
     with collected():
         return _play_virtual(scenario, seed, factory, MockClock(autojump_threshold=0))
@@ -122,7 +127,7 @@ def _play_virtual(scenario: Scenario, seed: int, factory: Factory, clock: Virtua
 
 
 async def run_world(world: VirtualWorld, factory: Factory) -> FinalState:
-    """The run itself, and what must be looked at before it is over."""
+    """Run the world with a system, and check it before the end."""
     rest = FinalState()
     async with trio.open_nursery() as world.background:
         world.background.start_soon(_watch, world)
@@ -148,12 +153,15 @@ async def _use(world: VirtualWorld, factory: Factory) -> FinalState:
 
 
 def _is_scripted(error: BaseException) -> bool:
-    """Whether this is nothing but what the scenario itself raised."""
+    """Return whether an error comes from the scenario alone."""
     return all(isinstance(leaf, ScriptedError) for leaf in leaves(error))
 
 
 async def _watch(world: VirtualWorld) -> None:
-    """Give the run up when its time is over; and when that does not end it, for good."""
+    """Give the run up when its time is over.
+
+    If it does not end by that, remove its shields.
+    """
     await trio.sleep_until(world.scenario.limit_ms * TICK)
     world.give_up("hang", f"it is not over after {world.scenario.limit_ms} ms: {world.unfinished()}")
     while True:
@@ -162,7 +170,7 @@ async def _watch(world: VirtualWorld) -> None:
 
 
 def report_of(world: VirtualWorld, rest: FinalState) -> Report:
-    """What a run was, now that it is over."""
+    """Return the report of a run that is over."""
     fired: Counter[str] = Counter(one.name for one in world.faults if one.entry is not None and one.entry.fired)
     outcomes = {one.label: one.outcome for one in world.requests.values() if one.outcome is not None}
     moments = [entry.moment() for entry in world.trace.lines]
@@ -193,7 +201,10 @@ def report_of(world: VirtualWorld, rest: FinalState) -> Report:
 
 
 def _as_drawn(world: VirtualWorld) -> Scenario:
-    """The scenario with those of its faults that happen with this seed, which happen then with any."""
+    """Return the scenario with only those faults that happen with this seed.
+
+    They then happen with any seed.
+    """
     if all(fault.p >= 1.0 for fault in world.scenario.fault):
         return world.scenario
     happens = [msgspec.structs.replace(one.fault, p=1.0) for one in world.faults]
@@ -214,16 +225,22 @@ def _reached(world: VirtualWorld) -> Iterator[str]:
                 yield "end evicted"
 
 
-# --- what is checked at rest ------------------------------------------------------------------------------------------
+# --- checks at rest ---------------------------------------------------------------------------------------------------
 
 
 _AT_ONCE: Final = 8
-"""Blocks in a load of what an engine has: few, since it gives a tier so long to answer and no longer."""
+"""Blocks in one load from an engine.
+
+Few, since the engine gives a tier only a fixed time to answer.
+"""
 
 
 async def check_at_rest(world: VirtualWorld) -> FinalState:
-    """Everything has ended and the system is still open: what it holds, what it has, and whether that can be loaded."""
-    if world.ledger is not None:  # what is ours is looked at from inside, when it has closed
+    """Check the open system at rest: holdings, contents, and loads of them.
+
+    All containers have ended.
+    """
+    if world.ledger is not None:  # our own pipelines are inspected from inside, after their close
         return FinalState()
     await world.quiet()
     for model in world.tier_models.values():
@@ -242,11 +259,11 @@ async def check_at_rest(world: VirtualWorld) -> FinalState:
 
 
 def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
-    """The system has closed. Returns what it has and its figures, for the expectations."""
+    """Check the closed system, and return its final state for the expectations."""
     rest = before
-    if world.stuck:  # whatever else is wrong comes of that
+    if world.stuck:  # any other violation would be a consequence
         return rest
-    for request in world.requests.values():  # what ended with the system, no task saw
+    for request in world.requests.values():  # no task saw containers that ended with the system
         world.look(request)
     world.oracle.judge_tickets()
     if world.ledger is not None:
@@ -266,7 +283,7 @@ def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
         for model in world.tier_models.values():
             for clash in model.clashes:
                 world.wrong("I7", clash)
-        if not rest.found:  # it was closed before its time: what it may still say is for the expectations alone
+        if not rest.found:  # it was closed before its time: its remaining answers are for the expectations alone
             return _state_after_close(world)
     if rest.found:
         for tier in world.oracle.tiers:
@@ -275,7 +292,10 @@ def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
 
 
 def _state_after_close(world: VirtualWorld) -> FinalState:
-    """What a system says that has closed, if it still answers, which it need not."""
+    """Return the state of a closed system, if it still answers.
+
+    It need not answer.
+    """
     found: Mapping[str, Any] = {}
     metrics: Mapping[str, Any] = {}
     with contextlib.suppress(Exception):
@@ -289,7 +309,10 @@ def _state_after_close(world: VirtualWorld) -> FinalState:
 
 
 def _release(world: VirtualWorld) -> None:
-    """As an operator would, who knows that all copies are over."""
+    """Release all quarantines, as an operator would.
+
+    The operator knows that all copies are over.
+    """
     release: Callable[[str], object] | None = getattr(world.system, "release", None)
     if release is not None:
         for pipeline in world.pipelines:
@@ -298,7 +321,7 @@ def _release(world: VirtualWorld) -> None:
 
 def _check_held(world: VirtualWorld, system: System) -> None:
     if not hasattr(system, "release") and any(model.unknown for model in world.tier_models.values()):
-        return  # what such a copy holds is in quarantine, and nothing can release it
+        return  # the holdings of such a copy are in quarantine, and nothing can release them
     held = {what: amount for what, amount in system.audit().items() if amount}
     if held:
         world.wrong("I1", "at rest it still holds " + ", ".join([f"{what}: {n}" for what, n in sorted(held.items())]))
@@ -325,7 +348,7 @@ def _figures(statistics: Any) -> Mapping[str, Any]:
 
 
 async def _load_all(world: VirtualWorld, system: System) -> None:
-    """Load everything that must be there: what it is, is compared."""
+    """Load everything that must be stored, and compare the bytes."""
     tier, oracle = first_destination(world.scenario), world.oracle
     keys = oracle.must(tier)
     at_once = _AT_ONCE if world.scenario.engine is not None else max(len(keys), 1)

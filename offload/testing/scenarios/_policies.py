@@ -1,6 +1,6 @@
-"""The policies of a pipeline and the preconditions of a container, made from what a scenario says of them.
+"""Policies of a pipeline and preconditions of a container, from a scenario.
 
-What a policy does is drawn for each container, by its label where that is known and by its keys where it is not.
+The actions of a policy are drawn for each container, by its label if that is known, otherwise by its keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Act = Callable[[Sequence[Key]], "Reasons | Leased"]
 
 
 class _PolicyAction:
-    """One policy of a pipeline: what it answers, and whom it is about."""
+    """One policy of a pipeline: its answer, and its keys."""
 
     def __init__(self, world: VirtualWorld, pipeline: str, index: int, spec: PolicySpec, held: _Held) -> None:
         self._world = world
@@ -39,7 +39,7 @@ class _PolicyAction:
         self._held = held
 
     def acts(self, keys: Sequence[Key]) -> bool:
-        """Whether it does anything about these."""
+        """Return whether the policy acts on these keys."""
         if self._about and self._about.isdisjoint(keys):
             return False
         if self.spec.p >= 1.0:
@@ -47,12 +47,12 @@ class _PolicyAction:
         return self._world.rng.chance(self.spec.p, *self._site, self._world.label or tuple(keys))
 
     def tells_at_once(self, keys: Sequence[Key]) -> bool:
-        """Whether it need not wait to answer about these."""
+        """Return whether the policy can answer about these keys without waiting."""
         rng, share = self._world.rng, self.spec.at_once
         return bool(share) and rng.chance(share, *self._site, "at once", self._world.label or tuple(keys))
 
     def answer(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """The answer about these keys."""
+        """Return the answer about these keys."""
         world, spec = self._world, self.spec
         if spec.do == "reject":
             return {key: spec.reason for key in keys if not self._about or key in self._about}
@@ -106,7 +106,7 @@ class _WaitingPolicy(AsyncPolicy):
         return doing.answer(keys)
 
     def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | Leased | None:
-        """Answer, if it can tell without waiting."""
+        """Answer, if that is possible without waiting."""
         doing = self._doing
         if not doing.tells_at_once(keys):
             return None
@@ -114,7 +114,10 @@ class _WaitingPolicy(AsyncPolicy):
 
 
 def make_policies(world: VirtualWorld, pipeline: str, held: _Held) -> list[Policy | AsyncPolicy]:
-    """The policies of a pipeline, in order; ``held`` says which of some keys a tier has."""
+    """Return the policies of a pipeline, in order.
+
+    ``held`` returns which of some keys a tier holds.
+    """
     made: list[Policy | AsyncPolicy] = []
     for index, spec in enumerate(world.pipelines[pipeline].policies):
         doing = _PolicyAction(world, pipeline, index, spec, held)
@@ -123,13 +126,16 @@ def make_policies(world: VirtualWorld, pipeline: str, held: _Held) -> list[Polic
 
 
 class WorldPolicies:
-    """The policies of a pipeline for a system that asks the world."""
+    """Policies of a pipeline for a system that asks the world."""
 
     def __init__(self, policies: Sequence[Policy | AsyncPolicy]) -> None:
         self._policy = AllOf(*policies) if policies else None
 
     async def ask(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """What they keep back. A lock they took is given back at once: this way no container holds it."""
+        """Return the keys that the policies keep back, with reasons.
+
+        A lock is released at once: with this interface no container can hold it.
+        """
         if isinstance(self._policy, AsyncPolicy):
             answer = await self._policy.evaluate(keys)
         else:
@@ -142,7 +148,10 @@ class WorldPolicies:
 
 
 def world_policies(world: VirtualWorld, pipeline: str) -> WorldPolicies:
-    """Those of a pipeline, for a system that asks the world; what a tier has, the system says (``found``)."""
+    """Return a pipeline's policies, for a system that asks the world.
+
+    The system reports the keys of a tier (``found``).
+    """
 
     def held(tier: str, keys: Sequence[Key]) -> AbstractSet[Key]:
         found = getattr(world.system, "found", None)
@@ -158,7 +167,7 @@ _UNWINDING = 2 * TICK
 
 
 class ScriptedError(LookupError):
-    """What the policies, the preconditions and the users of a scenario raise."""
+    """Error raised by a scenario's policies, preconditions and users."""
 
 
 _Event: TypeAlias = "trio.Event | ThreadEvent"
@@ -166,10 +175,10 @@ _Event: TypeAlias = "trio.Event | ThreadEvent"
 
 @attrs.define(eq=False)
 class Events:
-    """The events of a scenario by name: what one step fires, many containers wait for."""
+    """Events of a scenario by name: one step fires, many containers wait."""
 
     timer: Callable[[float, Callable[[], object]], None]
-    """Calls a function at a time."""
+    """Function that calls another function at a time."""
     _shared: dict[tuple[str, type[_Event]], _Event] = attrs.Factory(dict)
     _listening: dict[str, list[_Event]] = attrs.Factory(dict)
     _fired: dict[str, None] = attrs.Factory(dict)
@@ -181,7 +190,10 @@ class Events:
             event.set()
 
     def holds(self, store: StoreStep, asked_at: float, now: float) -> bool:
-        """Whether what a container waits for holds by now: only then may its bytes be read."""
+        """Return whether a container's preconditions hold by now.
+
+        Only then may its bytes be read.
+        """
         each = [self._holds(after, asked_at, now) for after in store.after]
         return any(each) if store.any_of else all(each)
 
@@ -195,7 +207,7 @@ class Events:
         return not after.event
 
     def precondition(self, store: StoreStep) -> Precondition | None:
-        """What this container waits for; ``None``: nothing."""
+        """Return the precondition of a container; ``None`` if it has none."""
         if not store.after:
             return None
         made = [self._one(after) for after in store.after]
@@ -219,7 +231,10 @@ class Events:
         return AsyncCallable(self._function(after))
 
     def _event(self, after: After, kind: type[_Event]) -> _Event:
-        """What is set when it is told: shared by all that wait for one name, unless a time may set it as well."""
+        """Return the event behind a precondition.
+
+        All preconditions with one name share it, unless a time may set it as well.
+        """
         shared = after.event and after.ms is None
         event = self._shared.get((after.event, kind)) if shared else None
         if event is not None:
@@ -258,5 +273,5 @@ class Events:
 
 
 def unwinding(after: Sequence[After]) -> float:
-    """How long what is cancelled while it waits for these may take to leave, in seconds."""
+    """Return the unwinding time of a cancelled wait for these, in seconds."""
     return _UNWINDING if any(one.made_of == "stubborn" for one in after) else 0.0

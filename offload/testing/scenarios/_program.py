@@ -1,14 +1,14 @@
-"""A scenario as a value: tiers, pipelines, a load, faults on a timeline or at a hook, and what must hold. Pure.
+"""Scenario as a value: tiers, pipelines, load, faults, and expectations. Pure.
 
-The same classes are what a ``*.scenario.toml`` file is read into, and what a program in Python builds. They are the table from
-which the rest comes: the JSON schema, the documentation of the fields, the defaults, the checks and the way a program is
-shrunk. The type of a field says what may be in it and, as its *role*, what its names are names of; :data:`KINDS` says what each
-kind of policy and of fault does, and which fields it looks at.
+A ``*.scenario.toml`` file is read into these classes, and a program in Python builds them. They are the table from
+which the rest is derived: the JSON schema, the documentation of the fields, the defaults, the checks and the shrinking
+of a program. The type of a field constrains its values and, as its *role*, the kind of thing that its names refer to;
+:data:`KINDS` describes the effect of each kind of policy and of fault, and the fields it reads.
 
-Rule 1. A virtual millisecond is 1/1024 s, exact in floats as are its multiples: what falls together, falls together. All
-        times of a scenario, timeouts included, are whole numbers of them.
+Rule 1. A virtual millisecond is 1/1024 s, exact in floats as are its multiples: equal times stay equal. All times of a
+        scenario, timeouts included, are whole numbers of them.
 Rule 2. Names of containers, keys and so on are written as a list with ranges: ``"a{0..3}, b"`` is a0, a1, a2, a3 and b.
-Rule 3. A default is what a reader would expect without looking: nothing is there, nothing goes wrong, nobody is slow.
+Rule 3. A default is the value a reader would assume without looking: nothing is stored, nothing fails, nobody is slow.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from msgspec import Meta, Struct, field
 from offload._errors import OffloadError
 
 TICK: Final = 1 / 1024
-"""A virtual millisecond, in seconds of the virtual clock."""
+"""Duration of a virtual millisecond, in seconds of the virtual clock."""
 
 Ms: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40, description="virtual milliseconds, of 1/1024 s each")]
 At: TypeAlias = Annotated[Ms, Meta(extra={"role": "time"})]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0, description="a probability")]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 32)]
 
-# One name, of something that is there.
+# One name, of something that exists.
 Tier: TypeAlias = Annotated[str, Meta(extra={"role": "tier"})]
 Pipeline: TypeAlias = Annotated[str, Meta(extra={"role": "pipeline"})]
 Container: TypeAlias = Annotated[str, Meta(extra={"role": "container"})]
@@ -47,77 +47,107 @@ NewLoad: TypeAlias = Annotated[str, Meta(extra={"role": "new containers"})]
 Containers: TypeAlias = Annotated[Names, Meta(extra={"role": "containers"})]
 Keys: TypeAlias = Annotated[Names, Meta(extra={"role": "keys"})]
 DealtKeys: TypeAlias = Annotated[Names, Meta(extra={"role": "dealt keys"})]
-"""Keys that several containers may have."""
+"""Keys that several containers may share."""
 SomeKeys: TypeAlias = Annotated[Names, Meta(extra={"role": "some keys"})]
-"""Keys that may be there twice: which ones something is about."""
+"""Keys that select blocks; repetitions are allowed."""
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A table of a scenario; that it is frozen is said again below, since type checkers do not inherit it."""
+    """A table of a scenario.
+
+    Each subclass repeats ``frozen=True``, since type checkers do not inherit it.
+    """
 
 
-# --- where blocks live, and who moves them ------------------------------------------------------------------------
+# --- places of blocks, and pipelines between them -----------------------------------------------------------------
 
 
 class TierSpec(Part, frozen=True, kw_only=True):
     """A place for blocks, with modelled speed."""
 
     kind: Literal["memory", "file", "maru"] = "memory"
-    """What it is made of with ``--real``; in virtual time every tier is host memory whose copies take modelled time, and one of
-    kind ``maru``, a page store with a server of its own, is not played."""
+    """Backend with ``--real``.
+
+    In virtual time every tier is host memory whose copies take modelled time, and a tier of kind ``maru``, a page store
+    with a server of its own, cannot be played.
+    """
     capacity: Annotated[int, Meta(ge=1, le=1 << 24, description="blocks")] = 64
     block_bytes: Annotated[int, Meta(ge=16, le=1 << 26)] = 64
     latency_ms: Ms = 0
-    """What each copy takes at least."""
+    """Minimum duration of each copy."""
     bytes_per_ms: Annotated[int, Meta(ge=0, description="0: bytes take no time")] = 0
     holds: Keys = ""
-    """Keys that are there when the run begins."""
+    """Keys present when the run begins."""
     checksums: bool = True
     eviction: Literal["lru", "adaptive"] = "lru"
-    """Who makes room: the least recently used, or whom the default of the real tiers chooses, ``AdaptiveLRFU``."""
+    """Eviction policy.
+
+    lru: the least recently used block. adaptive: ``AdaptiveLRFU``, the default of the real tiers.
+    """
     at_once: Share = 1.0
-    """Behind an engine: how likely it answers a question without being waited for, where nothing keeps it from that."""
+    """Behind an engine: probability of an answer without a wait.
+
+    It applies if nothing prevents an immediate answer.
+    """
     patience_ms: Annotated[int, Meta(ge=1, le=60_000, description="milliseconds of the wall")] = 500
-    """How long the client of a page store waits for an answer of its server."""
+    """How long a page store's client waits for its server's answer."""
     lease_ms: Annotated[int, Meta(ge=50, le=60_000, description="milliseconds of the wall")] = 2_000
-    """For how long it may be silent before the server takes back what it holds."""
+    """How long the client may be silent before its holdings are reclaimed.
+
+    The server reclaims them.
+    """
 
 
 PolicyKind: TypeAlias = Literal["reject", "present", "sleep", "raise", "lock", "cancel", "hang"]
 
 
 class PolicySpec(Part, frozen=True, kw_only=True):
-    """One policy of a pipeline. Those of a list are asked in turn, until one has rejected everything."""
+    """One policy of a pipeline.
+
+    The policies of a list are asked in turn, until one has rejected everything.
+    """
 
     do: PolicyKind
     keys: SomeKeys = ""
-    """Which keys it is about: ``reject`` filters only these; the others act where a container has one of these. Empty: all."""
+    """Keys that the policy is about; empty: all.
+
+    ``reject`` filters only these; the others act if a container has one of these.
+    """
     reason: str = "no"
-    """What ``reject`` filters for."""
+    """Reason that ``reject`` gives."""
     tier: Tier = ""
-    """Which one ``present`` looks into; empty: the destination of the pipeline."""
+    """Tier that ``present`` looks into; empty: the destination of the pipeline."""
     who: Containers = ""
     ms: Ms = 0
-    """How long it waits before it answers; 0: it answers at once (but for ``sleep`` and ``hang``)."""
+    """Delay before the answer; 0: none (except for ``sleep`` and ``hang``)."""
     p: Share = 1.0
-    """How likely it acts, drawn for each container."""
+    """Probability that the policy acts, drawn for each container."""
     at_once: Share = 0.0
-    """How likely one that waits can tell without waiting after all, drawn for each container."""
+    """Probability that a waiting policy answers at once, drawn for each container."""
 
 
 WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
 
 
 class PipelineSpec(Part, frozen=True, kw_only=True):
-    """A pipeline between two tiers. Its knobs are those of ``PipelineConfig``, with their times in ``_ms``."""
+    """A pipeline between two tiers.
+
+    Its knobs are those of ``PipelineConfig``, with their times in ``_ms``.
+    """
 
     source: Tier = field(default="device", name="from")
     to: Tier
     policies: list[PolicySpec] = []
     chain: list[str] = []
-    """The pipelines that take on what this one has stored; they start from its destination."""
+    """Required pipelines that continue with this one's stored blocks.
+
+    They start from its destination.
+    """
     optional_chain: list[str] = []
-    """The same, for pipelines that nothing waits for: what they have no room for in time, they drop."""
+    """Optional pipelines that continue with this one's stored blocks.
+
+    Nothing waits for them: blocks for which they have no room in time are dropped.
+    """
     max_batch_size: Count | None = None
     min_batch_size: Count | None = None
     flush_ms: Ms | None = None
@@ -139,48 +169,74 @@ class PipelineSpec(Part, frozen=True, kw_only=True):
 
 
 class EngineSpec(Part, frozen=True, kw_only=True):
-    """Several tiers behind one engine: it stores into the first, feeds each from the one before, and reads from all."""
+    """Several tiers behind one engine.
+
+    The engine stores into the first, feeds each from the one before, and reads from all.
+    """
 
     tiers: list[str]
-    """From the fastest to the slowest. Pipelines lead from ``device`` to the first and from each to the next; they are called
-    after where they lead, and ``[pipeline.NAME]``, if there is one, has the knobs of all."""
+    """Tiers from the fastest to the slowest.
+
+    Pipelines lead from ``device`` to the first and from each to the next; each is named after its destination, and
+    ``[pipeline.NAME]``, if there is one, has the knobs of all.
+    """
     required: bool = False
-    """Whether a store waits for all tiers, and fails where one of them fails."""
+    """Whether a store waits for all tiers, and fails with any."""
     promote: bool = False
-    """Whether a load also writes what comes from slower tiers into the faster ones."""
+    """Whether a load also copies blocks from slower to faster tiers."""
     on_load_failure: Literal["miss", "retry"] = "miss"
-    """What a load does about a block that was found and cannot be loaded: it is missed, or looked for in slower tiers."""
+    """Handling of a block that was found and cannot be loaded.
+
+    miss: it is missed. retry: it is looked for in slower tiers.
+    """
     max_faults: Annotated[int, Meta(ge=1, le=1_000)] = 3
-    """So many in a row break a tier: then it is not asked for a while."""
+    """Number of consecutive faults that break a tier.
+
+    A broken tier is not asked for a while.
+    """
     first_wait_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 1024
-    """For how long, at first; it doubles with each probe in vain."""
+    """First pause of a broken tier; it doubles with each failed probe."""
     longest_wait_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 30 * 1024
-    """What it doubles up to."""
+    """Upper bound of the pause."""
     call_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 5 * 1024
-    """How long a tier may take to answer a question before that is a fault."""
+    """Time limit for a tier's answer; a later answer is a fault."""
     lookup_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 5 * 1024
-    """How long a reader waits for each tier's part of a lookup, if that is less."""
+    """How long a reader waits for each tier's part of a lookup.
+
+    It applies if it is shorter than ``call_ms``.
+    """
     load_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 60 * 1024
-    """The same for a load."""
+    """How long a reader waits for each tier's part of a load."""
     recompute_ms: Annotated[float, Meta(ge=0.0, le=1 << 20, description="virtual milliseconds, or a part of one")] = 0.0
-    """What computing a block takes, for ``load_or_recompute``: what is loaded later than that is left to be computed, and may
-    be missed. 0: everything that is found is loaded."""
+    """Duration of computing a block, for ``load_or_recompute``.
+
+    Blocks whose load would take longer are left to be computed, and may be missed. 0: every found block is loaded.
+    """
 
 
-# --- what is done -------------------------------------------------------------------------------------------------
+# --- steps of users -----------------------------------------------------------------------------------------------
 
 
 class After(Part, frozen=True, kw_only=True):
     """A precondition: an event or a time, whichever comes first."""
 
     event: str = ""
-    """A step ``fire`` of this name."""
+    """Name of a step ``fire``."""
     ms: Ms | None = None
-    """So long after the store. Neither this nor ``event``: holds already for ``fire``, at once for ``raise``."""
+    """Delay after the store.
+
+    Without this and ``event``, the precondition holds already for ``fire``, and fails at once for ``raise``.
+    """
     do: Literal["fire", "raise", "never"] = "fire"
-    """fire: it holds then. raise: it is known then that it never will. never: nobody ever knows."""
+    """Outcome of the precondition.
+
+    fire: it holds then. raise: it is known then that it never will. never: it stays unknown.
+    """
     made_of: Literal["trio", "thread", "async", "stubborn"] = field(default="trio", name="as")
-    """An event of trio or of a thread, or an async callable; a stubborn one takes 2 ms to unwind when it is cancelled."""
+    """Implementation of the precondition.
+
+    An event of trio or of a thread, or an async callable; a stubborn one takes 2 ms to unwind when it is cancelled.
+    """
 
 
 class StoreStep(Part, frozen=True, kw_only=True):
@@ -188,67 +244,95 @@ class StoreStep(Part, frozen=True, kw_only=True):
 
     id: NewContainers
     keys: DealtKeys = ""
-    """Their keys, dealt out in order; empty: ``per`` keys of each container's own, ``<id>.0``, ``<id>.1``, ..."""
+    """Keys of the containers, dealt out in order.
+
+    Empty: ``per`` keys of each container's own, ``<id>.0``, ``<id>.1``, ...
+    """
     per: Count = 1
-    """Blocks in each container."""
+    """Number of blocks in each container."""
     kind: Literal["weak", "strong", "external"] = "weak"
-    """weak: its blocks may be evicted meanwhile. strong: it holds them. external: the engine itself keeps them alive."""
+    """Hold on the source blocks.
+
+    weak: the blocks may be evicted meanwhile. strong: the container holds them. external: the engine itself keeps them
+    alive.
+    """
     pipeline: Pipeline = ""
-    """Which one stores it; empty: the first."""
+    """Pipeline that stores the containers; empty: the first."""
     how: Literal["wait", "now", "many"] = "wait"
-    """wait: for room in the budget, one container after the other. now: refused where there is none. many: all containers
-    in one call, which takes in all of them or none."""
+    """Kind of store call.
+
+    wait: for room in the budget, one container after the other. now: refused if there is no room. many: all containers
+    in one call, which accepts all of them or none.
+    """
     after: list[After] = []
-    """All of these must hold; with ``any_of``, one."""
+    """Preconditions that must all hold; with ``any_of``, one."""
     any_of: bool = False
     """Whether one of ``after`` is enough."""
 
 
 class LoadStep(Part, frozen=True, kw_only=True):
-    """Keys to be loaded. What comes is compared with the payload of the key."""
+    """Keys to be loaded.
+
+    Each loaded block is compared with the payload of its key.
+    """
 
     id: NewLoad = ""
     keys: Keys
     tier: Tier = ""
-    """From which; empty: from the destination of the first pipeline."""
+    """Tier to load from; empty: the destination of the first pipeline."""
     hold_ms: Ms = 0
-    """For how long what was found is held then, and read once more: nobody may have taken it away, or written over it."""
+    """How long the found blocks are held, and then read again.
+
+    Nobody may have removed or overwritten them.
+    """
     gives_up_ms: Ms = 0
-    """So long after it has begun the reader is cancelled, wherever it is, if it is not over; 0: it is not."""
+    """Time after which an unfinished reader is cancelled; 0: never."""
 
 
 class KeysStep(Part, frozen=True, kw_only=True):
     """Keys of a tier, for a step that evicts or deletes them."""
 
     tier: Tier = ""
-    """Empty: the source of the first pipeline for ``evict``, its destination for ``delete``."""
+    """Tier of the keys.
+
+    Empty: the source of the first pipeline for ``evict``, its destination for ``delete``.
+    """
     keys: Keys
     again: bool = False
-    """Put them back at once, as a block that is recomputed under the same key is. (For ``evict``.)"""
+    """Whether the keys are put back at once; for ``evict``.
+
+    A block that is recomputed under the same key behaves like this.
+    """
 
 
 class CloseStep(Part, frozen=True, kw_only=True):
-    """The end of the system, while it may have work."""
+    """End of the system, even if it has work in progress."""
 
     how: Literal["leave", "close", "cancel", "raise"] = "close"
-    """leave the block; ``close_now``; cancel the scope around it; raise in it."""
+    """How the system ends.
+
+    leave: leave the block. close: call ``close_now``. cancel: cancel the scope around it. raise: raise in the block.
+    """
 
 
 class Step(Part, frozen=True, kw_only=True):
-    """One thing a user does, at a time. Exactly one of the verbs is there."""
+    """One action of a user at a time.
+
+    Exactly one of the verbs must be set.
+    """
 
     at_ms: At = 0
     store: StoreStep | None = None
     load: LoadStep | None = None
     fire: NewName | None = None
-    """Set an event that containers are stored ``after``."""
+    """Event to set; containers are stored ``after`` it."""
     evict: KeysStep | None = None
-    """Take keys out of a source, as an engine does that needs the room."""
+    """Keys to take out of a source, as an engine does."""
     delete: KeysStep | None = None
     drain: Pipeline | None = None
-    """Wait until a pipeline has nothing left."""
+    """Pipeline to wait for until it has nothing left."""
     release: Pipeline | None = None
-    """Release everything that a pipeline has in quarantine, as an operator would."""
+    """Pipeline whose quarantine is released completely, as an operator would."""
     close: CloseStep | None = None
 
 
@@ -256,40 +340,49 @@ class Mix(Part, frozen=True, kw_only=True):
     """A load that is generated from the seed."""
 
     containers: Annotated[int, Meta(ge=1, le=1 << 20)] = 16
-    """How many: ``m0``, ``m1``, ..."""
+    """Number of containers: ``m0``, ``m1``, ..."""
     over_ms: Ms = 24
-    """Stores fall into this time."""
+    """Time span of the stores."""
     keys: Annotated[int, Meta(ge=1, le=1 << 24)] = 24
-    """How many keys there are to choose from: ``k0``, ``k1``, ..."""
+    """Number of keys to choose from: ``k0``, ``k1``, ..."""
     most: Annotated[int, Meta(ge=1, le=65_536)] = 6
-    """Blocks in a container: 0 to this."""
+    """Maximum number of blocks in a container; the minimum is 0."""
     kinds: list[Literal["weak", "strong", "external"]] = []
-    """Drawn from these, each as often as it is named; empty: two weak ones for each strong one."""
+    """Kinds to draw from, each as often as it is named.
+
+    Empty: two weak ones for each strong one.
+    """
     loads: Share = 0.2
-    """How likely a container is loaded again, some time after it was stored."""
+    """Probability that a container is loaded some time after its store."""
     cancels: Share = 0.0
-    """How likely it is cancelled, while it is on its way."""
+    """Probability that a container is cancelled in progress."""
 
 
 class TraceLoad(Part, frozen=True, kw_only=True):
-    """A load from a request trace: each request stores the blocks that are not there, and loads those that are."""
+    """A load from a request trace.
+
+    Each request stores the blocks that are not stored yet, and loads the others.
+    """
 
     path: str
-    """A Mooncake trace (JSON lines, also compressed with gzip), relative to the scenario's file."""
+    """Path of a Mooncake trace, relative to the scenario's file.
+
+    JSON lines, also compressed with gzip.
+    """
     limit: Annotated[int, Meta(ge=1, le=1 << 24)] = 100
-    """Requests."""
+    """Number of requests."""
     skip: Count = 0
     speed: Annotated[float, Meta(gt=0.0, description="2: twice as fast as it was recorded")] = 1.0
 
 
 class Load(Part, frozen=True, kw_only=True):
-    """Work that is generated instead of written down step by step."""
+    """Generated work, in place of single steps."""
 
     mix: Mix | None = None
     trace: TraceLoad | None = None
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------------
 
 FaultKind: TypeAlias = Literal[
     "cancel", "abandon", "cancel_waiter", "cancel_host", "shut_down",
@@ -299,60 +392,81 @@ FaultKind: TypeAlias = Literal[
 
 
 class Fault(Part, frozen=True, kw_only=True):
-    """Something that goes wrong, at a time or at a hook."""
+    """A fault, at a time or at a hook."""
 
     do: FaultKind
     at_ms: At | None = None
-    """When. Exactly one of this and ``at_hook`` is there."""
+    """Time of the fault. Exactly one of this and ``at_hook`` is set."""
     at_hook: Hook = ""
-    """At which hook."""
+    """Hook of the fault."""
     of: Containers = ""
-    """Only visits about one of these containers count; empty: those about ``who``, or, without, all."""
+    """Containers whose visits of the hook count.
+
+    Empty: those in ``who``, or, if that is empty, all.
+    """
     visit: Annotated[int, Meta(ge=1)] = 1
-    """At which of those visits."""
+    """Number of the counted visit at which the fault happens."""
     who: Containers = ""
-    """The containers it hits; empty: those whom the hook is about."""
+    """Containers that the fault hits; empty: those that the hook is about."""
     times: Annotated[int, Meta(ge=1, le=65_536)] = 1
-    """How often each of them is hit, one time after the other: so many ask for its cancel."""
+    """Number of hits for each container, one after the other.
+
+    So many callers ask for its cancel.
+    """
     tier: Tier = ""
-    """Empty: the destination of the first pipeline (``evict``: its source)."""
+    """Tier of the fault.
+
+    Empty: the destination of the first pipeline (``evict``: its source).
+    """
     keys: Keys = ""
-    """Empty: all, or, at a hook, those of the containers it is about."""
+    """Keys of the fault.
+
+    Empty: all, or, at a hook, those of the containers it is about.
+    """
     ms: Ms = 1
-    """How much, for ``delay``, ``slow_loads`` and ``clock``."""
+    """Amount of ``delay``, ``slow_loads`` and ``clock``."""
     for_ms: Ms = 1
-    """For how long, for what has a duration."""
+    """Duration of a fault that lasts."""
     by: Annotated[int, Meta(ge=-65_536, le=65_536)] = 1
-    """How many answers too many, or, negative, too few."""
+    """Number of surplus answers, or, if negative, of missing ones."""
     again: bool = False
-    """Whether the keys are put back at once, in the places that are free then, as blocks that are computed again are."""
+    """Whether the keys are put back at once.
+
+    They go to the places that are free then, like blocks that are computed again.
+    """
     grouped: bool = False
-    """Whether what a copy raises comes in an exception group, as from one that copies in a nursery; of ``drop``, when left."""
+    """Whether the errors of a copy come in an exception group.
+
+    A copy that uses a nursery raises so. For ``drop``, the group comes when the copy is cancelled.
+    """
     p: Share = 1.0
-    """How likely it happens at all, drawn from the seed."""
+    """Probability that the fault happens at all, drawn from the seed."""
 
 
-# --- what must hold -----------------------------------------------------------------------------------------------
+# --- expectations -------------------------------------------------------------------------------------------------
 
 
 class Counts(Part, frozen=True, kw_only=True):
-    """How many blocks of a container ended how; what is not said is not looked at."""
+    """Expected ends of a container's blocks; absent fields are not checked."""
 
     completed: Count | None = None
     filtered: Count | None = None
     failed: Count | None = None
     evicted: Count | None = None
     error: str | None = None
-    """Name of the exception's class; empty: none."""
+    """Class name of the exception; empty: none."""
     reasons: list[str] | None = None
-    """Why blocks were filtered: all reasons that occur."""
+    """All reasons for which blocks were filtered."""
 
 
 class Window(Part, frozen=True, kw_only=True):
-    """When an event must happen: in virtual milliseconds since the start, or since another event."""
+    """Time window of an event.
+
+    In virtual milliseconds since the start, or since another event.
+    """
 
     event: Event
-    """``"a0 settled"``"""
+    """Event that must happen in the window: ``"a0 settled"``."""
     since: Event = ""
     """Another event; empty: the start."""
     at_least_ms: Ms = 0
@@ -360,52 +474,70 @@ class Window(Part, frozen=True, kw_only=True):
 
 
 class Expect(Part, frozen=True, kw_only=True):
-    """Expectations of a run, beyond the invariants. Everything in one table must hold."""
+    """Expectations of a run, beyond the invariants.
+
+    Everything in one table must hold.
+    """
 
     status: dict[Container, Literal["COMPLETE", "CANCELLED", "FAILED", "REFUSED", "ABANDONED"]] | None = None
-    """By container. REFUSED: the system did not take it in; ABANDONED: who stored it gave up before."""
+    """Expected status by container.
+
+    REFUSED: the system did not accept it; ABANDONED: its caller gave up before.
+    """
     result: dict[Container, Counts] | None = None
-    """By container."""
+    """Expected ends of blocks by container."""
     count: dict[Counted, Count] | None = None
-    """Exactly: ``copied`` blocks, ``batches``, ``loaded`` and ``missed`` blocks, ``fired`` faults, visits of a hook."""
+    """Exact counts.
+
+    ``copied`` blocks, ``batches``, ``loaded`` and ``missed`` blocks, ``fired`` faults, visits of a hook.
+    """
     at_most: dict[Counted, Count] | None = None
     at_least: dict[Counted, Count] | None = None
     order: list[Event] | None = None
-    """Events that must happen in this order; others may happen in between: ``["a2 confirmed", "a0 settled"]``."""
+    """Events that must happen in this order.
+
+    Others may happen in between: ``["a2 confirmed", "a0 settled"]``.
+    """
     time: list[Window] | None = None
     found: dict[Tier, SomeKeys] | None = None
     """Keys that a tier must have at the end."""
     missing: dict[Tier, SomeKeys] | None = None
-    """Keys that it must not have."""
+    """Keys that a tier must not have at the end."""
     metric: dict[Pipeline, dict[str, int | float]] | None = None
-    """Figures of ``statistics()``, by pipeline."""
+    """Expected figures of ``statistics()``, by pipeline."""
     never: list[Event] | None = None
     """Events that must not happen: ``"a0 post_claim"``."""
 
 
-# --- all of it ----------------------------------------------------------------------------------------------------
+# --- the whole scenario -------------------------------------------------------------------------------------------
 
 
 class Scenario(Part, frozen=True, kw_only=True):
-    """A program that can be run again: load, faults, and what must hold."""
+    """A program that can be run again: load, faults, and expectations."""
 
     format: Literal[1] = 1
     name: str
     about: str = ""
-    """What it shows, for a reader."""
+    """Purpose of the scenario, for a reader."""
     upstream: list[str] = []
-    """Issues elsewhere that it tells again: ``"vLLM #43226"``."""
+    """Upstream issues that it reproduces: ``"vLLM #43226"``."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     not_for_real: str = ""
-    """Why it cannot hold on the clock of the wall. Then ``--real`` does not play it, and answers this."""
+    """Reason why it cannot hold in real time.
+
+    ``--real`` then refuses to play it, with this text.
+    """
     limit_ms: Ms = 3_600 * 1024
-    """What is not over by then, virtual time, is a lost wake-up."""
+    """Virtual time after which an unfinished run counts as a lost wake-up."""
     tier: dict[NewName, TierSpec] = {}
-    """Tiers by name. ``device`` and ``host`` are there without being named."""
+    """Tiers by name.
+
+    ``device`` and ``host`` exist without being named.
+    """
     pipeline: dict[NewName, PipelineSpec] = {}
     """Pipelines by name; without any: ``main``, from ``device`` to ``host``."""
     engine: EngineSpec | None = None
-    """What stores and loads, where it is more than pipelines."""
+    """Engine that stores and loads, instead of plain pipelines."""
     load: Load | None = None
     step: list[Step] = []
     fault: list[Fault] = []
@@ -413,15 +545,18 @@ class Scenario(Part, frozen=True, kw_only=True):
 
 
 VERBS: Final = ("store", "load", "fire", "evict", "delete", "drain", "release", "close")
-"""The verbs of a step."""
+"""Verbs of a step."""
 
 
-# --- what each kind does ------------------------------------------------------------------------------------------
+# --- effects of each kind -----------------------------------------------------------------------------------------
 
 Seam: TypeAlias = Literal[
     "hook", "reserve", "copy", "policy", "after", "store_many", "close_now", "evict", "delete", "drain", "found", "hold"
 ]
-"""A way in which a system under test asks the world for something, or can be asked: see `_systems`."""
+"""Way in which a system calls the world, or is called.
+
+See `_systems`.
+"""
 
 
 @attrs.frozen
@@ -429,13 +564,16 @@ class Kind:
     """A kind of fault or of policy."""
 
     text: str
-    """What it does."""
+    """Effect of the kind."""
     looks_at: tuple[str, ...] = ()
-    """The fields that it looks at, besides when and how likely."""
+    """Fields that the kind reads, apart from time and probability."""
     needs: tuple[Seam, ...] = ()
-    """The seams that a system must have."""
+    """Seams that a system must have."""
     page_store: bool = True
-    """Whether it can be done to a page store, if it is done to a tier at all."""
+    """Whether the fault can be done to a page store.
+
+    It matters only for faults of a tier.
+    """
 
 
 _COPY: Final[tuple[Seam, ...]] = ("copy",)
@@ -487,35 +625,38 @@ POLICY_KINDS: Final[Mapping[PolicyKind, Kind]] = {
 }
 
 KINDS: Final[Mapping[type[Part], Mapping[Any, Kind]]] = {Fault: FAULT_KINDS, PolicySpec: POLICY_KINDS}
-"""Of the parts with a field ``do``: what each of its words means."""
+"""Meaning of each word of ``do``, by part."""
 
 
-# --- why a scenario cannot be played ------------------------------------------------------------------------------
+# --- problems of a scenario ---------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Problem:
-    """Something in a scenario that makes no sense."""
+    """A mistake in a scenario."""
 
     path: str
-    """Where: ``fault[2].who``, positions counted from 0."""
+    """Path of the mistake: ``fault[2].who``, positions counted from 0."""
     text: str
-    """What is wrong, and what to say instead."""
+    """Description of the mistake, and a correction."""
 
 
 class ScenarioError(OffloadError, ValueError):
-    """A scenario cannot be played: it is no such file, or it makes no sense. The text says where, what, and the way out."""
+    """A scenario that cannot be played: malformed, or contradictory.
+
+    The text names the place, the mistake and the correction.
+    """
 
     def __init__(self, file: str, line: int | None, path: str, text: str, others: Iterable[str] = ()) -> None:
         place = f"{file}:{line}" if line is not None else file
         super().__init__(": ".join([part for part in (place, path, text) if part]))
         self.file = file
-        """Its name; empty for one that was made in Python."""
+        """File name; empty for a scenario made in Python."""
         self.line = line
-        """From 1; ``None`` where there is none."""
+        """Line number from 1; ``None`` if there is none."""
         self.path = path
-        """Where in the scenario: ``fault[2].who``."""
+        """Path within the scenario: ``fault[2].who``."""
         self.text = text
-        """What is wrong, and the way out."""
+        """Description of the mistake, and the correction."""
         self.others: tuple[str, ...] = tuple(others)
-        """What else is wrong, a line each."""
+        """Further mistakes, a line each."""

@@ -1,7 +1,7 @@
-"""What a cache promises, each with the scenarios that put it to the test. Pure.
+"""Promises of a cache, each with the scenarios that test it. Pure.
 
-A promise needs seams: where a system lacks one, nothing can be said. What every run is judged by anyway (bytes, the model, the
-invariants, that it ends) is not said again; a scenario only adds what must hold of itself.
+A promise needs seams: for a system that lacks one, the promise is not judged. The judgements of every run (bytes, the
+model, the invariants, that it ends) are not repeated here; a scenario only adds its own expectations.
 """
 
 from __future__ import annotations
@@ -29,31 +29,37 @@ from ._program import (
 from ._variants import Action
 
 TIMES: Final = range(9)
-"""Virtual milliseconds at which something is tried, where there is no hook to try it at: from before a copy to behind it."""
+"""Virtual milliseconds of the trials without a hook.
+
+From before a copy to after it.
+"""
 LATE: Final = 2_048
-"""Long after everything is over: in virtual milliseconds, so that it costs nothing."""
+"""Virtual milliseconds after which everything is over.
+
+The time is virtual, so that it costs nothing.
+"""
 
 
 @attrs.frozen
 class Promise:
-    """Something that a cache promises."""
+    """A promise of a cache."""
 
     short: str
-    """For names of files."""
+    """Short name, for names of files."""
     name: str
     needs: tuple[Seam, ...]
     trials: tuple[Scenario, ...]
     explored: bool = False
-    """Its trial is repeated with every action of :attr:`actions` at every hook."""
+    """Whether its trial is repeated with each of ``actions`` at every hook."""
     actions: tuple[Action, ...] = ()
 
     def lacking(self, seams: Sequence[Seam]) -> list[Seam]:
-        """Which of the seams it needs are not there."""
+        """Return the needed seams that a system lacks."""
         return [seam for seam in self.needs if seam not in seams]
 
 
 def promises() -> list[Promise]:
-    """All of them, in the order in which they are told."""
+    """Return all promises, in the order of presentation."""
     return list(_promises())
 
 
@@ -191,7 +197,10 @@ def _each_time(do: Any, **about: Any) -> list[Scenario]:
 
 
 def _again(do: Any) -> list[Scenario]:
-    """A block of b goes wrong; the same keys again, later, go well."""
+    """Return a trial in which a store fails, and its retry succeeds.
+
+    A block of b has the fault.
+    """
     steps = [
         _store("a, b, c", per=2),
         _store("again", LATE, keys="b.0, b.1", per=2),
@@ -249,7 +258,10 @@ def _deleted() -> Scenario:
 
 
 def _held(meanwhile: Sequence[Step]) -> Scenario:
-    """A reader holds two blocks for a while; that they are the same at its end is judged wherever there is a hold."""
+    """Return a trial whose reader holds two blocks for a while.
+
+    Every run with a hold checks that they are unchanged at its end.
+    """
     steps = [
         _store("a", per=2),
         Step(at_ms=LATE, load=LoadStep(id="reader", keys="a.0, a.1", hold_ms=100)),

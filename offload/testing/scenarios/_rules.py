@@ -1,7 +1,8 @@
-"""What may be wrong with a scenario beside its names: a row for each thing, in the order of a file. Pure.
+"""Mistakes in a scenario other than in its names. Pure.
 
-A row is about one field of one kind of part, and says the problem and the way out. What several fields decide together, or
-what is wrong with one of several in a list, is said by the few functions behind the table.
+The table has one row for each mistake, in the order of a file. A row is about one field of one kind of part, with the
+problem and the correction. Mistakes that involve several fields, or one element of a list, are found by the few
+functions after the table.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ if TYPE_CHECKING:
     from ._check import Checker
 
 FIGURES: Final = tuple([field.name for field in attrs.fields(PipelineStatistics)])
-"""What ``statistics()`` says of our pipelines."""
+"""Figures in ``statistics()`` of our pipelines."""
 ENGINE_FIGURES: Final = ("well", "faults", "asked_in_vain", "left_out", "promoted", "given_up", "cut_blocks")
-"""What is said of a tier of an engine beside the figures of the pipeline into it.
+"""Figures of an engine's tier besides those of the pipeline into it.
 
-``well``: 1 while it is asked, 0 where it is left alone. ``faults``: in a row. ``asked_in_vain``: questions that met a peer that
-was dead or stood still. ``left_out``: lookups without it. ``promoted``: blocks, of the engine as a whole."""
+``well``: 1 while the tier is asked, 0 while it is left alone. ``faults``: consecutive ones. ``asked_in_vain``:
+questions to a peer that was dead or stalled. ``left_out``: lookups without it. ``promoted``: blocks, of the engine as a
+whole.
+"""
 MOST_BLOCKS: Final = 1 << 20
-"""Blocks that one step may store."""
+"""Maximum number of blocks in one step's store."""
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -61,19 +64,22 @@ MOST_BLOCKS: Final = 1 << 20
 
 @attrs.frozen
 class Row:
-    """One thing that may be wrong with a part."""
+    """One possible mistake in a part."""
 
     kind: type[Part]
     field: str
-    """Which field the problem is with, as a file has it; empty: the part itself."""
+    """Field of the mistake, as in a file; empty: the part itself."""
     found: Callable[[Checker, Any], object]
-    """What is wrong: nothing, if it is false."""
+    """Function that returns the mistake; a false value means none."""
     says: str
-    """The problem and the way out; ``{0}`` is what was found, ``{p}`` the part."""
+    """Problem and correction; ``{0}`` is the value found, ``{p}`` the part."""
 
 
 def _length(names: str) -> int:
-    """How many names a list has; none, where it is no list, which is complained about elsewhere."""
+    """Return the number of names in a list; -1 if malformed.
+
+    A malformed list is reported elsewhere.
+    """
     try:
         return len(expand(names))
     except ValueError:
@@ -101,7 +107,7 @@ def _verbs(c: Checker, p: Step) -> str:
 
 
 def _page_store(c: Checker, p: Fault) -> str:
-    """The page store that a fault is done to."""
+    """Return the page store that a fault is done to."""
     looks_at = FAULT_KINDS[p.do].looks_at
     tier = p.tier or first_destination(c.scenario)
     return tier if "tier" in looks_at and p.do != "evict" and tier in c.page_stores else ""
@@ -149,7 +155,7 @@ ROWS: Final = (
     Row(EngineSpec, "tiers", lambda c, p: not p.tiers, 'is empty: name at least one tier, as in ["host", "disk"]'),
     Row(EngineSpec, "first_wait_ms", lambda c, p: p.first_wait_ms > p.longest_wait_ms,
         "must be at most longest_wait_ms = {p.longest_wait_ms}"),
-    # What is done.
+    # Steps.
     Row(Load, "", lambda c, p: p.mix is None and p.trace is None, "is empty: say load.mix or load.trace"),
     Row(Mix, "over_ms", lambda c, p: last_of(p) > c.limit and last_of(p),
         "what is drawn may come as late as {0}, and the run is over by limit_ms = {c.limit}: say less, or a larger limit_ms"),
@@ -181,7 +187,7 @@ ROWS: Final = (
     Row(LoadStep, "id", lambda c, p: _length(p.id) > 1, "names several: a load is one"),
     Row(KeysStep, "keys", lambda c, p: not p.keys.strip(), "is empty: say which keys"),
     Row(CloseStep, "how", lambda c, p: c.engine and p.how == "close", "an engine ends with its block: say leave, or cancel"),
-    # What goes wrong.
+    # Faults.
     Row(Fault, "", lambda c, p: (p.at_ms is None) == (not p.at_hook) and ("both at_ms and at_hook" if p.at_hook else "no time"),
         "has {0}: say exactly one of at_ms and at_hook"),
     Row(Fault, "of", lambda c, p: not p.at_hook and p.of, "is about visits of a hook: say at_hook as well"),
@@ -203,24 +209,27 @@ ROWS: Final = (
     Row(Fault, "do", lambda c, p: p.do == "fail" and (p.keys or p.at_hook) and _page_store(c, p),
         "of a page store a whole copy fails, not one block: say at_ms, and no keys"),
     Row(Fault, "do", lambda c, p: c.engine and p.do == "shut_down", "an engine ends with its block: say cancel_host"),
-    # What must hold.
+    # Expectations.
     Row(Expect, "", lambda c, p: p == Expect(),
         "expects nothing: say status, result, count, order, time, found, missing or never"),
     Row(Window, "", lambda c, p: p.at_most_ms is not None and p.at_most_ms < p.at_least_ms,
         "nothing is at least {p.at_least_ms} and at most {p.at_most_ms}: turn them round"),
 )  # fmt: skip
-"""What may be wrong with a part beside its names, in the order of a file."""
+"""Possible mistakes in a part besides its names, in file order."""
 
 ROWS_OF: Final[Mapping[type[Part], list[Row]]] = {
     kind: [row for row in ROWS if row.kind is kind] for kind in dict.fromkeys([row.kind for row in ROWS])
 }
 
 
-# --- what several fields decide together --------------------------------------------------------------------------------
+# --- rules about several fields -----------------------------------------------------------------------------------------
 
 
 def check_capacities(c: Checker) -> None:
-    """A source that is described must hold what is stored from it. Only where all names are right."""
+    """Check that a described source can hold all keys stored from it.
+
+    Call it only if all names are right.
+    """
     tiers = tiers_of(c.scenario)
     for name in c.sources:
         needed = len(stored_from(c.scenario, name)) if name not in c.filled else 0
@@ -251,7 +260,7 @@ def _check_chain(c: Checker, place: Place) -> None:
 
 
 def _check_loops(c: Checker, place: Place) -> None:
-    """A chain that comes back to where it was would never end."""
+    """Check that no chain returns to its start: it would never end."""
     routes = [(name, route) for name, spec in c.pipelines.items() for route in routes_of(spec) if route != name]
     chains: TopologicalSorter[str] = TopologicalSorter()
     for name, route in routes:
@@ -278,7 +287,7 @@ def _check_engine_tiers(c: Checker, place: Place) -> None:
 
 
 def _check_deal(c: Checker, place: Place) -> None:
-    """Keys must deal out to the containers without a rest."""
+    """Check that keys deal out to the containers without a rest."""
     store: Any = place.part
     containers = _length(store.id)
     blocks = containers * store.per
@@ -300,7 +309,10 @@ def _check_deal(c: Checker, place: Place) -> None:
 
 
 def _check_kind(c: Checker, place: Place) -> None:
-    """What a kind does not look at must not be there: it would be a promise that nobody keeps."""
+    """Check that fields which this kind does not read are not set.
+
+    They would be a promise that nobody keeps.
+    """
     part: Any = place.part
     kind = KINDS[type(part)][part.do]
     for field, default in _foreign(part.__class__, part.do):
@@ -313,7 +325,7 @@ def _check_kind(c: Checker, place: Place) -> None:
 
 @lru_cache(maxsize=64)  # a random program has dozens of faults, of the same few kinds
 def _foreign(cls: Any, do: str) -> list[tuple[str, object]]:
-    """The fields that only other kinds look at, and how they are when nothing is said."""
+    """Return the fields that only other kinds read, with their defaults."""
     kinds = KINDS[cls]
     fields = dict.fromkeys([field for other in kinds.values() for field in other.looks_at])
     return [(field, default_values(cls)[field]) for field in fields if field not in kinds[do].looks_at]
@@ -337,7 +349,7 @@ def _check_figures(c: Checker, place: Place) -> None:
 
 
 def _check_seams(c: Checker, place: Place) -> None:
-    """What a step or an expectation asks of the system, it must be able to do."""
+    """Check that the system has the seams of a step or expectation."""
     if c.seams is None:
         return
     part: Any = place.part
@@ -357,7 +369,7 @@ _SEAMS_OF: Final[Mapping[type[Part], Mapping[str, Seam]]] = {
     Fault: {"at_hook": "hook"},
     Expect: {"found": "found", "missing": "found"},
 }
-"""The seams that fields need."""
+"""Seams that fields need."""
 
 FUNCTIONS: Final[Mapping[type[Part], tuple[Callable[[Checker, Place], None], ...]]] = {
     Scenario: (_check_loops,),
@@ -370,4 +382,4 @@ FUNCTIONS: Final[Mapping[type[Part], tuple[Callable[[Checker, Place], None], ...
     Fault: (_check_kind, _check_seams),
     Expect: (_check_figures, _check_seams),
 }
-"""What is looked at beside the rows."""
+"""Checks of a part besides the rows."""

@@ -1,8 +1,8 @@
-"""The format of a scenario's file as data: a JSON schema, the documentation of each field, and why a document does not fit.
+"""Format of a scenario's file: JSON schema, field documentation, and errors.
 
-All three are made from the classes of :mod:`_program` and from the docstrings in them; the knobs of a pipeline say what the
-knobs of ``PipelineConfig`` say. ``msgspec`` reports one value that does not fit, and of a value in a table of names not even
-which; :func:`schema_errors` visits the same types and reports every one.
+All three are made from the classes of :mod:`_program` and from the docstrings in them; the knobs of a pipeline have the
+texts of the knobs of ``PipelineConfig``. ``msgspec`` reports only one mismatch, and for a value in a table of names not
+even which; :func:`schema_errors` visits the same types and reports every one.
 """
 
 from __future__ import annotations
@@ -51,27 +51,30 @@ PARTS: Final[tuple[type[msgspec.Struct], ...]] = (
     Scenario, TierSpec, PipelineSpec, PolicySpec, EngineSpec, Load, Mix, TraceLoad, Step, StoreStep, After, LoadStep, KeysStep,
     CloseStep, Fault, Expect, Counts, Window,
 )  # fmt: skip
-"""Every table of a file, in the order in which a reader meets them."""
+"""All tables of a file, in the order of the documentation."""
 
 
 @attrs.frozen
 class FieldDoc:
-    """One field of a table, in words."""
+    """Documentation of one field of a table."""
 
     name: str
-    """As in a file."""
+    """Name in a file."""
     kind: str
-    """What it may be."""
+    """Allowed values."""
     default: str
-    """As one would write it; empty where there is none."""
+    """Default as written in a file; empty if there is none."""
     required: bool
-    """Whether it must be there."""
+    """Whether the field must be set."""
     text: str
-    """What it means."""
+    """Meaning of the field."""
 
 
 def schema() -> dict[str, Any]:
-    """A JSON schema of a scenario's file, for editors: ``offload scenario schema`` prints it."""
+    """Return a JSON schema of a scenario's file, for editors.
+
+    ``offload scenario schema`` prints it.
+    """
     _, defs = msgspec.json.schema_components([Scenario], ref_template="#/$defs/{name}")
     texts = {cls.__name__: cls for cls in PARTS}
     for name, table in defs.items():
@@ -82,7 +85,7 @@ def schema() -> dict[str, Any]:
             if field.text:
                 property_["description"] = _plain(field.text)
             _no_null(property_)
-    # Draft 7 is what editors have: there, nothing may stand beside a $ref, so the first table is the schema itself.
+    # Draft 7 is the version of editors: it allows nothing next to a $ref, so the first table is the schema itself.
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **defs.pop("Scenario"),
@@ -92,7 +95,7 @@ def schema() -> dict[str, Any]:
 
 
 def described(cls: type[msgspec.Struct]) -> Iterator[FieldDoc]:
-    """What is said of each field of a table, in order."""
+    """Yield the documentation of each field of a table, in order."""
     texts = _docstrings()[cls.__name__]
     info = types.type_info(cls)
     assert isinstance(info, types.StructType)
@@ -102,13 +105,13 @@ def described(cls: type[msgspec.Struct]) -> Iterator[FieldDoc]:
 
 
 def about(cls: type[msgspec.Struct]) -> str:
-    """What is said of a table."""
+    """Return the documentation of a table."""
     return inspect.getdoc(cls) or ""
 
 
-@lru_cache(maxsize=1)  # the source does not change while we run
+@lru_cache(maxsize=1)  # the source does not change during a run
 def _docstrings() -> Mapping[str, Mapping[str, str]]:
-    """What follows each field of each class as a text."""
+    """Return the docstrings of all fields, by class and field."""
     found: dict[str, dict[str, str]] = {}
     for cls in ast.parse(inspect.getsource(_program)).body:
         if isinstance(cls, ast.ClassDef):
@@ -122,7 +125,7 @@ def _docstrings() -> Mapping[str, Mapping[str, str]]:
 
 
 def fault_rows() -> list[tuple[str, str, str]]:
-    """The kinds of faults: the word, what happens, and the fields that it looks at."""
+    """Return the kinds of faults: word, effect, and fields it reads."""
     return [(do, kind.text, ", ".join([f"``{field}``" for field in kind.looks_at])) for do, kind in FAULT_KINDS.items()]
 
 
@@ -141,7 +144,7 @@ def _of_knob(cls: type[msgspec.Struct], name: str) -> str:
 
 
 def _of_type(kind: types.Type) -> str:
-    """What a type says of itself: names, milliseconds, a share."""
+    """Return a type's own description: names, milliseconds, a share."""
     match kind:
         case types.Metadata(type=inner, extra_json_schema=extra):
             return (extra or {}).get("description", "") or _of_type(inner)
@@ -151,7 +154,7 @@ def _of_type(kind: types.Type) -> str:
 
 
 def _kind(kind: types.Type) -> str:
-    """A type in words."""
+    """Return a type in words."""
     match kind:
         case types.Metadata(type=inner, extra_json_schema=extra):
             said = (extra or {}).get("description", "")
@@ -201,7 +204,7 @@ def _default(field: types.Field) -> str:
 
 
 def _no_null(property_: dict[str, Any]) -> None:
-    """What need not be said is left out in TOML, which has no null."""
+    """Remove null from a property: TOML has none, and omits the field."""
     options = property_.get("anyOf")
     if options is not None and {"type": "null"} in options:
         options.remove({"type": "null"})
@@ -225,15 +228,15 @@ _LITERAL: Final = re.compile(r"``([^`]*)``")
 
 
 def _plain(text: str) -> str:
-    """Without the marks of reStructuredText."""
+    """Return a text without the markup of reStructuredText."""
     return " ".join(_LITERAL.sub(r"`\1`", text).split())
 
 
-# --- documents that do not fit ----------------------------------------------------------------------------------------
+# --- documents that do not match the schema ---------------------------------------------------------------------------
 
 
 def schema_errors(document: Any) -> Iterator[Problem]:
-    """What is wrong with a document, taken as a scenario."""
+    """Yield the mismatches of a document with the scenario schema."""
     yield from _value_errors(document, types.type_info(Scenario), "")
 
 
@@ -241,7 +244,7 @@ def _value_errors(value: Any, wanted: types.Type, path: str) -> Iterator[Problem
     match wanted:
         case types.Metadata(type=inner):
             yield from _value_errors(value, inner, path)
-        case types.UnionType(types=several):  # each of ours is "this, or not said", and what a file says is said
+        case types.UnionType(types=several):  # each of our unions is "this, or not set", and a value in a file is set
             yield from _union_errors(value, [one for one in several if not isinstance(one, types.NoneType)], path)
         case types.StructType():
             yield from _table_errors(value, wanted, path)

@@ -1,7 +1,7 @@
-"""Programs for Hypothesis: ``scenarios()`` emits valid scenarios and shrinks to small ones.
+"""Hypothesis strategies: ``scenarios()`` draws valid scenarios and shrinks them.
 
-They are built from their parts, not from a seed: leaving out a container, a fault or a knob is one step of shrinking, and
-what remains is as short as a person would have written it.
+They are built from their parts, not from a seed: leaving out a container, a fault or a knob is one step of shrinking,
+and the remaining scenario is as short as a person would have written it.
 
 The strategies that do not depend on the program are made once: making them costs more than drawing from them.
 """
@@ -44,19 +44,21 @@ _MOST: Final = {"host": st.sampled_from([64, 16, 8, 4]), "disk": st.sampled_from
 _latencies: Final = st.integers(0, 5)
 _seeds: Final = st.integers(0, 3)
 _anybody: Final = st.integers(0, 63)
-"""A container, counted round."""
+"""Index of a container, modulo the number of containers."""
 
 
 @st.composite
 def scenarios(draw: st.DrawFn, *, containers: int = 6, faults: int = 8) -> Scenario:
-    """Valid scenarios for our own pipelines, without expectations: what must hold are the invariants.
+    """Draw valid scenarios for our own pipelines, without expectations.
+
+    The invariants are checked anyway.
 
     Args:
         draw: given by Hypothesis.
-        containers: at most so many; at least one.
-        faults: at most so many.
+        containers: maximum number of containers; at least one is drawn.
+        faults: maximum number of faults.
     """
-    # What is not a list comes first: leaving out an element of one then leaves it as it is.
+    # Values that are no lists come first: leaving out an element of a list then leaves them unchanged.
     seed, route, main = draw(_seeds), draw(st.booleans()), draw(_knobs)
     tiers = {"host": TierSpec(capacity=draw(_MOST["host"]), latency_ms=draw(_latencies))}
     pipelines: dict[str, PipelineSpec] = {}
@@ -121,7 +123,7 @@ def _drawn_knobs(draw: st.DrawFn) -> dict[str, Any]:
 
 _knobs: Final = _drawn_knobs()
 
-# --- what is done -------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------------------
 
 _one_or_two: Final = st.lists(
     st.builds(After, ms=st.integers(0, 12), made_of=_made_of)
@@ -138,7 +140,10 @@ _counts: Final = st.integers(0, 4)
 
 @st.composite
 def _stored(draw: st.DrawFn) -> tuple[int, StoreStep]:
-    """When, and a container without a name, with keys of its own or with some that others have as well."""
+    """Draw a store time and a container without a name.
+
+    It has keys of its own, or some that others have as well.
+    """
     kind, per, after = draw(_kinds), draw(_counts), draw(_one_or_two)
     keys = ""
     if per and kind != "external" and draw(st.booleans()):
@@ -162,7 +167,7 @@ _other_steps: Final = (
 
 
 def _numbered(step: Step, number: int) -> Step:
-    """Each load has a name of its own."""
+    """Return the step, with a name of its own for a load."""
     if step.load is None:
         return step
     return Step(at_ms=step.at_ms, load=msgspec.structs.replace(step.load, id=f"l{number}"))
@@ -181,13 +186,13 @@ _policies: Final = (
 
 
 def _of(policy: PolicySpec, draw: st.DrawFn, labels: Sequence[str]) -> PolicySpec:
-    """A policy that cancels is given a container to cancel."""
+    """Return the policy, with a container to cancel if it cancels."""
     return (
         msgspec.structs.replace(policy, who=labels[draw(_anybody) % len(labels)]) if policy.do == "cancel" else policy
     )
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------------
 
 _FIELDS: Final[dict[str, dict[str, st.SearchStrategy[Any]]]] = {
     "cancel": {"times": st.sampled_from([1, 1, 2])}, "cancel_waiter": {}, "abandon": {},
@@ -206,7 +211,7 @@ _perhaps: Final = st.none() | _anybody
 
 @st.composite
 def _drawn_fault(draw: st.DrawFn) -> tuple[dict[str, Any], int | None, int | None]:
-    """What it says, and, as numbers, whom it hits and whose visits count."""
+    """Draw a fault's fields and, as numbers, its target and counted container."""
     kind = draw(_kinds_of_fault)
     told = {"do": kind, **{name: draw(one) for name, one in _FIELDS[kind].items()}}
     who = draw(_anybody) if kind in ("cancel", "cancel_waiter", "abandon") else None

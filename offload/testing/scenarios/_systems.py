@@ -1,15 +1,15 @@
-"""What a system under test offers, and what the world offers to it.
+"""Interface of a system under test, and of its world.
 
-A *factory* is called with a :class:`World` and gives an async context manager, whose value is the system::
+A *factory* is called with a :class:`World` and returns an async context manager, whose value is the system::
 
     @asynccontextmanager
     async def open_cache(world: World) -> AsyncIterator[System]:
         async with trio.open_nursery() as nursery:
             yield Cache(world, nursery)
 
-The world is the only way out: what a cache would do with memory, it asks the world to do, which lets it take modelled time
-and go wrong. These ways are the *seams*. A fault whose seam a system does not use cannot be injected into it; a scenario with
-such a fault is refused when it is loaded (`_players` finds out which ones a system uses).
+The world is the only way out: instead of using memory itself, a cache asks the world to, which lets the operation take
+modelled time and fail. These ways are the *seams*. A fault whose seam a system does not use cannot be injected into it;
+a scenario with such a fault is refused when it is loaded (`_players` finds out which ones a system uses).
 """
 
 from __future__ import annotations
@@ -42,27 +42,31 @@ SEAMS: Final[Mapping[Seam, str]] = {
     "found": "says which keys a tier has",
     "hold": "can hold what it has found, and read it again while it does",
 }
-"""Every seam, and what a system does that has it."""
+"""Every seam, and how a system implements it."""
 
 Status: TypeAlias = Literal["COMPLETE", "CANCELLED", "FAILED"]
 
 
 @attrs.frozen
 class Outcome:
-    """The end of a container, for a system without a result of its own."""
+    """End of a container, for a system without its own result."""
 
     status: Status
-    """Complete: each block has an end, whichever. Cancelled: nothing was moved. Failed: one that should be there is not."""
+    """Status of the container.
+
+    Complete: each block has an end, whichever. Cancelled: nothing was moved. Failed: a block that should be stored is
+    not.
+    """
     completed: tuple[Key, ...] = ()
-    """Keys that are stored, or were there."""
+    """Keys that are stored, or were already."""
     filtered: Mapping[Key, str] = attrs.field(factory=dict)
-    """Keys that a policy held back, and why."""
+    """Keys that a policy held back, with reasons."""
     failed: Mapping[Key, str] = attrs.field(factory=dict)
-    """Keys that should be there and are not, and why."""
+    """Keys that should be stored and are not, with reasons."""
     evicted: tuple[Key, ...] = ()
     """Keys that had left the source before their turn came."""
     error: str = ""
-    """Name of the class of what the container failed with."""
+    """Class name of the container's error."""
 
 
 class Ticket(Protocol):
@@ -70,97 +74,123 @@ class Ticket(Protocol):
 
     @property
     def result(self) -> Any:
-        """Its outcome, or ``None`` before the end.
+        """Outcome of the container, or ``None`` before its end.
 
-        What has a ``status`` (a word of :data:`Status`, or an enum's member of that name) and perhaps the other fields of an
-        :class:`Outcome`. Once it is there it never changes.
+        An object with a ``status`` (a word of :data:`Status`, or an enum's member of that name) and perhaps the other
+        fields of an :class:`Outcome`. Once it is set it never changes.
         """
 
     async def wait(self) -> object:
-        """Wait for its end. Cancelled, nothing has changed."""
+        """Wait for the container's end. If cancelled, nothing has changed."""
 
     async def cancel(self) -> object:
-        """Request its cancellation, and return once it is confirmed: nothing of it is held or copied any more.
+        """Request the container's cancellation, and wait for its confirmation.
+
+        Afterwards no block of it is held or copied any more.
 
         Raises:
-            Exception: it cannot be confirmed; what it holds is quarantined.
+            Exception: the cancellation cannot be confirmed; the container's holdings are quarantined.
         """
 
     def request_cancel(self) -> object:
-        """Request its cancellation. Synchronous; also allowed within a hook."""
+        """Request the container's cancellation, synchronously.
+
+        Also allowed within a hook.
+        """
 
 
 class System(Protocol):
-    """The contract of a system under test: it stores, loads, and reports what it holds.
+    """Contract of a system under test: store, load, and report holdings.
 
-    Optional, each a seam: ``async store_many({label: keys}, after) -> Sequence[Ticket]`` (all of them or, when it raises,
-    none), ``close_now()`` (begin to shut down; synchronous), ``async drain(pipeline)``, ``evict(tier, keys, again)``, ``async
-    delete(tier, keys)``, ``found(tier) -> Collection[Key]``, ``release(pipeline)``, ``statistics(pipeline)``.
-    One whose readers can hold what they found may have ``hold(tier, keys)``: an async context manager that gives a coroutine
-    function, which reads the prefix that is held as often as it is called and answers ``{key: bytes}``.
-    One with several tiers may have ``async load_from(tier, keys)`` beside ``load``, for steps that name a tier.
+    Optional, each a seam: ``async store_many({label: keys}, after) -> Sequence[Ticket]`` (all of them or, when it
+    raises, none), ``close_now()`` (begin to shut down; synchronous), ``async drain(pipeline)``,
+    ``evict(tier, keys, again)``, ``async delete(tier, keys)``, ``found(tier) -> Collection[Key]``,
+    ``release(pipeline)``, ``statistics(pipeline)``. A system whose readers can hold found blocks may have
+    ``hold(tier, keys)``: an async context manager whose value is a coroutine function, which reads the held prefix as
+    often as it is called and returns ``{key: bytes}``. A system with several tiers may have
+    ``async load_from(tier, keys)`` besides ``load``, for steps that name a tier.
     """
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
-        """Store a container. May wait for room; if it is cancelled meanwhile, nothing is stored.
+        """Store a container.
+
+        It may wait for room; if it is cancelled meanwhile, nothing is stored.
 
         Args:
-            keys: of its blocks. Their bytes are ``world.payload(key)``.
+            keys: keys of its blocks. Their bytes are ``world.payload(key)``.
             after: to be awaited before their bytes may be read. ``None``: they may be read now.
-            label: its name, for hooks. ``world.asked(label)`` has whatever else the scenario says of it.
+            label: its name, for hooks. ``world.asked(label)`` returns the rest of the scenario's request.
 
         Raises:
-            Refused: the system is full or closed; nothing was taken in.
+            Refused: the system is full or closed; nothing was accepted.
         """
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys; ``None`` for missing ones."""
+        """Return the bytes of keys; ``None`` for missing ones."""
 
     def audit(self) -> Mapping[str, int]:
-        """What the system holds, by name: all 0 at rest."""
+        """Return the system's holdings, by name: all 0 at rest."""
 
 
 class Refused(Exception):
-    """Raised by ``store``: the system does not take this container."""
+    """Raised by ``store``: the system does not accept this container."""
 
 
 class World(Protocol):
-    """What the harness offers to a system. All of it belongs to one run."""
+    """Interface that the harness offers to a system, for one run."""
 
     scenario: Scenario
     seed: int
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Announce what is about to happen to these containers. Synchronous: faults at this hook happen within the call."""
+        """Announce an imminent event of these containers, synchronously.
+
+        Faults at this hook happen within the call.
+        """
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room, and return whether there is some; waits while a fault withholds it, unless told otherwise."""
+        """Ask for room, and return whether there is some.
+
+        It waits while a fault withholds room, except if the scenario has it refuse.
+        """
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier: takes the tier's time, and answers what has arrived there.
+        """Write blocks into a tier, and return the bytes that arrived.
+
+        It takes the tier's time.
 
         Raises:
-            OSError: it failed; what has arrived is unknown. In an exception group where the scenario has it ``grouped``.
+            OSError: it failed; which bytes have arrived is unknown. In an exception group if the scenario has it
+                ``grouped``.
         """
 
     async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """The keys that must not be stored, and why: the policies of the scenario's first pipeline."""
+        """Return the keys that must not be stored, with reasons.
+
+        The policies are those of the scenario's first pipeline.
+        """
 
     def payload(self, key: Key, tier: str = "") -> bytes:
-        """The bytes of this key: a function of the key alone. As long as the tier's blocks."""
+        """Return the bytes of this key: a function of the key alone.
+
+        They are as long as the tier's blocks.
+        """
 
     def asked(self, label: str) -> StoreStep:
-        """The scenario's request for a container."""
+        """Return the scenario's request for a container."""
 
 
 Factory: TypeAlias = Callable[[World], AbstractAsyncContextManager[System]]
 
 
-# --- what cannot be played ------------------------------------------------------------------------------------------
+# --- scenarios that cannot be played --------------------------------------------------------------------------------
 
 
 class NeedsRealTime(ScenarioError):
-    """This system has threads or an event loop of its own, which do not follow virtual time: run it with ``--real``."""
+    """A system that does not follow virtual time: run it with ``--real``.
+
+    It has threads or an event loop of its own.
+    """
 
     def __init__(self, colour: str) -> None:
         text = f"{colour} does not follow virtual time: add --real, or call play_real(...)"
@@ -168,7 +198,10 @@ class NeedsRealTime(ScenarioError):
 
 
 class NeedsProcesses(ScenarioError):
-    """This scenario has a page store, whose server is a process of its own: run it with ``--real``."""
+    """A scenario with a page store: run it with ``--real``.
+
+    The server of a page store is a process of its own.
+    """
 
     def __init__(self, tier: str) -> None:
         text = "a page store is a process of its own, with sockets, which do not follow virtual time: add --real"
@@ -177,14 +210,17 @@ class NeedsProcesses(ScenarioError):
 
 
 class NotForReal(ScenarioError):
-    """A scenario that says itself why it cannot hold on the clock of the wall; ``text`` is what it says."""
+    """A scenario that declares why it cannot hold in real time.
+
+    ``text`` is its reason.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__("", None, "not_for_real", scenario.not_for_real)
 
 
 class NoSuchSystem(ValueError):
-    """There is no factory of that name; the text says what there is instead."""
+    """No factory of that name; the text lists the existing ones."""
 
 
 # --- finding a system by name -----------------------------------------------------------------------------------------
@@ -192,9 +228,10 @@ class NoSuchSystem(ValueError):
 
 @functools.lru_cache(maxsize=8)
 def factory_of(system: str) -> Factory | None:
-    """The factory that ``module:factory`` names; ``None``, of nothing: ours.
+    """Return the factory that ``module:factory`` names; ``None`` for ours.
 
-    A module is looked for where Python looks, and in the current directory, as ``python -m`` does.
+    An empty name means ours. A module is looked for where Python looks, and in the current directory, as ``python -m``
+    does.
 
     Raises:
         NoSuchSystem: there is none.
@@ -228,7 +265,10 @@ def factory_of(system: str) -> Factory | None:
 
 
 def _look_here() -> None:
-    """For good, not only for this import: a module may import another one when it is used."""
+    """Add the current directory to the path, permanently.
+
+    A module may import another one when it is used.
+    """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -249,7 +289,7 @@ def _instead(module: object) -> str:
 
 
 def check_virtual(factory: object, scenario: Scenario | None = None) -> None:
-    """Insist that this factory's system can be run in virtual time, and this scenario.
+    """Check that the system and the scenario can run in virtual time.
 
     Raises:
         NeedsRealTime: the system cannot.
@@ -263,5 +303,5 @@ def check_virtual(factory: object, scenario: Scenario | None = None) -> None:
 
 
 def page_store_of(scenario: Scenario) -> str:
-    """The tier that is a page store, if there is one."""
+    """Return the tier that is a page store, or an empty text."""
     return next((name for name, spec in scenario.tier.items() if spec.kind == "maru"), "")

@@ -1,4 +1,4 @@
-"""What a run did, as values: its trace, its report, how each container ended, and where two traces differ.
+"""Trace and report of a run, container outcomes, and trace differences.
 
 The trace is the same, byte for byte, for a scenario and a seed in any process: :attr:`Report.trace_hash` is its digest.
 """
@@ -24,7 +24,10 @@ EVENTS: Final = (
     "asked", "taken", "refused", "abandoned", "cancel asked", "confirmed", "unconfirmed", "waited", "waiter gone", "ended",
     "loaded", "missed", "given up",
 )  # fmt: skip
-"""What moments of kind ``step`` and ``end`` are called; hooks have the system's names, faults their own."""
+"""Names of moments of kind ``step`` and ``end``.
+
+Hooks have the system's names, faults their own.
+"""
 
 
 @attrs.frozen
@@ -32,57 +35,72 @@ class Moment:
     """One event of a trace."""
 
     at_ms: float
-    """Virtual milliseconds since the start. In virtual time whole, unless the system itself waits for fractions."""
+    """Virtual milliseconds since the start.
+
+    In virtual time whole, unless the system itself waits for fractions.
+    """
     kind: MomentKind
     name: str
-    """Which hook, fault or event."""
+    """Name of the hook, fault or event."""
     who: tuple[str, ...] = ()
-    """About which containers."""
+    """Containers that the event is about."""
     where: str = ""
-    """The pipeline of a hook, the tier of a fault or of a copy."""
+    """Pipeline of a hook, tier of a fault or of a copy."""
     note: str = ""
-    """How it ended; which keys; what was wrong."""
+    """Details: the end, the keys, or the violation."""
     fired: bool = True
-    """Of a fault: whether it hit something alive."""
+    """Whether a fault hit something alive; true for other moments."""
 
     def line(self) -> str:
-        """This event as a line of text, by which traces are compared."""
+        """Return the event as a line of text, for comparing traces."""
         parts = [f"{self.at_ms:.12g}", self.kind, self.name, ",".join(self.who), self.where, self.note]
         return "\t".join(parts) + ("" if self.fired else "\tidle")
 
 
 @attrs.frozen
 class Violation:
-    """A rule that a run has broken, and what was seen."""
+    """A rule that a run has broken, and the evidence."""
 
     rule: str
-    """``I1`` to ``I9``, ``expect``, ``bytes`` (what was loaded is not what was stored), ``model`` (not where it must be),
-    ``hang``, ``livelock``, ``crash``; of our own pipelines also the row of the catalogue that was broken (``S34``, ``S36``,
-    ``S38``, ``S47``, ``S48``, ``S56``)."""
+    """Name of the rule.
+
+    ``I1`` to ``I9``, ``expect``, ``bytes`` (loaded bytes differ from the stored ones), ``model`` (a key is missing from
+    a tier that must have it, or found in one that must not), ``hang``, ``livelock``, ``crash``; of our own pipelines
+    also the row of the catalogue that was broken (``S34``, ``S36``, ``S38``, ``S47``, ``S48``, ``S56``).
+    """
     text: str
 
 
 @attrs.frozen
 class Report:
-    """The report of one run of a scenario."""
+    """Report of one run of a scenario."""
 
     scenario: Scenario
-    """As it was run: a load written out as steps, ordinals drawn."""
+    """Scenario as it was run: its load as steps, its faults drawn."""
     seed: int
     moments: tuple[Moment, ...]
     violations: tuple[Violation, ...]
     outcomes: Mapping[str, Outcome]
-    """By container."""
+    """Outcomes by container."""
     planned: int
-    """Faults in the scenario."""
+    """Number of faults in the scenario."""
     fired: Mapping[str, int]
-    """Faults that hit something alive, by kind; those at a hook as ``cancel at post_claim``."""
+    """Number of faults that hit something alive, by kind.
+
+    Those at a hook are named as in ``cancel at post_claim``.
+    """
     counts: Mapping[str, int]
-    """``copied`` blocks, ``batches``, ``loaded``, ``missed``, ``fired``, and the visits of each hook."""
+    """Counts of the run.
+
+    ``copied`` blocks, ``batches``, ``loaded``, ``missed``, ``fired``, and the visits of each hook.
+    """
     reached: frozenset[str]
-    """Hook points and states that were reached: ``hook post_claim``, ``state COMPLETE``, ``end DestinationFull``."""
+    """Hooks and states that were reached.
+
+    ``hook post_claim``, ``state COMPLETE``, ``end DestinationFull``.
+    """
     notes: tuple[str, ...] = ()
-    """What a reader must know beside: of a real run, what was not judged."""
+    """Remarks for a reader: checks that a real run skipped."""
 
     @property
     def good(self) -> bool:
@@ -96,12 +114,12 @@ class Report:
 
     @property
     def trace_hash(self) -> str:
-        """A hash of the trace: 32 hexadecimal digits."""
+        """Hash of the trace: 32 hexadecimal digits."""
         return hash_of([self])
 
 
 def hash_of(reports: Iterable[Report]) -> str:
-    """The traces of several runs in short, in this order."""
+    """Return a hash of the traces of several runs, in this order."""
     digest = hashlib.blake2b(digest_size=16)
     for report in reports:
         digest.update(f"{report.seed}\n{report.trace}\n".encode(errors="surrogatepass"))
@@ -109,7 +127,7 @@ def hash_of(reports: Iterable[Report]) -> str:
 
 
 def same_violation(wanted: Sequence[Violation], found: Sequence[Violation]) -> bool:
-    """Whether a run shows what another one showed: a rule that was broken there is broken here."""
+    """Return whether two runs broke a common rule."""
     return not {one.rule for one in wanted}.isdisjoint({one.rule for one in found})
 
 
@@ -120,14 +138,16 @@ STATUSES: Final = ("COMPLETE", "CANCELLED", "FAILED")
 
 
 class NoOutcome(TypeError):
-    """What a ticket shows as its result has no status that is one."""
+    """A ticket's result without a valid status."""
 
 
 def outcome_of(result: Any) -> Outcome:
-    """The outcome of a result: its ``status`` (a word, or the member of an enum), and what else it has of an ``Outcome``.
+    """Return the outcome of a result.
+
+    It has the result's ``status`` (a word, or the member of an enum), and its other fields of an ``Outcome``.
 
     Raises:
-        NoOutcome: it has no such status.
+        NoOutcome: the result has no valid status.
     """
     if isinstance(result, Outcome):
         return result
@@ -146,7 +166,7 @@ def outcome_of(result: Any) -> Outcome:
 
 
 def name_of(error: object) -> str:
-    """What an error is called: its class; a text is its own name."""
+    """Return the name of an error: its class; a text names itself."""
     if error is None:
         return ""
     return error if isinstance(error, str) else type(error).__name__
@@ -162,7 +182,10 @@ def _items(failed: object) -> Iterable[tuple[Any, Any]]:
 
 
 class TraceEntry:
-    """One moment that may still change: whether a fault hits anything shows later than that it was there."""
+    """A moment of a trace that may still change.
+
+    Whether a fault hits anything is known only after it has begun.
+    """
 
     __slots__ = ("at", "fired", "kind", "name", "note", "where", "who")
 
@@ -178,12 +201,12 @@ class TraceEntry:
         self.fired: bool = fired
 
     def moment(self) -> Moment:
-        """As a value."""
+        """Return the moment as a value."""
         return Moment(self.at / TICK, self.kind, self.name, tuple(self.who), self.where, self.note, self.fired)
 
 
 class TraceLog:
-    """All lines of a run, in the order in which things happened."""
+    """All lines of a run, in the order of the events."""
 
     __slots__ = ("lines",)
 
@@ -200,7 +223,7 @@ class TraceLog:
         *,
         fired: bool = True,
     ) -> TraceEntry:
-        """It happens now."""
+        """Add an event that happens now."""
         line = TraceEntry(trio.current_time(), kind, name, who, where, note, fired)
         self.lines.append(line)
         return line
@@ -210,19 +233,22 @@ class TraceLog:
 
 
 TRACE_HEADER: Final = "# offload trace 1"
-"""What a saved trace begins with."""
+"""First words of a saved trace."""
 
 TRACE_FIELDS: Final = ("at_ms", "kind", "name", "who", "where", "note", "fired")
-"""The columns of a line, as :meth:`~offload.testing.scenarios.Moment.line` writes them."""
+"""Columns of a line.
+
+:meth:`~offload.testing.scenarios.Moment.line` writes them.
+"""
 
 
 class NotATrace(ValueError):
-    """This is no saved trace."""
+    """Text that is no saved trace."""
 
 
 @attrs.frozen
 class NamedTrace:
-    """The lines of a run, and what it is called."""
+    """Name and lines of a run's trace."""
 
     name: str
     lines: tuple[str, ...]
@@ -230,31 +256,31 @@ class NamedTrace:
 
 @attrs.frozen
 class Difference:
-    """Where two traces part."""
+    """First difference of two traces."""
 
     at: int
-    """The number of the line, from 0."""
+    """Number of the line, from 0."""
     before: tuple[str, ...]
     """Lines that both have, just before."""
     after: tuple[tuple[str | None, str | None], ...]
-    """What each has from there on, side by side; ``None`` where one has ended."""
+    """Lines of both from there on, in pairs; ``None`` after an end."""
     fields: tuple[str, ...]
-    """Which columns of the first pair differ."""
+    """Columns in which the first pair differs."""
 
 
 def trace_of(report: Report, name: str = "") -> NamedTrace:
-    """The trace of a run."""
+    """Return the trace of a run."""
     return NamedTrace(name or f"seed {report.seed}", _lines(report.trace))
 
 
 def first_difference(left: NamedTrace, right: NamedTrace, *, before: int = 5, after: int = 8) -> Difference | None:
-    """Where they part; ``None``: they are the same.
+    """Return the first difference of two traces; ``None`` if there is none.
 
     Args:
         left: one trace.
         right: the other.
-        before: how many lines to show of what they have in common.
-        after: how many lines to show of each from there on.
+        before: number of common lines to include.
+        after: number of lines of each from there on to include.
     """
     for at, (one, other) in enumerate(zip_longest(left.lines, right.lines)):
         if one != other:
@@ -271,16 +297,16 @@ def _differing_fields(one: str | None, other: str | None) -> tuple[str, ...]:
 
 
 def save_trace(report: Report) -> str:
-    """Return a trace as the text of a file, to be compared with later."""
+    """Return a trace as the text of a file, for later comparison."""
     name = printable(report.scenario.name)  # its header is one line
     return f"{TRACE_HEADER}\t{report.seed}\t{report.trace_hash}\t{name}\n{report.trace}"
 
 
 def load_trace(text: str, name: str) -> NamedTrace:
-    """What was saved.
+    """Return a saved trace.
 
     Raises:
-        TraceError: it is something else.
+        NotATrace: the text is something else.
     """
     first, _, rest = text.partition("\n")
     if not first.startswith(TRACE_HEADER):
@@ -292,5 +318,5 @@ def load_trace(text: str, name: str) -> NamedTrace:
 
 
 def _lines(trace: str) -> tuple[str, ...]:
-    # Not splitlines(), and of both the same: what a system says in a note may have any character.
+    # Not splitlines(): a system's note may contain any character, and both traces must be split the same way.
     return tuple(trace.split("\n")[:-1])

@@ -1,7 +1,7 @@
-"""Those who use the system: they do what the scenario's steps say, and wait for what comes of it.
+"""Users of the system: they perform the scenario's steps, and await results.
 
-Rule 1. What falls on the same virtual time happens in the order of the file, steps before faults. Each step has begun (up to
-        where it first waits) before the next one does.
+Rule 1. Actions at the same virtual time happen in the order of the file, steps before faults. Each step has begun (up
+        to its first wait) before the next one does.
 Rule 2. Each container has a task of its own, which stores it and waits for its end.
 """
 
@@ -42,7 +42,7 @@ class Users:
         self._loads = 0
         self._nursery: trio.Nursery = None  # type: ignore[assignment]
         self._begun = trio.Event()
-        """What was started last has begun."""
+        """Event set once the task started last has begun."""
         self._begun.set()
 
     @property
@@ -50,7 +50,7 @@ class Users:
         return self._world.system
 
     async def live(self) -> None:
-        """Do everything, and wait for everything."""
+        """Perform all steps, and wait for everything."""
         world = self._world
         self._oracle.begin()
         async with trio.open_nursery() as self._nursery:
@@ -76,7 +76,7 @@ class Users:
                 await self._turn()
             if isinstance(what, PlannedFault):
                 if stored:
-                    # A tick in which a system that has room takes in what was stored just now: faults find it there.
+                    # A tick in which a system with room accepts the container stored just now: faults find it there.
                     await trio.lowlevel.checkpoint()
                 what.happen(world)
             else:
@@ -103,12 +103,15 @@ class Users:
             self._close(step.close.how)
 
     def _begin(self, task: Callable[[trio.Event], Awaitable[None]]) -> None:
-        """Start a task of a user; it sets its event when it has begun."""
+        """Start a user's task; it sets its event when it has begun."""
         self._begun = trio.Event()
         self._nursery.start_soon(task, self._begun)
 
     async def _turn(self) -> None:
-        """Return once what was started last has begun. Before time passes it has begun anyway."""
+        """Wait until the task started last has begun.
+
+        Before time passes it has begun anyway.
+        """
         await self._begun.wait()
 
     # -- storing -------------------------------------------------------------------------------------------------------
@@ -125,7 +128,10 @@ class Users:
                 self._begin(partial(self._store, request))
 
     async def _store_now(self, groups: Sequence[Sequence[Request]], begun: trio.Event) -> None:
-        """One after the other, and where the system does not wait, all at once."""
+        """Store groups one after the other, unless the system does not wait.
+
+        Then they come all at once.
+        """
         for requests in groups:
             if await self._take_in(requests, begun):
                 for request in requests:
@@ -136,7 +142,10 @@ class Users:
             await self._wait(request)
 
     async def _take_in(self, requests: Sequence[Request], begun: trio.Event) -> bool:
-        """Whether the system has them now: one container, or several that are stored in one call."""
+        """Return whether the system has accepted these containers.
+
+        One container, or several that are stored in one call.
+        """
         world, now = self._world, trio.current_time()
         after = world.events.precondition(requests[0].store)
         for request in requests:
@@ -179,7 +188,7 @@ class Users:
         return tickets
 
     def _not_taken(self, requests: Sequence[Request], refusal: str | None) -> None:
-        """They were refused; without a word, given up."""
+        """Mark the requests as refused, or as abandoned without a message."""
         for request in requests:
             request.state = "abandoned" if refusal is None else "refused"
             self._world.step(request.state, request.label, refusal or "")
@@ -202,7 +211,7 @@ class Users:
                 if scope.cancel_called:
                     world.step("waiter gone", request.label)
 
-    # -- reading, taking away ------------------------------------------------------------------------------------------
+    # -- reading and removing ------------------------------------------------------------------------------------------
 
     async def _load(self, step: LoadStep, begun: trio.Event) -> None:
         world, system = self._world, self._system
@@ -248,11 +257,11 @@ class Users:
             self._oracle.loaded(about, found)
 
     async def _hold(self, label: str, load: Load, seconds: float) -> dict[Key, bytes | None]:
-        """Read, hold it for a while, and read again."""
+        """Load keys, hold them for a while, and load them again."""
         world, oracle, keys = self._world, self._oracle, load.keys
         async with self._system.hold(load.tier, keys) as read:  # type: ignore[attr-defined]
             first: dict[Key, bytes] = dict(await read())
-            # Only a prefix is held: that of what comes behind it something is not read does not mean that it is not there.
+            # Only a prefix is held: an unread key after its end may still be stored.
             end = next((at for at, key in enumerate(keys) if key not in first), len(keys))
             oracle.brought(load, first, [key for at, key in enumerate(keys) if at <= end or key in first])
             await trio.sleep(seconds)
@@ -280,7 +289,7 @@ class Users:
         try:
             await system.delete(tier, keys)  # type: ignore[attr-defined]
         except OSError:
-            pass  # the tier's peer is dead: nothing is known of these keys any more
+            pass  # the tier's peer is dead: the state of these keys is unknown
         except Exception as error:
             world.crashed(error, "a delete")
         else:

@@ -1,10 +1,10 @@
-"""Scenarios that are made of another one: each with a cancel at one visit of a hook, or as much as a system can do. Pure.
+"""Variants of a scenario: one more fault, or fewer seams. Pure.
 
-A run says which hooks are visited, about whom, and how often. A *spot* is one such visit, a *variant* the scenario with one
-more fault there (two, for pairs): one run for each, and nothing is left to chance. What the scenario expects of its base run is
-left out; the invariants stay.
+The trace of a run shows the visited hooks, their containers, and how often. A *spot* is one such visit, a *variant* the
+scenario with one more fault there (two, for pairs): one run for each, and nothing is left to chance. The scenario's
+expectations of its base run are left out; the invariants stay.
 
-A system that lacks some seams is put through as much of a program as it has seams for (:func:`adapted_to`).
+For a system that lacks some seams, a program is reduced to the part that the system supports (:func:`adapted_to`).
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ _SPOT: Final = re.compile(r"(\w+)@([^:@+]+):([^:@+]+):([1-9][0-9]*)")
 
 
 class NoSuchSpot(ValueError):
-    """A text names no visit of a hook; the message says how one is written."""
+    """Text that names no visit of a hook; the message explains."""
 
 
 @attrs.frozen
 class Spot:
-    """Something done at one visit of a hook."""
+    """An action at one visit of a hook."""
 
     action: Action
     hook: str
     who: str
     visit: int
-    """Which of the visits about this container, from 1."""
+    """Number of the visit about this container, from 1."""
 
     def __str__(self) -> str:
-        """As it is written on a command line: ``cancel@post_claim:a2:1``."""
+        """Return the spot as on a command line: ``cancel@post_claim:a2:1``."""
         return f"{self.action}@{self.hook}:{self.who}:{self.visit}"
 
     def fault(self) -> Fault:
-        """Return it as a fault of a program."""
+        """Return the spot as a fault of a program."""
         if self.action == "cancel":
             return Fault(do="cancel", at_hook=self.hook, who=self.who, visit=self.visit)
         return Fault(do=self.action, at_hook=self.hook, of=self.who, visit=self.visit)
 
 
 Spots: TypeAlias = tuple[Spot, ...]
-"""What one variant does: one thing, or two."""
+"""Spots of one variant: one, or two."""
 
 
 def spots_of(report: Report, actions: Sequence[Action] = ("cancel",)) -> list[Spot]:
-    """Every action at every visit of every hook of a run, in the order in which they came."""
+    """Return each action at each hook visit of a run, in order."""
     visits: Counter[tuple[str, str]] = Counter()
     found: list[Spot] = []
     for moment in report.moments:
@@ -73,7 +73,10 @@ def spots_of(report: Report, actions: Sequence[Action] = ("cancel",)) -> list[Sp
 
 
 def variants_of(report: Report, actions: Sequence[Action] = ("cancel",), *, pairs: bool = False) -> list[Spots]:
-    """What to try: each spot alone, and, with ``pairs``, every two cancels of different containers together."""
+    """Return each spot alone and, with ``pairs``, each pair of cancels.
+
+    The two cancels of a pair are of different containers.
+    """
     spots = spots_of(report, actions)
     found: list[Spots] = [(spot,) for spot in spots]
     if pairs:
@@ -83,10 +86,12 @@ def variants_of(report: Report, actions: Sequence[Action] = ("cancel",), *, pair
 
 
 def spots_from(text: str) -> Spots:
-    """What was written on a command line: ``cancel@post_claim:a2:1+cancel@pre_claim:a0:1``.
+    """Parse spots from a command line.
+
+    They are written as ``cancel@post_claim:a2:1+cancel@pre_claim:a0:1``.
 
     Raises:
-        NoSuchSpot: it is something else.
+        NoSuchSpot: the text has another form.
     """
     found = []
     for word in text.split("+"):
@@ -101,7 +106,10 @@ def spots_from(text: str) -> Spots:
 
 
 def variant(scenario: Scenario, spots: Spots) -> Scenario:
-    """The program with these as well, and without what it expects of the run that has none of them."""
+    """Return the program with these spots as faults, without its expectations.
+
+    The expectations are those of a run without the spots.
+    """
     about = f"{scenario.name}, and {' and '.join(map(str, spots))}"
     return msgspec.structs.replace(
         scenario, name=about, expect=[], fault=[*scenario.fault, *[spot.fault() for spot in spots]]
@@ -110,18 +118,21 @@ def variant(scenario: Scenario, spots: Spots) -> Scenario:
 
 @attrs.define(eq=False)
 class Table:
-    """How containers ended that were hit, by hook and container; the variants with one action each."""
+    """Ends of the hit containers, by hook and container.
+
+    Of the variants with one action each.
+    """
 
     hooks: list[str] = attrs.field(factory=list)
     whos: list[str] = attrs.field(factory=list)
     cells: dict[tuple[str, str], Counter[str]] = attrs.field(factory=dict)
-    """``!`` counts the variants in which something was wrong."""
+    """Number of ends of each kind; ``!`` counts variants with violations."""
 
     def add(self, spot: Spot, end: str, *, wrong: bool) -> None:
-        """One more variant.
+        """Count one more variant.
 
         Args:
-            spot: what was done in it.
+            spot: spot of the variant.
             end: how its container ended; empty: it has no end.
             wrong: whether anything was violated.
         """
@@ -137,12 +148,15 @@ class Table:
 
 @attrs.define(eq=False)
 class Explored:
-    """What exploring came to: a table for each action."""
+    """Results of the variants: a table for each action."""
 
     tables: dict[Action, Table] = attrs.field(factory=dict)
 
     def add(self, spots: Spots, run: Played) -> None:
-        """One more variant, whose report was kept. Pairs are in no table."""
+        """Count one more variant, whose report was kept.
+
+        Pairs are in no table.
+        """
         if len(spots) == 1:
             [spot] = spots
             outcome = run.report.outcomes.get(spot.who) if run.report is not None else None
@@ -150,23 +164,27 @@ class Explored:
             table.add(spot, "" if outcome is None else outcome.status, wrong=bool(run.violations))
 
 
-# --- as much as a system can do ---------------------------------------------------------------------------------------
+# --- programs for systems that lack seams -----------------------------------------------------------------------------
 
 
 _OURS: Final = frozenset({"drop", "miscount"})
-"""Faults that only our own pipelines need to live with: no end of a copy, and answers for other blocks than were asked for."""
+"""Faults that only our own pipelines must survive.
+
+A copy without an end, and answers for other blocks than were asked for.
+"""
 
 
 def adapted_to(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:
-    """As much of a program as a system with these seams and hooks can be put through.
+    """Return the part of a program that suits these seams and hooks.
 
-    It has one way in, so that there is one pipeline, without knobs of ours; our hooks are replaced by its own.
+    Such a system has one way in, so that there is one pipeline, without knobs of ours; our hooks are replaced by its
+    own.
     """
     first = next(iter(scenario.pipeline.values()), PipelineSpec(to="host"))
     steps = [
         _plain_step(step, seams)
         for step in scenario.step
-        # How a cache is left with work inside is for one to say that can be shut down.
+        # Only a system that can be shut down specifies how a cache is left with work inside.
         if step.release is None and (step.close is None or step.close.how == "cancel" or "close_now" in seams)
     ]
     policies = [policy for policy in first.policies if "policy" in seams and policy.do != "hang"]
@@ -174,7 +192,7 @@ def adapted_to(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) 
     renamed = {hook: hooks[i % len(hooks)] for i, hook in enumerate(ours)} if hooks and "hook" in seams else {}
     scenario = msgspec.structs.replace(
         scenario,
-        # What a tier holds from the start no user stored: a cache cannot know of it.
+        # No user stored the keys that a tier holds from the start: a cache cannot know of them.
         tier={
             name: msgspec.structs.replace(spec, holds="")
             for name, spec in scenario.tier.items()
@@ -201,7 +219,10 @@ def _plain_step(step: Step, seams: Sequence[Seam]) -> Step:
 
 
 def _plain_store(store: StoreStep, seams: Sequence[Seam]) -> StoreStep:
-    """Weak, through the one way in, and not waiting for what never comes: who promises to give up, and when?"""
+    """Return a weak store with preconditions that end, through the one pipeline.
+
+    No system promises when it gives up on a precondition that never comes.
+    """
     after = [one for one in store.after if "after" in seams and one.do != "never"]
     return msgspec.structs.replace(
         store,
@@ -214,7 +235,7 @@ def _plain_store(store: StoreStep, seams: Sequence[Seam]) -> StoreStep:
 
 
 def _without_problems(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:
-    """Without the steps and faults that make no sense for such a system."""
+    """Remove the steps and faults that such a system cannot have."""
     while True:
         wrong = {problem.path.partition(".")[0] for problem in check(scenario, seams, hooks=hooks or None)}
         steps = [step for i, step in enumerate(scenario.step) if f"step[{i}]" not in wrong]

@@ -1,9 +1,9 @@
-"""A tier in virtual time: how long its copies take and how they fail (:class:`TierModel`), and a real tier over that model.
+"""Tiers in virtual time, over a model of copies and faults.
 
-What goes wrong for a while is a :class:`FaultWindow`. A copy under way is a :class:`Copy`; it meets every window that is open
-when it begins, or that opens while it is under way, and how it ends follows from those it has met. What a copy moves is
-decided by :class:`backends.testing.FakeTier`, that is, by :class:`backends.base.slots.SlotTier`: :class:`VirtualTier` only
-gives it the model's time and failures.
+A :class:`TierModel` decides how long copies take and how they fail. A fault that lasts is a :class:`FaultWindow`. A
+copy in progress is a :class:`Copy`; it meets every window that is open when it begins, or that opens while it is in
+progress, and those windows decide how it ends. The bytes of a copy are moved by :class:`backends.testing.FakeTier`,
+that is, by :class:`backends.base.slots.SlotTier`: :class:`VirtualTier` only gives it the model's time and failures.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Unknown(Unproven, OSError):
-    """The end of a copy is unknown: what it wrote, and whether it still writes."""
+    """Copy with an unknown end: its writes may go on."""
 
 
 class Torn(OSError):
-    """A copy broke off in the middle of a block."""
+    """Copy that broke off in the middle of a block."""
 
 
 @attrs.define(eq=False)
@@ -41,27 +41,27 @@ class FaultWindow:
 
     kind: FaultKind
     until: float
-    """On trio's clock, in seconds."""
+    """End of the window on trio's clock, in seconds."""
     keys: frozenset[Key]
-    """Which blocks it is about; empty: all."""
+    """Blocks that the fault is about; empty: all."""
     entry: TraceEntry
-    """Its line in the trace, which says whether it hit anything."""
+    """Line of the trace, which records whether the fault hit anything."""
     ms: int = 1
-    """By how much it delays."""
+    """Delay in virtual milliseconds."""
     by: int = 1
-    """How many answers too many, or too few."""
+    """Number of surplus answers, or, if negative, of missing ones."""
     grouped: bool = False
-    """What it has a copy raise comes in a group."""
+    """Whether the errors of its copies come in an exception group."""
 
     @property
     def open(self) -> bool:
-        """Whether it still lasts."""
+        """Whether the fault still lasts."""
         return trio.current_time() < self.until
 
 
 @attrs.define(eq=False)
 class Copy:
-    """One copy that is under way."""
+    """One copy in progress."""
 
     number: int
     keys: Sequence[Key]
@@ -69,7 +69,7 @@ class Copy:
     met: dict[FaultKind, FaultWindow] = attrs.Factory(dict)
 
     def meet(self, window: FaultWindow, *, begins: bool = False) -> None:
-        """The window is open while this copy is under way."""
+        """Apply a window that is open while this copy is in progress."""
         if window.keys and window.keys.isdisjoint(self.keys):
             return
         if window.kind == "stall" and not begins:
@@ -78,7 +78,7 @@ class Copy:
             self.ends += window.ms * TICK
         elif window.kind == "stall":
             self.ends += window.until - trio.current_time()
-        if window.kind != "reorder":  # which holds one back at its end, or does not
+        if window.kind != "reorder":  # a reordering holds a copy back at its end, or does not
             window.entry.fired = True
         self.met.setdefault(window.kind, window)
 
@@ -88,7 +88,7 @@ class Copy:
         return "duplicate" in self.met or "miscount" in self.met
 
     def answers(self, one_each: Sequence[T]) -> list[T]:
-        """What the copy answers, if it should answer this, one for each block."""
+        """Return the copy's answers, given the correct ones for each block."""
         answers = list(one_each)
         if "duplicate" in self.met:
             return answers * 2
@@ -98,12 +98,15 @@ class Copy:
         return answers[:by] if by < 0 else answers + answers[-1:] * by
 
     def failing(self) -> AbstractSet[Key]:
-        """The blocks that fail, and only these; empty where none does, or all of the copy."""
+        """Return the blocks that fail while the others succeed.
+
+        Empty if no block fails, or all of the copy.
+        """
         window = self.met.get("fail")
         return window.keys.intersection(self.keys) if window is not None else frozenset()
 
     def torn(self) -> Key | None:
-        """The block in the middle of which it breaks off, if it does."""
+        """Return the block in which the copy breaks off, if it does."""
         window = self.met.get("torn")
         if window is None:
             return None
@@ -111,41 +114,50 @@ class Copy:
 
 
 class _Content(Protocol):
-    """What a model asks of the tier over it."""
+    """Interface that a model needs from the tier over it."""
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit of each stored block. Returns those that were there."""
+        """Flip a bit of each stored block, and return those blocks."""
 
 
 @attrs.define(eq=False)
 class TierModel:
-    """One tier of the world: its speed, its faults, and the copies into it."""
+    """One tier of the world: its speed, its faults, and its copies."""
 
     name: str
     spec: TierSpec
     trace: TraceLog
     owners: Callable[[Sequence[Key]], Sequence[str]]
-    """The containers that have these keys and are under way."""
+    """Function that returns the unfinished containers with these keys."""
     windows: list[FaultWindow] = attrs.Factory(list)
     in_flight: dict[Copy, None] = attrs.Factory(dict)
     arrived: dict[Key, int] = attrs.Factory(dict)
-    """How often a block was copied to the end."""
+    """Number of finished copies of each block."""
     begun: dict[Key, int] = attrs.Factory(dict)
-    """How often a copy of it began."""
+    """Number of begun copies of each block."""
     unknown: int = 0
-    """Copies whose end is unknown: it was never announced, or said to be unknown."""
+    """Number of copies whose end is unknown.
+
+    The end was never announced, or reported as unknown.
+    """
     failed: dict[Key, None] = attrs.Factory(dict)
-    """Blocks that a fault had fail."""
+    """Blocks that failed because of a fault."""
     batches: int = 0
     copied: int = 0
-    """In blocks."""
+    """Number of copied blocks."""
     flipped: set[Key] = attrs.Factory(set)
-    """Blocks of which a bit was flipped since they were stored."""
+    """Blocks with a bit flipped since they were stored."""
     flip_on_arrival: dict[Key, TraceEntry] = attrs.Factory(dict)
-    """Blocks of which a bit is flipped when they arrive next: where the world does not hold the bytes itself."""
+    """Blocks to flip a bit of when they arrive next.
+
+    Used if the world does not hold the bytes itself.
+    """
     content: _Content | None = None
     begins: Callable[[TierModel, Sequence[Key], Sequence[str] | None], None] | None = None
-    """Called for each copy that begins: into which tier, of which keys, of which containers where that is known."""
+    """Function called for each copy that begins, if set.
+
+    Its arguments are the tier, the keys, and the containers if known.
+    """
     miscounted: dict[str, None] = attrs.Factory(dict)
     """Containers whose copy did not answer once for each block."""
     clashes: list[str] = attrs.Factory(list)
@@ -153,16 +165,16 @@ class TierModel:
     _held_back: Copy | None = None
     _ended: trio.Event = attrs.Factory(trio.Event)
 
-    # -- what goes wrong -----------------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     def open_window(self, window: FaultWindow) -> None:
-        """Begin a fault that lasts; copies under way meet it."""
+        """Begin a fault that lasts; copies in progress meet it."""
         self.windows.append(window)
         for copy in self.in_flight:
             copy.meet(window)
 
     def window(self, kind: FaultKind) -> FaultWindow | None:
-        """The open window of this kind that lasts longest."""
+        """Return the open window of this kind that lasts longest."""
         found: FaultWindow | None = None
         for window in self.windows:
             if window.kind == kind and window.open and (found is None or window.until > found.until):
@@ -175,10 +187,10 @@ class TierModel:
         self.flip_on_arrival.clear()
 
     def check_peer(self) -> None:
-        """Raise where the peer that holds this tier is dead.
+        """Raise if the peer that holds this tier is dead.
 
         Raises:
-            OSError: it is.
+            OSError: the peer is dead.
         """
         window = self.window("peer_death") if self.windows else None
         if window is not None:
@@ -186,35 +198,42 @@ class TierModel:
             raise ConnectionResetError(f"the peer that holds {self.name} is dead")
 
     def withheld(self) -> FaultWindow | None:
-        """The window in which no room is granted, if it is open; the caller must be about to refuse or to wait."""
+        """Return the open window that withholds room, if any.
+
+        The caller must be about to refuse or to wait.
+        """
         window = self.window("full") if self.windows else None
         if window is not None:
             window.entry.fired = True
         return window
 
     async def wait_for_room(self) -> None:
-        """Return once room is no longer withheld."""
+        """Wait until room is no longer withheld."""
         while (window := self.withheld()) is not None:
             await _until(window.until)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def duration(self, nbytes: int) -> float:
-        """What a copy of so many bytes takes, in seconds: whole virtual milliseconds."""
+        """Return the duration of a copy of so many bytes, in seconds.
+
+        It is a whole number of virtual milliseconds.
+        """
         spec = self.spec
         return (spec.latency_ms + (-(-nbytes // spec.bytes_per_ms) if spec.bytes_per_ms else 0)) * TICK
 
     async def run_copy(
         self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
     ) -> T:
-        """Run one copy into this tier: it takes its time, and ends as the windows it has met have it.
+        """Run one copy into this tier, with its duration and its faults.
 
-        ``move`` writes the bytes when their time has come, but for the blocks that are ``failing``, and answers.
+        ``move`` writes the bytes when their time has come, except for the blocks that are ``failing``, and returns the
+        answers.
 
         Raises:
             OSError: it failed.
             Unknown: its end is unknown.
-            ExceptionGroup: of one of these, where what it has met raises so.
+            ExceptionGroup: a group with one of these, if a window that it met is ``grouped``.
         """
         now = trio.current_time()
         self.batches += 1
@@ -265,7 +284,7 @@ class TierModel:
             self.trace.add("tier", ended, who, self.name, names)
 
     async def _wait_until_over(self, copy: Copy) -> None:
-        """Wait until a copy's time is over. What it meets meanwhile may make that longer."""
+        """Wait for the end of a copy's duration, which faults may extend."""
         await _until(copy.ends)
         while trio.current_time() < copy.ends:
             await _until(copy.ends)
@@ -273,7 +292,10 @@ class TierModel:
             await self._hold_back(copy)
 
     async def _hold_back(self, copy: Copy) -> None:
-        """Let one that began later end first, if there is one; and hold back only one at a time."""
+        """Let a later copy end first, if there is one.
+
+        Only one copy is held back at a time.
+        """
         window = copy.met["reorder"]
         later = [other for other in self.in_flight if other.number > copy.number]
         if self._held_back is not None or not later or not window.open:
@@ -302,7 +324,10 @@ class TierModel:
 
 
 async def _never_end(*, in_tasks: bool) -> None:
-    """Sleep for ever; where it is in several tasks, a cancel raises a group of Cancelled."""
+    """Sleep for ever, in one task or two.
+
+    A cancel of two tasks raises a group of Cancelled.
+    """
     if not in_tasks:
         await trio.sleep_forever()
     async with trio.open_nursery() as nursery:
@@ -311,7 +336,7 @@ async def _never_end(*, in_tasks: bool) -> None:
 
 
 async def _until(time: float) -> None:
-    """Sleep, always with a checkpoint."""
+    """Sleep until a time, always with a checkpoint."""
     await trio.sleep_until(time)
 
 
@@ -319,12 +344,12 @@ async def _until(time: float) -> None:
 
 
 def eviction_of(spec: TierSpec) -> EvictionPolicy[Key]:
-    """The eviction policy of a tier."""
+    """Return the eviction policy of a tier."""
     return AdaptiveLRFU() if spec.eviction == "adaptive" else LRU()
 
 
 class VirtualTier(FakeTier):
-    """A real tier whose copies take the world's time, and go wrong as the world has it."""
+    """A real tier whose copies follow the world's time and faults."""
 
     def __init__(self, model: TierModel) -> None:
         spec = model.spec
@@ -332,9 +357,9 @@ class VirtualTier(FakeTier):
         self.model = model
         self.name = model.name
         self.flipped: set[Key] = set()
-        """Blocks of which a bit was flipped."""
+        """Blocks with a flipped bit."""
         self.leaving: Sequence[str] | None = None
-        """Whose blocks are copied next, as the pipeline has just announced it."""
+        """Containers of the next copy, as the pipeline has just announced."""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.pool)} of {self.pool.capacity} blocks>"
@@ -360,7 +385,7 @@ class VirtualTier(FakeTier):
         return _Reservation(self, reservation.granted, reservation._slots, reservation.block_bytes)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load; it takes the model's time."""
+        """Load blocks, in the model's time."""
         self.model.check_peer()
         slow = self.model.window("slow_loads") if self.model.windows else None
         if slow is not None:
@@ -372,7 +397,7 @@ class VirtualTier(FakeTier):
         return await super().load(lease, destination)
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit of each of these that is there; of none named: of all."""
+        """Flip a bit of each of these stored blocks; empty means all."""
         there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
         for key in there:
             self.damage(key)
@@ -381,13 +406,13 @@ class VirtualTier(FakeTier):
 
 
 class _Reservation(PooledReservation):
-    """Room in a tier of the world: its transfer is one of the world's copies."""
+    """Room in a world's tier; its transfer is a world's copy."""
 
     __slots__ = ()
     _tier: VirtualTier
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """Take the world's time, then do what the real one does."""
+        """Transfer like a real reservation, in the world's time."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
         tier.copying += 1

@@ -1,11 +1,12 @@
-"""The world of one run in virtual time: what a system may ask it for, and what goes wrong meanwhile.
+"""World of one run in virtual time: its seams and its faults.
 
-Everything that happens passes here, so that here it is written down (:class:`TraceLog`) and here the faults are
-planted: those at a hook are found by its name, those at a time are the driver's (`_users`) to call.
+Everything passes through the world, so that it keeps the record (:class:`TraceLog`) and plants the faults: those at a
+hook are found by its name, those at a time are called by the driver (`_users`).
 
-Rule 1. Nothing is raised at a system but what its seam promises. What is found wrong is noted, and judged when the run is
-        over: raised inside a copy it would look like a failed copy, raised inside trio it would corrupt later runs.
-Rule 2. What a hook does happens within it. Hooks nest: a cancel at a hook may settle a container, which is another.
+Rule 1. The world raises only errors that a seam permits. Violations are recorded, and judged when the run is over:
+        raised inside a copy they would look like a failed copy, raised inside trio they would corrupt later runs.
+Rule 2. The effects of a hook happen within its call. Hooks nest: a cancel at a hook may settle a container, which is
+        another hook.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from ._virtual_tier import Copy, TierModel
 
 
 class Clock(Protocol):
-    """The clock of a world."""
+    """Clock of a world."""
 
     def current_time(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         ...
 
     def jump(self, seconds: float) -> None:
-        """Move the time ahead by so many seconds."""
+        """Advance the time by so many seconds."""
         ...
 
 
@@ -58,10 +59,10 @@ _payload = lru_cache(maxsize=4_096)(payload_of)
 
 
 class VirtualWorld:
-    """The world of one run."""
+    """World of one run."""
 
     slow = False
-    """Whether anything may take any time, as it may on the clock of the wall."""
+    """Whether any operation may take any time, as in real time."""
 
     def __init__(self, scenario: Scenario, seed: int, clock: Clock) -> None:
         self.scenario = scenario
@@ -73,7 +74,7 @@ class VirtualWorld:
         self.tiers: Mapping[str, TierSpec] = tiers_of(scenario)
         self.pipelines: Mapping[str, PipelineSpec] = pipelines_of(scenario)
         self.first: str = next(iter(self.pipelines))
-        """The first pipeline, which everything is about where none is named."""
+        """First pipeline, the default if none is named."""
         self.tier_models: dict[str, TierModel] = {
             name: TierModel(name, spec, self.trace, self._owners) for name, spec in self.tiers.items()
         }
@@ -93,26 +94,29 @@ class VirtualWorld:
         self.events: Events = Events(self._at)
         self.oracle: Oracle = Oracle(self)
         self.ledger: Ledger | None = None
-        """Where the system is ours: what judges it."""
+        """Judge of our own systems; ``None`` for others."""
         self.raises = self.leaves = False
-        """How the users leave: by raising, and before everything is over."""
+        """Whether the users leave by raising, or before everything is over."""
         self.stuck: bool = False
-        """The run was given up: it did not end, or did not come to rest."""
+        """Whether the run was given up.
+
+        It did not end, or did not come to rest.
+        """
         self.locks = 0
-        """Locks of policies that are held."""
+        """Number of locks that policies hold."""
         self.system: System = None  # type: ignore[assignment]
         self.host: trio.CancelScope = trio.CancelScope()
-        """The scope around the system."""
+        """Scope around the system."""
         self.background: trio.Nursery = None  # type: ignore[assignment]
-        """Where what the world does goes on, whatever becomes of the system."""
+        """Nursery of the world's own tasks, independent of the system."""
         self.askers: trio.Nursery = None  # type: ignore[assignment]
-        """Where those wait who asked for a cancel."""
+        """Nursery of the tasks that await the confirmation of a cancel."""
         self.told: Callable[[str], None] | None = None
-        """Who wants to know that a container has ended."""
+        """Function called with the label of each container that has ended."""
         self.closed_at: float | None = None
-        """When the end of the system began, if that was asked for."""
+        """Time at which a requested end of the system began."""
         self.jumps: list[tuple[float, float]] = []
-        """The jumps of the clock, from when and to when."""
+        """Start and end of each jump of the clock."""
         self.evicted: dict[str, dict[Key, None]] = {}
         self.loaded = self.missed = 0
         self._labels: dict[trio.lowlevel.Task, str] = {}
@@ -127,7 +131,7 @@ class VirtualWorld:
     # -- the seams -----------------------------------------------------------------------------------------------------
 
     def hook(self, name: str, label: str | Sequence[str], where: str = "") -> None:
-        """Something is about to happen to these containers."""
+        """Record an event of these containers, and trigger its faults."""
         who = (label,) if isinstance(label, str) else tuple(label)
         self.visits[name] += 1
         self.trace.add("hook", name, who, where)
@@ -141,7 +145,10 @@ class VirtualWorld:
                 one_planned.visit(self, who, where)
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Whether there is room. What is in a tier only the system knows: so only what could never fit has none."""
+        """Return whether there is room.
+
+        Only the system knows the contents of a tier: so only keys that could never fit have no room.
+        """
         model = self.tier_models[tier]
         await trio.lowlevel.checkpoint()
         model.check_peer()
@@ -156,7 +163,7 @@ class VirtualWorld:
         return not rules or rules[0] in (None, "wait", "evict")
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier; what has arrived."""
+        """Write blocks into a tier, and return the bytes that arrived."""
         model = self.tier_models[tier]
         for key, block in zip(keys, data, strict=True):
             if bytes(block) != self.payload(key, tier):
@@ -183,38 +190,38 @@ class VirtualWorld:
         return bytes([block[0] ^ 1]) + block[1:]
 
     async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """What the policies of the first pipeline keep back."""
+        """Return the keys that the policies of the first pipeline keep back."""
         if self._policies is None:
             self._policies = world_policies(self, self.first)
         return await self._policies.ask(keys)
 
     def payload(self, key: Key, tier: str = "") -> bytes:
-        """The bytes of a key."""
+        """Return the bytes of a key."""
         return _payload(key, self.tiers[tier or first_destination(self.scenario)].block_bytes)
 
     def asked(self, label: str) -> StoreStep:
-        """What the scenario says of a container."""
+        """Return the scenario's request for a container."""
         return self.requests[label].store
 
-    # -- what is seen --------------------------------------------------------------------------------------------------
+    # -- observations --------------------------------------------------------------------------------------------------
 
     def wrong(self, rule: str, text: str) -> None:
-        """Note a violation; the first 20 are kept."""
+        """Record a violation; the first 20 are kept."""
         if len(self.violations) < 20:
             self.violations.append(Violation(rule, text))
             self.trace.add("violation", rule, note=text.partition("\n")[0])
 
     def crashed(self, error: BaseException, what: str) -> None:
-        """Note that something raised what it must not."""
+        """Record an exception that must not be raised."""
         told = "".join(traceback.format_exception(error))
         self.wrong("crash", f"{what} raised {type(error).__name__}: {error}\n{told}")
 
     def step(self, name: str, label: str = "", note: str = "", where: str = "") -> None:
-        """Something that a user does, or is told."""
+        """Record an action of a user, or a result for one."""
         self.trace.add("step", name, (label,) if label else (), where, note)
 
     def look(self, request: Request) -> None:
-        """Note the end of a container, if it is there by now."""
+        """Record the end of a container, if it has ended."""
         ticket = request.ticket
         if request.outcome is not None or ticket is None:
             return
@@ -231,18 +238,21 @@ class VirtualWorld:
             self.told(request.label)
 
     def confirmed(self, request: Request) -> None:
-        """A user was told that it is over: check that it is."""
+        """Check that a container whose user got a confirmation has ended."""
         assert request.ticket is not None
         if request.ticket.result is None:
             self.wrong("I3", f"{request.label} was confirmed, and has no result")
         self.look(request)
 
     def labels_of(self, keys: Sequence[Key]) -> list[Request]:
-        """The containers that have one of these keys, and are under way or never were."""
+        """Return the requests of the containers with one of these keys."""
         return list(dict.fromkeys([request for key in keys for request in self._by_key.get(key, ())]))
 
     def _begins(self, model: TierModel, keys: Sequence[Key], who: Sequence[str] | None) -> None:
-        """A copy begins: each of its blocks must belong to a container that need not wait for it any more."""
+        """Check that each block of a beginning copy may be read already.
+
+        It must belong to a container whose preconditions hold.
+        """
         now = trio.current_time()
         for key in keys:
             sharing = [one for one in self._by_key.get(key, ()) if (one.state if who is None else one.label in who)]
@@ -256,14 +266,20 @@ class VirtualWorld:
         )
 
     def unconfirmed(self, request: Request, error: Exception) -> None:
-        """The confirmation of a cancel was refused: only what has no proven end may do that."""
+        """Record that the confirmation of a cancel was refused.
+
+        Only a container without a proven end may refuse it.
+        """
         assert request.ticket is not None
         self.look(request)
         if request.outcome is None:
             self.wrong("I3", f"{request.label} has not ended, and its cancel raised {error!r}")
 
     def prompt(self, request: Request, began: float) -> None:
-        """A cancel that came before the commit is confirmed: only the caller's own code may have kept it waiting."""
+        """Check that a cancel before the commit was confirmed at once.
+
+        Only the caller's own code may have delayed it.
+        """
         took = trio.current_time() - began
         if took > unwinding(request.store.after) and not any(
             began <= to and since <= began + took for since, to in self.jumps
@@ -272,17 +288,17 @@ class VirtualWorld:
 
     @property
     def all_keys(self) -> Sequence[Key]:
-        """Every key that is stored."""
+        """All keys that the scenario stores."""
         return list(self._by_key)
 
     def busy(self) -> bool:
-        """Whether a container is under way."""
+        """Return whether a container is in progress."""
         return any(request.alive for request in self.requests.values())
 
-    # -- what is done to the system ------------------------------------------------------------------------------------
+    # -- operations on the system --------------------------------------------------------------------------------------
 
     def close(self, how: str) -> None:
-        """Begin to end the system, at once; also from within a hook."""
+        """Begin to end the system at once; also from within a hook."""
         if self.closed_at is None:
             self.closed_at = trio.current_time()
         if how == "close":
@@ -291,10 +307,14 @@ class VirtualWorld:
             self.host.cancel()
 
     def evict(self, tier: str, keys: Sequence[Key], *, again: bool) -> Sequence[Key]:
-        """Take keys out of a source, all of them where none is named. Returns those that it had, if the system says so."""
+        """Take keys out of a source; all keys, if none is named.
+
+        Returns:
+            The removed keys if the system reports them, else all requested ones.
+        """
         keys = tuple(keys) or tuple(self.all_keys)
         if self.ledger is None:
-            gc.collect()  # what a system finds through weak references is found out at fixed points, and only there
+            gc.collect()  # keys found through weak references are collected at fixed points only
         gone: Any = self.system.evict(tier, keys, again)  # type: ignore[attr-defined]
         taken = keys if gone is None else tuple(gone)
         self.evicted.setdefault(tier, {}).update(dict.fromkeys(taken))
@@ -302,23 +322,26 @@ class VirtualWorld:
         return taken
 
     def opened(self) -> None:
-        """The system is open: the scenario's time begins. In virtual time, nothing has passed."""
+        """Begin the scenario's time: the system is open.
+
+        In virtual time, nothing has passed.
+        """
 
     async def quiet(self) -> None:
-        """Return once no task has anything to do any more."""
+        """Wait until no task has anything left to do."""
         await wait_all_tasks_blocked()
 
     # -- a run that is given up ----------------------------------------------------------------------------------------
 
     def give_up(self, rule: str, text: str) -> None:
-        """It does not end by itself: note that, and cancel the system."""
+        """Record that the run does not end, and cancel the system."""
         self.stuck = True
         self.wrong(rule, text)
         self.host.cancel()
         self.askers.cancel_scope.cancel()
 
     def unfinished(self) -> str:
-        """Who has not ended, for a reader."""
+        """Return the unfinished containers as a text for a reader."""
         left = [f"{one.label} was {one.state}" for one in self.requests.values() if one.state == "asked" or one.alive]
         left += [
             f"{one.label} is over, and somebody waits for it"
@@ -328,19 +351,19 @@ class VirtualWorld:
         return ", ".join(left) if left else "all containers are, but not the system"
 
     def note_crash(self, error: BaseException) -> None:
-        """The run ended with an unexpected exception."""
+        """Record that the run ended with an unexpected exception."""
         told = "".join(traceback.format_exception(error))
         self.violations.append(Violation("crash", f"the run ended with {type(error).__name__}: {error}\n{told}"))
 
-    # -- whose task this is --------------------------------------------------------------------------------------------
+    # -- containers of tasks -------------------------------------------------------------------------------------------
 
     def this_is(self, label: str) -> None:
-        """What this task does from now on, it does for this container."""
+        """Attribute this task's work to a container from now on."""
         self._labels[trio.lowlevel.current_task()] = label
 
     @property
     def label(self) -> str:
-        """The container for which this task does what it does; empty: it is not known."""
+        """Container that this task works for; empty: unknown."""
         return self._labels.get(trio.lowlevel.current_task(), "")
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -353,13 +376,13 @@ class VirtualWorld:
         call()
 
     def jump(self, seconds: float) -> None:
-        """The clock jumps ahead."""
+        """Make the clock jump ahead."""
         now = trio.current_time()
         self.clock.jump(seconds)
         self.jumps.append((now, now + seconds))
 
     def log_fault(self, planned: PlannedFault, who: Sequence[str], where: str, note: str) -> TraceEntry:
-        """A fault happens now; whether it hits anything is not known yet."""
+        """Record a fault that happens now; its effect is still unknown."""
         return self.trace.add("fault", planned.fault.do, who, where, note, fired=False)
 
 
@@ -367,7 +390,7 @@ class VirtualWorld:
 
 
 class Request:
-    """One container, as its user sees it: what was asked, what came of it so far, and who waits for it."""
+    """One container from its user's view: request, result, and waiters."""
 
     __slots__ = (
         "after", "asked_at", "cancelled", "ended_at", "in_time", "keys", "label", "outcome", "pipeline", "result", "state",
@@ -380,25 +403,25 @@ class Request:
         self.store: StoreStep = store
         self.pipeline: str = pipeline
         self.after: Precondition | None = None
-        """What it waits for, as our own pipelines have it."""
+        """Precondition, in the form of our own pipelines."""
         self.state: str = ""
-        """``asked``, then ``taken``, ``refused`` or ``abandoned``."""
+        """State of the request: ``asked``, then ``taken``, ``refused`` or ``abandoned``."""
         self.asked_at: float = 0.0
         self.storing: trio.CancelScope | None = None
-        """What it waits in to be taken in, while it does."""
+        """Cancel scope of the store call while it waits."""
         self.ticket: Ticket | None = None
         self.waiting: list[trio.CancelScope] = []
-        """Those who wait for its result or for the confirmation of its cancel."""
+        """Scopes of those who wait for its result or its cancel's confirmation."""
         self.result: Any = None
-        """What the ticket showed first."""
+        """First result that the ticket showed."""
         self.outcome: Outcome | None = None
         self.ended_at: float = 0.0
         self.cancelled: bool = False
-        """Its cancel was asked for."""
+        """Whether its cancel was requested."""
         self.in_time: bool = False
-        """It was, and came before the commit and before any other end."""
+        """Whether its cancel came before the commit and any other end."""
 
     @property
     def alive(self) -> bool:
-        """Whether it was taken in and has not ended."""
+        """Whether it was accepted and has not ended."""
         return self.ticket is not None and self.ticket.result is None
