@@ -1,13 +1,16 @@
-"""A cache of asyncio as a system under test: in a thread with an event loop of its own, driven from trio. For real runs.
+"""Adapter for asyncio caches as systems under test, for real runs.
+
+The cache runs in a thread with an event loop of its own, driven from trio.
 
     open_cache = from_asyncio(Cache)       # offload scenario run FILE --real --system mycache:open_cache
 
-``Cache(world)`` is called in the loop, with an :class:`AsyncioWorld`; it is the cache, or an async context manager or a
-coroutine of one. The cache is what the contract says (`_systems`), in the colour of asyncio: ``store``, ``load``, ``drain``,
-``delete`` and of a ticket ``wait`` and ``cancel`` are coroutines, all else is plain and is called in the loop.
+``Cache(world)`` is called in the loop, with an :class:`AsyncioWorld`; its value is the cache, or an async context
+manager or a coroutine of one. The cache follows the contract (`_systems`), in the colour of asyncio: ``store``,
+``load``, ``drain``, ``delete`` and of a ticket ``wait`` and ``cancel`` are coroutines, everything else is plain and is
+called in the loop.
 
-Rule 1. Who is cancelled in trio, is cancelled in asyncio, and waited for.
-Rule 2. Nothing of the cache is called in another thread than its own, but for ``ticket.result``, which is read.
+Rule 1. A call that is cancelled in trio is cancelled in asyncio, and awaited.
+Rule 2. The cache is called in no other thread than its own, except for ``ticket.result``, which is read.
 """
 
 from __future__ import annotations
@@ -39,36 +42,42 @@ if TYPE_CHECKING:
 
 
 class AsyncioWorld(VisibleWorld):
-    """What the harness offers to a cache of asyncio: see :class:`~offload.testing.scenarios.World`."""
+    """Interface that the harness offers to a cache of asyncio.
+
+    See :class:`~offload.testing.scenarios.World`.
+    """
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room, and return whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some.
+
+        It waits while a fault withholds room.
+        """
         return await asyncio.wrap_future(self._bridge.submit(self._world.reserve, tier, keys))
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier, and return what has arrived there.
+        """Write blocks into a tier, and return the bytes that arrived.
 
         Raises:
-            OSError: it failed; what has arrived is unknown.
+            OSError: it failed; which bytes have arrived is unknown.
         """
         return await asyncio.wrap_future(self._bridge.submit(self._world.copy, tier, keys, data))
 
     async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """The keys that must not be stored, and why."""
+        """Return the keys that must not be stored, with reasons."""
         return await asyncio.wrap_future(self._bridge.submit(self._world.policy, keys))
 
 
 @attrs.frozen
-class from_asyncio:  # read as a verb, as functools.partial is
-    """A factory that adapts a cache written for asyncio to the harness."""
+class from_asyncio:  # a verb, like functools.partial
+    """Factory that adapts a cache written for asyncio to the harness."""
 
     make: Callable[[AsyncioWorld], Any]
-    """Gives the cache; called in its event loop."""
+    """Function that returns the cache; called in its event loop."""
 
     needs_real_time = "asyncio"
 
     def __call__(self, world: World) -> AbstractAsyncContextManager[System]:
-        """Open it.
+        """Open the cache.
 
         Raises:
             NeedsRealTime: the run is in virtual time.
@@ -108,7 +117,7 @@ class _Loop:
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]
         self.cache: Any = None
         self.error: BaseException | None = None
-        """What ended the loop, if it should not have."""
+        """Error that ended the loop, if it should not have ended."""
         self.ready = trio.Event()
         self.ended = trio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -116,7 +125,7 @@ class _Loop:
         self._kept: set[asyncio.Future[Any]] = set()
 
     async def start(self) -> None:
-        """Return once the cache is there."""
+        """Start the thread, and wait until the cache is open."""
         threading.Thread(target=self._run, name="offload-scenario-asyncio", daemon=True).start()
         await self.ready.wait()
 
@@ -150,24 +159,30 @@ class _Loop:
             return
 
     def end(self, *, cancelled: bool) -> None:
-        """Leave the cache's block, or have its scope cancelled."""
+        """Leave the cache's block, or cancel its scope."""
         if self._main is not None and self._stop is not None:
             self.soon(self._main.cancel if cancelled else self._stop.set)
 
     def soon(self, call: Callable[..., object], *args: object) -> None:
-        """Call in the loop, if it is still there."""
+        """Call a function in the loop, if the loop is still there."""
         try:
             self.loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # closed
             return
 
     def keep(self, task: asyncio.Future[Any]) -> None:
-        """Keep a task until it is done: nothing else refers to it, and it might be collected."""
+        """Keep a task until it is done.
+
+        Nothing else refers to it, and it might be collected.
+        """
         self._kept.add(task)
         task.add_done_callback(self._kept.discard)
 
     async def wait_for(self, call: Callable[..., Awaitable[Any]], *args: object) -> Any:
-        """Await a coroutine of asyncio; cancelled, have it cancelled, and return once it is over."""
+        """Await a coroutine of asyncio, and return its result.
+
+        If cancelled, cancel the coroutine, and return once it is over.
+        """
         if self.cache is None:
             raise RuntimeError("the system is not there: it ended while it was opened")
         over = trio.Event()
@@ -198,7 +213,7 @@ class _Loop:
         return tasks[0].result()
 
     async def _over(self, over: trio.Event) -> None:
-        """Wait for an end, or for that of the loop."""
+        """Wait for an event, or for the end of the loop."""
         async with trio.open_nursery() as nursery:
 
             async def either(event: trio.Event) -> None:
@@ -221,13 +236,16 @@ class _System(BridgedSystem):
         return f"<{self.cache!r} of asyncio>"
 
     async def call(self, call: Callable[..., Any], *args: object) -> Any:
-        """Await a coroutine function in the event loop; a cancel cancels it there, and waits for its end."""
+        """Await a coroutine function in the event loop.
+
+        A cancel cancels it there, and waits for its end.
+        """
         return await self._loop.wait_for(call, *args)
 
     async def store(
         self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str
     ) -> BridgedTicket:
-        """Take in a container."""
+        """Store a container."""
         bridge, loop = self._bridge, self._loop
         waits: Callable[[], Awaitable[object]] | None = None
         if after is not None:
@@ -245,7 +263,7 @@ class _System(BridgedSystem):
         return ticket
 
     def tell(self, call: Callable[[], object], what: str) -> None:
-        """Have it do something, in its loop: within the hook that it is in, or soon."""
+        """Call a function in the loop, within its current hook or soon."""
 
         def told() -> None:
             try:
@@ -259,7 +277,7 @@ class _System(BridgedSystem):
             self._loop.soon(told)
 
     def ask(self, call: Callable[[], Any]) -> Any:
-        """Its synchronous answer."""
+        """Return the cache's synchronous answer."""
 
         def begin(answered: Callable[[Any], None]) -> None:
             def asked() -> None:
@@ -268,7 +286,7 @@ class _System(BridgedSystem):
                 except BaseException as error:
                     answered(error)
 
-            if self._loop.ended.is_set():  # it has no loop any more, and nothing can change
+            if self._loop.ended.is_set():  # there is no loop any more, and nothing can change
                 asked()
             else:
                 self._loop.soon(asked)

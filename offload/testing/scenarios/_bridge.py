@@ -1,14 +1,14 @@
-"""Between the trio thread of a real run and the threads of a system that knows nothing of trio.
+"""Bridge between a real run's trio thread and a system's threads.
 
     trio thread                        the system's thread
     world.hook(...)   <-- a visit --   bridge.hook(...), which waits until it is over
          |-- told: run this -------->  runs it, within the hook
     await world.copy  <-- submit ---   a future of its answer
 
-Rule 1. A visit is served whatever the trio thread is doing, also while it waits for an answer of the system
+Rule 1. A visit is served in any state of the trio thread, also while it waits for an answer of the system
         (:meth:`Bridge.ask`): otherwise both would wait for each other.
-Rule 2. What a fault does to the system at a hook, is done by the thread that is in the hook, before the hook returns: hooks are
-        synchronous for every kind of system.
+Rule 2. The effect of a fault on the system at a hook is executed by the thread that is in the hook, before the hook
+        returns: hooks are synchronous for every kind of system.
 Rule 3. When the run is over, no thread is left waiting: hooks return at once, futures are cancelled.
 """
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER_TIMEOUT: Final = 10.0
-"""Seconds that a system may take for a synchronous answer, and to end."""
+"""Seconds that a system may take to answer or to end."""
 
 COMMANDS: Final = frozenset({"close_now", "evict", "release"})
-"""What a system may have, and is told to do."""
+"""Optional methods of a system that are commands."""
 QUERIES: Final = frozenset({"found", "statistics"})
-"""What it may have, and is asked at rest."""
+"""Optional methods of a system that are queries at rest."""
 AWAITABLES: Final = frozenset({"drain", "delete", "load_from"})
-"""What it may have, and is waited for."""
+"""Optional methods of a system that are awaited."""
 
 
 def in_real_time(world: World, colour: str) -> RealWorld:
-    """This world, which must be that of a real run.
+    """Return this world, which must be that of a real run.
 
     Raises:
         NeedsRealTime: the run is in virtual time, which a system of this kind does not follow.
@@ -60,21 +60,21 @@ def in_real_time(world: World, colour: str) -> RealWorld:
 
 
 class RunIsOver(RuntimeError):
-    """The run is over; the world does nothing for the system any more."""
+    """Error of a world whose run is over: it does nothing more."""
 
 
 @attrs.define(eq=False)
 class _HookCall:
-    """A hook call of a thread of the system, under way."""
+    """A hook call of a system's thread, in progress."""
 
     name: str
     label: str | Sequence[str]
     told: queue.SimpleQueue[Callable[[], object] | None] = attrs.field(factory=queue.SimpleQueue)
-    """What is to be done within it; ``None``: it is over."""
+    """Calls to execute within the hook; ``None``: it is over."""
 
 
 class Bridge:
-    """One system's way to the world, and back. Made on the trio thread."""
+    """Connection of one system to the world. Made on the trio thread."""
 
     def __init__(self, world: RealWorld) -> None:
         self.world = world
@@ -91,7 +91,10 @@ class Bridge:
     # -- in a thread of the system -------------------------------------------------------------------------------------
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Something is about to happen to these containers. Returns once what is planted there has happened."""
+        """Announce an imminent event of these containers.
+
+        Returns once the faults planted there have happened.
+        """
         visit = _HookCall(name, label)
         with self._bell:
             if self._over:
@@ -103,23 +106,23 @@ class Bridge:
             call()
 
     def shown(self, label: str, ticket: Ticket) -> None:
-        """The system has taken a container in: the world knows its ticket from now on, before any later hook.
+        """Make the ticket of an accepted container known before any later hook.
 
-        The task that stores it is woken later, and a cancel at a hook between would find nothing to cancel.
+        The task that stores it is woken later, and a cancel at a hook in between would find nothing to cancel.
         """
         with self._bell:
             self._shown.append((label, ticket))
         self._soon(self._serve)
 
     def submit(self, call: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
-        """Have the world do something. To cancel the future cancels that."""
+        """Start a call of the world; cancelling the future cancels the call."""
         answer: Future[T] = Future()
         if not self._soon(self._start, answer, call, args):
             answer.cancel()
         return answer
 
     def crashed(self, error: BaseException, what: str) -> None:
-        """Note that something of the system raised what it must not."""
+        """Record an exception of the system that must not be raised."""
         self._soon(self.world.crashed, error, what)
 
     def _soon(self, call: Callable[..., object], *args: object) -> bool:
@@ -133,11 +136,14 @@ class Bridge:
 
     @property
     def within(self) -> bool:
-        """Whether this happens within a hook that a thread of the system is in."""
+        """Whether this happens within a hook of a system's thread."""
         return bool(self._within)
 
     def tell(self, call: Callable[[], object]) -> bool:
-        """Have the thread that is in the innermost hook do this before it goes on. Whether there is one."""
+        """Have the thread in the innermost hook make this call.
+
+        It does so before it goes on. Returns whether there is such a thread.
+        """
         if not self._within:
             return False
         self._within[-1].told.put(call)
@@ -147,9 +153,9 @@ class Bridge:
         """Wait for a synchronous answer, and serve visits meanwhile.
 
         Args:
-            begin: has the question asked in a thread of the system; is given what is to be called with the answer, or with
-                what was raised.
-            what: it is, for a reader.
+            begin: has the question asked in a thread of the system; its argument is a function to be called with the
+                answer, or with the exception.
+            what: name of the question, for a reader.
         """
         answers: list[T | BaseException] = []
 
@@ -170,7 +176,7 @@ class Bridge:
         return answer
 
     def close(self) -> None:
-        """The run is over for the system. Idempotent."""
+        """End the run for the system. Idempotent."""
         with self._bell:
             self._over = True
             left, self._waiting = list(self._waiting), deque()
@@ -180,7 +186,8 @@ class Bridge:
     def _serve(self) -> None:
         while True:
             with self._bell:
-                # Together, since a hook may be served on behalf of an earlier one, before what was shown ahead of it is.
+                # Together, since a hook may be served on behalf of an earlier one, before the tickets shown ahead of it
+                # are.
                 shown, self._shown = self._shown, []
                 visit = self._waiting.popleft() if self._waiting else None
             for label, ticket in shown:
@@ -229,7 +236,7 @@ class Bridge:
 def _settle(tell: Callable[[Any], None], value: object) -> None:
     try:
         tell(value)
-    except InvalidStateError:  # given up meanwhile
+    except InvalidStateError:  # abandoned meanwhile
         return
 
 
@@ -238,7 +245,7 @@ def result_of(answer: Future[T], seconds: float | None = None) -> T:
 
     Raises:
         RunIsOver: there will be none.
-        TimeoutError: not within these seconds.
+        TimeoutError: none within these seconds.
     """
     try:
         return answer.result(seconds)
@@ -247,7 +254,10 @@ def result_of(answer: Future[T], seconds: float | None = None) -> T:
 
 
 class VisibleWorld:
-    """The part of a world that needs no waiting, for systems of asyncio and of threads."""
+    """The part of a world that needs no waiting.
+
+    For systems of asyncio and of threads.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -258,42 +268,51 @@ class VisibleWorld:
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario that is played."""
+        """Scenario that is played."""
         return self._world.scenario
 
     @property
     def seed(self) -> int:
-        """The seed of this run."""
+        """Seed of this run."""
         return self._world.seed
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Announce what is about to happen to these containers. Synchronous: faults at this hook happen within the call."""
+        """Announce an imminent event of these containers, synchronously.
+
+        Faults at this hook happen within the call.
+        """
         self._bridge.hook(name, label)
 
     def payload(self, key: Key, tier: str = "") -> bytes:
-        """The bytes of this key: a function of the key alone. As long as the tier's blocks."""
+        """Return the bytes of this key: a function of the key alone.
+
+        They are as long as the tier's blocks.
+        """
         return self._world.payload(key, tier)
 
     def asked(self, label: str) -> StoreStep:
-        """What the scenario says of a container."""
+        """Return the scenario's request for a container."""
         return self._world.asked(label)
 
 
 class BridgedSystem:
-    """A system of asyncio or of threads as trio sees it: what both have in common.
+    """Common part of asyncio and thread systems, as trio sees them.
 
-    What differs is how something is called (:meth:`call`), told to be done (:meth:`tell`) and asked for (:meth:`ask`).
+    Subclasses differ in how something is called (:meth:`call`), executed (:meth:`tell`) and asked for (:meth:`ask`).
     """
 
     cache: Any
     """The system itself; ``None`` until it is open."""
 
     async def call(self, call: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the system that may wait, and return what it returns."""
+        """Call a method that may wait, and return its result."""
         raise NotImplementedError
 
     def tell(self, call: Callable[[], object], what: str) -> None:
-        """Have the system do something: within the hook that it is in, or soon. What it raises is noted as a crash."""
+        """Have the system make a call, within its current hook or soon.
+
+        An exception is recorded as a crash.
+        """
         raise NotImplementedError
 
     def ask(self, call: Callable[[], Any]) -> Any:
@@ -301,19 +320,19 @@ class BridgedSystem:
         raise NotImplementedError
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys; ``None`` for what is not there."""
+        """Return the bytes of keys; ``None`` for missing ones."""
         found: Mapping[Key, bytes | None] = await self.call(self.cache.load, keys)
         return found
 
     def audit(self) -> Mapping[str, int]:
-        """What is held, by name."""
+        """Return the system's holdings, by name."""
         held: Mapping[str, int] = self.ask(self.cache.audit)
         return held
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "cache":
             raise AttributeError(name)
-        there = getattr(self.cache, name)  # an AttributeError says that it lacks this seam
+        there = getattr(self.cache, name)  # an AttributeError means that it lacks this seam
         if name in COMMANDS:
             return lambda *args: self.tell(partial(there, *args), name)
         if name in QUERIES:
@@ -333,17 +352,20 @@ class BridgedTicket:
 
     @property
     def result(self) -> Any:
-        """How the container ended; ``None``: it has not. Read in the trio thread, whatever the system does."""
+        """Outcome of the container; ``None`` before its end.
+
+        Read in the trio thread, in any state of the system.
+        """
         return self._ticket.result
 
     async def wait(self) -> object:
-        """Return once it is terminal."""
+        """Wait until it is terminal."""
         return await self._call(self._ticket.wait)
 
     async def cancel(self) -> object:
-        """Ask for its cancel, and return once it is confirmed."""
+        """Request its cancel, and return once it is confirmed."""
         return await self._call(self._ticket.cancel)
 
     def request_cancel(self) -> None:
-        """Ask for its cancel."""
+        """Request its cancel."""
         self._system.tell(self._ticket.request_cancel, "request_cancel")

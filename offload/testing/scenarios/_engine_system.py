@@ -1,16 +1,19 @@
-"""An engine over several tiers as a system under test: a tier may break, is left alone, tried again, and used again.
+"""An engine over several tiers as a system under test.
 
-The engine is :func:`offload.open_engine`'s, with its breakers, its lookups over all tiers and its promotions; the tiers are
-those that our pipelines are played with, in virtual time and for real. No ledger looks into it: it is judged as any system is,
-by what its tickets, loads and tiers show, and by what it holds at rest. Two rules are its own:
+Its tiers may break, are left alone, tried again, and used again. The engine is :func:`offload.open_engine`'s, with its
+breakers, its lookups over all tiers and its promotions; the tiers are those of our pipelines, in virtual time and for
+real. No ledger looks into it: it is judged like any system, by its tickets, loads and tiers, and by its holdings at
+rest. Two rules are its own:
 
-Rule 1. A store that is complete has a good end on each of its routes: each block that the first tier took is in the next one,
-        or was kept back from it with a reason.
-Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no silent tier keeps what the others have.
+Rule 1. A store that is complete has a good end on each of its routes: each block that the first tier took is in the
+        next one, or was kept back from it with a reason.
+Rule 2. A lookup has a timeout (:func:`lookup_timeout_of`), and is over by then: no silent tier hides the blocks of the
+        others.
 
-What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
-still answers when it is over. Where neither is so, and it takes no time, it answers at once an engine that asks so
-(`backends.base.direct`), as often as ``at_once`` has it. A page store is asked over its socket, and needs no such pretence.
+The faults of a virtual tier apply to every request to it, not only to copies: a dead peer raises, and a stalled one
+answers when the stall is over. Without either, a tier that takes no time answers at once an engine that asks so
+(`backends.base.direct`), with the probability ``at_once``. A page store is asked over its socket, and needs no such
+simulation.
 """
 
 from __future__ import annotations
@@ -54,18 +57,21 @@ if TYPE_CHECKING:
 
 
 class FaultyQueries:
-    """A tier that answers questions as its model copies: with an error while its peer is dead, late while it is stalled."""
+    """Mixin for tiers whose answers follow the faults of their model.
+
+    They raise while the peer is dead, and come late while it is stalled.
+    """
 
     if TYPE_CHECKING:
         model: Any
     rng: Rng | None = None
-    """Which questions are answered at once is drawn from it; without, none is."""
+    """Source of the choice which questions are answered at once; ``None``: none."""
     asked_in_vain: int = 0
-    """Questions that met a dead peer, or one that stands still."""
+    """Number of questions to a peer that was dead or stalled."""
     _asked_at_once: int = 0
 
     async def answer(self) -> None:
-        """Return once it would answer.
+        """Wait until the tier would answer.
 
         Raises:
             OSError: its peer is dead.
@@ -92,25 +98,27 @@ class FaultyQueries:
         await self.answer()
         return await super().delete(keys)  # type: ignore[misc, no-any-return]
 
-    # At once (`backends.base.direct`), whatever the tier below offers, an answer is had only if nothing has to wait.
+    # At once (`backends.base.direct`): a tier answers only if nothing has to wait, whatever the tier below offers.
 
     def contains_from_thread(self, keys: Sequence[Key]) -> Any:
-        """Tell at once, or not."""
+        """Return the answer at once, or None."""
         return super().contains_from_thread(keys) if self._answers_at_once() else None  # type: ignore[misc]
 
     def pin_from_thread(self, keys: Sequence[Key]) -> Any:
-        """Pin at once, or not."""
+        """Pin at once, or return None."""
         return super().pin_from_thread(keys) if self._answers_at_once() else None  # type: ignore[misc]
 
     def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
-        """Load at once, or not: a load that takes its time is waited for."""
+        """Load at once; return False for a load that takes time."""
         takes_time = self.model.window("slow_loads") or self.model.duration(len(there) * there.page_bytes)
         if takes_time or not self._answers_at_once():
             return False
         return super().load_from_thread(lease, there, deadline)  # type: ignore[misc, no-any-return]
 
     def _answers_at_once(self) -> bool:
-        """Whether a question is answered without waiting, and this one is among those that the scenario has answered so.
+        """Return whether this question is answered without waiting.
+
+        It is drawn by the scenario's share.
 
         Raises:
             OSError: its peer is dead.
@@ -123,18 +131,21 @@ class FaultyQueries:
 
 
 class VirtualEngineTier(FaultyQueries, VirtualTier, DirectTier):
-    """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
+    """Virtual tier behind an engine, with faults of its questions.
+
+    While the end of its copies is unknown, that of its loads is, too.
+    """
 
     def __init__(self, model: TierModel, unproven: list[Pages]) -> None:
         super().__init__(model)
         self._unproven = unproven
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Ask, then load, unless the end of it is unknown.
+        """Load once the tier answers, unless the end of it is unknown.
 
         Raises:
             Unknown: it may still write to these places, now and later.
-            ExceptionGroup: of one of these.
+            ExceptionGroup: a group with one of these.
         """
         views = destination.views()
         if views is not None:
@@ -161,7 +172,7 @@ class VirtualEngineTier(FaultyQueries, VirtualTier, DirectTier):
 
 
 class VirtualEngineParts(PipelineSystem):
-    """What an engine of virtual time is made of."""
+    """Tiers and sources of a virtual engine."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._unproven: list[Pages] = []
@@ -172,12 +183,12 @@ class VirtualEngineParts(PipelineSystem):
 
 
 class _HookInstrument(Every):
-    """Tells the world what is about to happen to the containers that users stored."""
+    """Instrument that reports events of users' containers to the world."""
 
     def __init__(self, parts: PipelineSystem) -> None:
         self._parts = parts
         self.engine: Engine | None = None
-        """The engine, once it is open."""
+        """Engine, once it is open."""
 
     def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
         if isinstance(subject, OffloadContainer):
@@ -195,7 +206,7 @@ class _HookInstrument(Every):
             self._parts.world.hook(hook, labels, "")
 
     def _owes_nothing_to_routes(self, container: OffloadContainer) -> None:
-        """Check that a store has not failed by a route that is not required."""
+        """Check that no optional route has failed a store."""
         spec = self._parts.world.scenario.engine
         assert spec is not None
         if spec.required or container.blocks not in self._parts._stored:
@@ -205,14 +216,14 @@ class _HookInstrument(Every):
             self._parts.world.wrong("I9", f"{container!r} is in the first tier, and waited for, or failed by, a route")
 
     def _holds_no_more_than_shares(self) -> None:
-        """Check that routes which are not required hold no more of the tier above than their share."""
+        """Check that optional routes keep to their share of the tier above."""
         spec = self._parts.world.scenario.engine
         assert spec is not None
         for pipeline in () if spec.required or self.engine is None else self.engine.pipelines[1:]:
             judge_share(self._parts.world, pipeline)
 
     def _all_went_on(self, container: OffloadContainer) -> None:
-        """Check rule 1: what a complete store put into the first tier went on along each of its routes."""
+        """Check rule 1: a complete store's blocks went on along each route."""
         for name, route in (container.routes or {}).items():
             lost = set(container.completed).difference(route.completed, route.filtered)
             if lost:
@@ -237,7 +248,7 @@ class EngineSystem:
     # -- the contract --------------------------------------------------------------------------------------------------
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
-        """Take in a container: into the first tier, and down from there."""
+        """Store a container into the first tier, and down from there."""
         request, parts = self._world.requests[label], self._parts
         parts._keep_alive(request)
         blocks = None
@@ -252,10 +263,10 @@ class EngineSystem:
             raise
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """From wherever each block is, prefix by prefix.
+        """Load blocks from any tier, prefix by prefix.
 
         Raises:
-            OSError: not all was found, and a tier that may have the rest could not be asked.
+            OSError: a block was not found, and a tier that may have it could not be asked.
         """
         found: dict[Key, bytes | None] = dict.fromkeys(keys)
         todo = list(keys)
@@ -272,7 +283,7 @@ class EngineSystem:
 
     @asynccontextmanager
     async def hold(self, tier: str, keys: Sequence[Key]) -> AsyncIterator[Callable[[], Awaitable[Mapping[Key, bytes]]]]:
-        """Hold what a lookup finds; with a tier, what that has."""
+        """Hold the blocks of a lookup, or of one tier if named."""
         if tier:
             async with self._parts.hold(tier, keys) as read:
                 yield read
@@ -281,7 +292,7 @@ class EngineSystem:
             yield lambda: self._read_again(hit, keys)
 
     async def _lookup(self, keys: Sequence[Key]) -> Hit:
-        """Look keys up, and check rule 2: the lookup is over when its timeout is."""
+        """Look keys up, and check rule 2: the lookup ends in time."""
         began = trio.current_time()
         hit = await self._engine.lookup(keys, within=self._patience)
         took, jumps = trio.current_time() - began, self._world.jumps
@@ -293,10 +304,12 @@ class EngineSystem:
         return (await self._read(hit, asked))[0]
 
     async def _read(self, hit: Hit, asked: Sequence[Key]) -> tuple[dict[Key, bytes], int]:
-        """What of a hit can be loaded, and the end of what is left to be computed behind it: nobody has to load that.
+        """Load a hit's blocks; return them and the left-out blocks' end.
+
+        Blocks that are left to be computed need not be loaded.
 
         Raises:
-            OSError: that is less than was wanted, and a tier that may have the rest could not be asked.
+            OSError: fewer blocks were loaded than requested, and a tier that may have the rest could not be asked.
         """
         n = len(hit.keys)
         pages = new_pages(n, self._engine.source.block_bytes)
@@ -324,7 +337,7 @@ class EngineSystem:
         await self._parts.delete(tier, keys)
 
     async def drain(self, pipeline: str) -> None:
-        """Wait until everything that is inside has settled, promotions included."""
+        """Wait until everything inside has settled, promotions included."""
         await self._engine.drain()
 
     def evict(self, tier: str, keys: Sequence[Key], again: bool) -> Sequence[Key]:
@@ -332,16 +345,16 @@ class EngineSystem:
         return self._parts.evict(tier, keys, again)
 
     def release(self, pipeline: str) -> None:
-        """Release what is in quarantine."""
+        """Release all quarantined entries."""
         for entry in self._engine.quarantine:
             entry.release()
 
     def found(self, tier: str) -> AbstractSet[Key]:
-        """The keys that can be found in a tier."""
+        """Return the keys that can be found in a tier."""
         return self._parts.found(tier)
 
     def audit(self) -> Mapping[str, int]:
-        """What is still held."""
+        """Return the resources that are still held."""
         held: Counter[str] = Counter()
         statistics = self._engine.statistics()
         held["open hits"] = statistics.open_hits
@@ -358,7 +371,10 @@ class EngineSystem:
         return held
 
     def statistics(self, pipeline: str) -> Mapping[str, Any]:
-        """Figures of the pipeline into a tier, and of the tier's health: see :data:`ENGINE_FIGURES`."""
+        """Return figures of the pipeline into a tier, and of its health.
+
+        See :data:`ENGINE_FIGURES`.
+        """
         statistics = self._engine.statistics()
         health = statistics.health[pipeline]
         return {
@@ -374,7 +390,7 @@ class EngineSystem:
 
 
 def breaker_of(spec: EngineSpec) -> BreakerConfig:
-    """The breakers that a scenario asks for."""
+    """Return the breakers that a scenario asks for."""
     return BreakerConfig(
         max_faults=spec.max_faults,
         first_wait=spec.first_wait_ms * TICK,
@@ -385,23 +401,26 @@ def breaker_of(spec: EngineSpec) -> BreakerConfig:
 
 
 def choice_of(spec: EngineSpec) -> LoadOrRecompute:
-    """Whether blocks are left to be computed, as a scenario has it."""
+    """Return a scenario's choice between loading and computing blocks."""
     seconds = spec.recompute_ms * TICK
     return LoadOrRecompute(mode="enforce" if seconds else "off", seconds_per_block=seconds)
 
 
 def lookup_timeout_of(spec: EngineSpec) -> float:
-    """How long a reader waits for all tiers of a lookup, in seconds."""
+    """Return the timeout of a lookup over all tiers, in seconds."""
     return min(spec.call_ms, spec.lookup_ms) * len(spec.tiers) * TICK
 
 
 @asynccontextmanager
 async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> AsyncIterator[EngineSystem]:
-    """An engine over these tiers, those that the scenario names. In a real run lookups have no bound."""
+    """Open an engine over a scenario's tiers.
+
+    In a real run lookups have no bound.
+    """
     world = parts.world
     spec = world.scenario.engine
     assert spec is not None
-    world.ledger = None  # it is judged as any other system is
+    world.ledger = None  # it is judged like any other system
     tiers = {name: parts.tiers[name] for name in spec.tiers}
     for tier in tiers.values():
         if isinstance(tier, FaultyQueries):
@@ -424,7 +443,7 @@ async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> A
 
 @asynccontextmanager
 async def open_engine_system(world: World) -> AsyncIterator[System]:
-    """The engine of a scenario, in virtual time."""
+    """Open the engine of a scenario, in virtual time."""
     virtual: VirtualWorld = world  # type: ignore[assignment]
     assert virtual.scenario.engine is not None
     async with running_engine(VirtualEngineParts(virtual), lookup_timeout_of(virtual.scenario.engine)) as system:

@@ -1,16 +1,16 @@
-"""Expectations: what a scenario says must hold when everything is over, compared with what did. Pure.
+"""Comparison of a scenario's expectations with the end of a run. Pure.
 
-Every violation says where it stands in the file, what was wanted and what was found.
+Every violation contains its place in the file, the wanted and the found value.
 
-In virtual time a scenario says exactly what falls together and what does not. On the wall clock it says only what is at least
-so far apart. So in a real run (:func:`failed_real_expectations`) there is no verdict on
+In virtual time a scenario specifies exactly which events coincide. In real time its times are only minimal distances.
+So in a real run (:func:`failed_real_expectations`) there is no verdict on
 
 * the order of events of different containers: that of the events of each one is checked;
-* how long something takes at most; at least, where it is counted from the start or from an event of the same container;
-* how many batches there were, and how often a hook was visited: that depends on who came in time;
+* maximum durations; minimum durations are checked if they count from the start or from an event of the same container;
+* the number of batches, and of visits of a hook: they depend on the timing of containers;
 * figures of ``statistics()``;
 * containers whose blocks met a full disk: in virtual time they wait for room;
-* what a pipeline announced of containers whose process was killed meanwhile: no process was left to announce it.
+* announcements of a pipeline about containers whose process was killed meanwhile: no process was left to make them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _FEW: Final = 8
 
 @attrs.frozen
 class FinalState:
-    """What is there when everything is over, beside what a report says."""
+    """State at the end of a run, beyond its report."""
 
     found: Mapping[str, Collection[str]] = attrs.field(factory=dict)
-    """The keys that each tier has, as far as the system says so."""
+    """Keys of each tier, as far as the system reports them."""
     metrics: Mapping[str, Any] = attrs.field(factory=dict)
-    """The figures of each pipeline: a mapping, or anything with attributes."""
+    """Figures of each pipeline: a mapping, or anything with attributes."""
 
 
 def failed_expectations(report: Report, rest: FinalState) -> list[Violation]:
-    """What of the expectations of a report's scenario does not hold."""
+    """Return the failed expectations of a report's scenario."""
     judge_one = _ExpectationCheck(report, rest)
     return [
         Violation("expect", f"expect[{i}].{text}")
@@ -62,7 +62,7 @@ def failed_expectations(report: Report, rest: FinalState) -> list[Violation]:
 
 
 class _ExpectationCheck:
-    """Compares one report with expectations."""
+    """Comparison of one report with expectations."""
 
     def __init__(self, report: Report, rest: FinalState) -> None:
         self._report = report
@@ -70,7 +70,7 @@ class _ExpectationCheck:
         self._by_event: dict[str, list[int]] | None = None
 
     def all(self, expect: Expect) -> Iterator[str]:
-        """Everything that does not hold, each as ``field: wanted, found``."""
+        """Yield the failed expectations, each as ``field: wanted, found``."""
         for label, wanted in (expect.status or {}).items():
             found = self._status(label)
             if found != wanted:
@@ -102,7 +102,7 @@ class _ExpectationCheck:
         return "no end of it" if self._when(f"{label} asked") else "nobody who stored it"
 
     def _why(self, label: str) -> str:
-        """What a reader wants to know next."""
+        """Return the reason for a container's end, in parentheses."""
         outcome = self._report.outcomes.get(label)
         if outcome is None:
             refused = self._when(f"{label} refused")
@@ -165,7 +165,7 @@ class _ExpectationCheck:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _when(self, event: str) -> list[int]:
-        """The positions of an event in the trace."""
+        """Return the positions of an event in the trace."""
         if self._by_event is None:
             self._by_event = {}
             for position, moment in enumerate(self._report.moments):
@@ -245,13 +245,13 @@ _ROUNDING_MS: Final = 1
 def failed_real_expectations(
     report: Report, rest: FinalState, met_full: Collection[str] = (), died: Collection[str] = ()
 ) -> tuple[list[Violation], list[str]]:
-    """What of the expectations does not hold, and what was not judged.
+    """Return the failed expectations, and the list of those not judged.
 
     Args:
-        report: of a real run.
-        rest: what was there at its end.
-        met_full: the containers whose blocks met a full disk.
-        died: those that were under way in a process when it was killed.
+        report: report of a real run.
+        rest: state at the end of the run.
+        met_full: containers whose blocks met a full disk.
+        died: containers in progress in a process when it was killed.
     """
     wrong: list[Violation] = []
     unjudged: list[str] = []
@@ -268,7 +268,10 @@ def failed_real_expectations(
 def _without_unobserved(
     expect: Expect, path: str, met_full: Collection[str], died: Collection[str], unjudged: list[str]
 ) -> Expect:
-    """The same without events that have no meaning here: times of who met a full disk, and what the dead never announced."""
+    """Return the expectation without events that mean nothing in real time.
+
+    Times of containers that met a full disk, and events that a killed process never announced.
+    """
 
     def judged(event: str, where: str) -> bool:
         label, _, what = event.partition(" ")
@@ -293,7 +296,7 @@ def _without_unobserved(
 
 
 def _parts(expect: Expect, path: str, met_full: Collection[str], unjudged: list[str]) -> Iterator[Expect]:
-    """What of an expectation is judged, in tables of which each is."""
+    """Yield the judged parts of an expectation, as separate tables."""
     replaced: dict[str, Any] = {"order": None, "metric": None}
     for field in ("status", "result"):
         said: Mapping[str, Any] = getattr(expect, field) or {}
@@ -348,19 +351,22 @@ def _label(event: str) -> str:
 
 
 def rounded(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Times to a thousandth of a millisecond."""
+    """Return the moments with times rounded to a thousandth of a millisecond."""
     return tuple([attrs.evolve(moment, at_ms=round(moment.at_ms, 3)) for moment in moments])
 
 
 def last_ms(scenario: Scenario) -> int:
-    """When the last thing happens that the scenario has a time for."""
+    """Return the virtual millisecond of a scenario's last step or fault."""
     times = [step.at_ms for step in scenario.step]
     times += [fault.at_ms + fault.for_ms for fault in scenario.fault if fault.at_ms is not None]
     return max(times, default=0)
 
 
 def longest_wait_ms(scenario: Scenario) -> int:
-    """How long a scenario lets its pipelines wait for something that may never come."""
+    """Return the longest wait in a scenario's pipelines, in milliseconds.
+
+    They are virtual; the wait is for something that may never come.
+    """
     waits = any(step.store is not None and step.store.after for step in scenario.step)
     longest = 0.0
     for spec in pipelines_of(scenario).values():

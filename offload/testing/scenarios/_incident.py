@@ -1,19 +1,22 @@
-"""A scenario of a flight recording: the same containers, tiers and timings, and the faults as they were observed. Pure.
+"""Scenario of a flight recording: same containers, tiers, timings and faults. Pure.
 
-Rule 1. What a user did becomes a step at its time: stores in their order, lookups, deletions. A cancel during a copy is planted
-        at the hook where the copy starts; any other at its time.
-Rule 2. What a tier did becomes a fault at the copy to which it was done: how long it took, which blocks failed, how it ended.
-        What the source evicted is evicted when a slot takes the batch that found it gone.
-Rule 3. What pipelines did by themselves (which batches they made, what was evicted from a full tier, what was pending) is not
-        written into the scenario. It is to come about again.
-Rule 4. Recorded times are stretched by a power of two until the middle one of all copies takes two virtual milliseconds, so
-        that what happened one after the other in microseconds does not fall together. Timeouts are stretched with them.
-Rule 5. Stores of one tick are admitted together, which steps of a scenario are not: they wait for an event that is set then.
-Rule 6. An engine is played as its pipelines, whose invariants are judged step by step; as an engine where it promoted, a tier
-        of it broke, or it left blocks to be computed (``load_or_recompute``).
-Rule 7. What computing a block takes is as it was estimated. From where blocks of a tier are left to be computed, until it is
-        loaded from again, its loads take longer than that: which part of a load was late is not recorded.
-Rule 8. A container of which the ring has forgotten the beginning is left out, and so is what a pipeline of a chain was fed.
+Rule 1. Each action of a user becomes a step at its time: stores in their order, lookups, deletions. A cancel during a
+        copy is planted at the hook at which the copy starts; any other at its time.
+Rule 2. Each action of a tier becomes a fault at its copy: how long the copy took, which blocks failed, how it ended.
+        Blocks evicted from the source are evicted when a slot takes the batch that found them gone.
+Rule 3. Actions of the pipelines themselves (their batches, evictions from a full tier, pending blocks) are not written
+        into the scenario. They are to come about again.
+Rule 4. Recorded times are stretched by a power of two until the median copy takes two virtual milliseconds, so that
+        events a few microseconds apart do not coincide. Timeouts are stretched with them.
+Rule 5. Stores of one tick are admitted together, which steps of a scenario are not: they wait for an event that is set
+        then.
+Rule 6. An engine is played as its pipelines, whose invariants are judged step by step; as an engine if it promoted, a
+        tier of it broke, or it left blocks to be computed (``load_or_recompute``).
+Rule 7. The duration of computing a block is the estimated one. From the time at which blocks of a tier are left to be
+        computed, until it is loaded from again, its loads take longer than that: which part of a load was late is not
+        recorded.
+Rule 8. A container whose beginning the ring has forgotten is left out, and so are the containers that a chain fed into
+        a pipeline.
 """
 
 from __future__ import annotations
@@ -55,32 +58,44 @@ from ._program import (
 
 _MOST_SCALE: Final = 64
 _LEAST_MS: Final = 2
-"""Virtual milliseconds that the middle one of all copies takes at least."""
+"""Minimum duration of the median copy, in virtual milliseconds."""
 _SLACK_MS: Final = 4
-"""By how much what pipelines do may come later than recorded: each step of a container is rounded for itself."""
+"""Extra time for actions of pipelines, in virtual milliseconds.
+
+They may come later than recorded: each step of a container is rounded by itself.
+"""
 _MORE_MS: Final = 60_000
-"""How long a run may go on behind the longest of its waits."""
+"""Extra virtual milliseconds of a run after its longest wait."""
 _MOST_BYTES: Final = 4_096
-"""Of a block: larger ones would only make a run slower, since in virtual time a copy takes as long as it is told."""
+"""Maximum size of a block, in bytes.
+
+Larger ones would only make a run slower, since in virtual time a copy takes its modelled time.
+"""
 _MOST_DELAYS: Final = 200
-"""Copies that took longer than most, the longest of which are delayed as they were."""
+"""Maximum number of delayed copies.
+
+Of the copies that took longer than most, the longest are delayed as they were.
+"""
 _OWN: Final = frozenset({"present", "pending", "overflow", "behind", "gone", "closed"})
-"""Reasons that come about by themselves."""
+"""Filter reasons that come about by themselves."""
 _OVERRAN: Final = frozenset({"DrainUnproven", "DrainUnproven/Cancelled"})
-"""How blocks are recorded whose copy took too long."""
+"""Recorded errors of blocks whose copy took too long."""
 
 
 class NothingRecorded(ValueError):
-    """A recording has no container from its beginning on, so that no scenario can be made of it."""
+    """A recording without any container from its beginning on.
+
+    No scenario can be made of it.
+    """
 
 
 def from_incident(recording: Recording, *, name: str = "an incident", last: float | None = None) -> Scenario:
-    """Make a scenario of a flight recording.
+    """Return a scenario of a flight recording.
 
     Args:
-        recording: what was recorded.
-        name: of the scenario.
-        last: only what was enqueued and read in the last so many seconds; by default all there is.
+        recording: the flight recording.
+        name: name of the scenario.
+        last: use only the stores and reads of the last so many seconds; by default all.
 
     Raises:
         NothingRecorded: there is no container from its beginning on.
@@ -92,7 +107,7 @@ def from_incident(recording: Recording, *, name: str = "an incident", last: floa
 
 
 class _Times:
-    """Recorded times as virtual milliseconds."""
+    """Conversion of recorded times to virtual milliseconds."""
 
     def __init__(self, stories: Stories) -> None:
         self._began = min([at for _, at, _ in stories.done])
@@ -100,29 +115,33 @@ class _Times:
         while stories.middle * 1e3 * self.scale < _LEAST_MS and self.scale < _MOST_SCALE:
             self.scale *= 2
         self.of: dict[int, int] = {}
-        """When each thing that a user did is done, by its record: stores of one tick together, all else one by one."""
+        """Time of each user's action, by its record.
+
+        Stores of one tick are together, all other actions one by one.
+        """
         last, open_burst = 0, False
         for order, at, burst in stories.done:
             if not (burst and open_burst):
-                # What a lookup found must have arrived: here that may be some virtual milliseconds later than it was.
+                # Blocks found by a lookup must have arrived: here that may be some virtual milliseconds later than it
+                # was.
                 last = max(self.at(at) + (_SLACK_MS if burst is None else 0), last + 1)
             self.of[order], open_burst = last, order in stories.bursts
 
     def at(self, moment: float) -> int:
-        """A moment on the clock of the recording."""
+        """Return a moment of the recording's clock, in virtual milliseconds."""
         return self.long(moment - self._began)
 
     def part(self, seconds: float) -> float:
-        """A duration for each block, which may be a part of a virtual millisecond."""
+        """Return a duration per block, with fractions of a virtual millisecond."""
         return round(seconds * 1e3 * self.scale, 6)
 
     def long(self, seconds: float) -> int:
-        """A duration."""
+        """Return a duration, in virtual milliseconds."""
         return max(0, round(seconds * 1e3 * self.scale))
 
 
 class _Mapping:
-    """The parts of a scenario, made of a recording."""
+    """Parts of a scenario, made of a recording."""
 
     def __init__(self, recording: Recording, stories: Stories) -> None:
         self._recording = recording
@@ -133,12 +152,12 @@ class _Mapping:
         self._recompute = stories.recompute
         self._as_engine = engine is not None and bool(engine.promote or stories.broke or self._recompute)
         self._times = _Times(stories)
-        self._names: dict[str, str] = {}  # of keys, by their hashes
+        self._names: dict[str, str] = {}  # names of keys, by their hashes
         waiting = Counter([story.enqueued.waits for story in stories])
         self._events = {one: f"e{i}" for i, one in enumerate([one for one in stories.set_by if waiting[one] > 1])}
 
     def scenario(self, name: str) -> Scenario:
-        """All of it."""
+        """Return the whole scenario."""
         stories, times = self._stories, self._times
         steps = [Step(at_ms=times.of[story.order], store=self._store(story)) for story in stories]
         for number, read in enumerate(stories.reads):
@@ -185,7 +204,7 @@ class _Mapping:
         number, pipeline = story.enqueued.number, story.enqueued.pipeline
         return f"c{number}" if len(self._stories.own) == 1 else f"p{pipeline}c{number}"
 
-    # -- where blocks live ---------------------------------------------------------------------------------------------
+    # -- tiers and pipelines -------------------------------------------------------------------------------------------
 
     def _tiers(self, latencies: Mapping[str, int]) -> dict[str, TierSpec]:
         wanted = dict.fromkeys([one.to for one in self._pipelines])
@@ -197,7 +216,10 @@ class _Mapping:
         return {name: _tier_spec(known.get(name), size, latencies.get(name, 0), held.get(name, ())) for name in wanted}
 
     def _held_before(self) -> dict[str, list[str]]:
-        """What a tier had before the recording begins: it was found there, and nothing of this stored it."""
+        """Return the keys that each tier had before the recording began.
+
+        They were found there, and no recorded store put them there.
+        """
         stored: set[str] = set()
         held: dict[str, dict[str, None]] = {}
         events: list[tuple[float, Story | Read]] = [(story.settled_at, story) for story in self._stories]
@@ -215,7 +237,7 @@ class _Mapping:
         return {tier: list(keys) for tier, keys in held.items()}
 
     def _found(self, record: LookedUp) -> Iterator[tuple[str, list[str]]]:
-        """What a lookup has found, by tier."""
+        """Yield the keys that a lookup has found, by tier."""
         keys = self._keys(record.keys)
         for tier, blocks in record.segments:
             found, keys = keys[:blocks], keys[blocks:]
@@ -241,7 +263,10 @@ class _Mapping:
         return [name for name in chain if name in names]
 
     def _with_knobs(self, spec: PipelineSpec, described: PipelineDescription) -> PipelineSpec:
-        """With the knobs as they were set; one that cannot be stretched that far has its default."""
+        """Return a pipeline with its recorded knobs.
+
+        A knob that cannot be stretched that far keeps its default.
+        """
         for knob, value in described.knobs.items():
             field = FIELD_OF.get(knob)
             if field is None or knob == "sweep_interval":
@@ -254,7 +279,7 @@ class _Mapping:
         return spec
 
     def _policies(self, pipeline: int) -> Iterator[PolicySpec]:
-        """Policies that filter what was filtered."""
+        """Yield policies that filter the blocks which were filtered."""
         by_reason: dict[str, dict[str, None]] = {}
         for story in self._stories:
             if story.enqueued.pipeline == pipeline and story.settled is not None:
@@ -282,7 +307,7 @@ class _Mapping:
             recompute_ms=self._times.part(self._recompute),
         )
 
-    # -- what users did ------------------------------------------------------------------------------------------------
+    # -- steps of users ------------------------------------------------------------------------------------------------
 
     def _store(self, story: Story) -> StoreStep:
         keys = list(dict.fromkeys(self._keys(story.enqueued.keys)))
@@ -313,7 +338,10 @@ class _Mapping:
         return After(do="never")
 
     def _bursts(self) -> Iterator[Step]:
-        """Stores of one tick become ready together: behind the cancels that came before admission had taken them."""
+        """Yield events that make the stores of one tick ready together.
+
+        They come after the cancels that preceded admission.
+        """
         ready: dict[int, int] = {}
         for story in self._stories:
             if story.order in self._stories.bursts and not story.enqueued.waits:
@@ -339,7 +367,7 @@ class _Mapping:
                 load = LoadStep(id=f"r{number}x{part}", keys=compress(found), tier=tier, hold_ms=held)
                 yield Step(at_ms=at_ms, load=load)
 
-    # -- what went wrong -----------------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     def _faults_of(self, story: Story) -> Iterator[Fault]:
         label = self._label(story)
@@ -354,7 +382,7 @@ class _Mapping:
             yield Fault(do="evict", of=label, at_hook="transfer", keys=gone, tier=source)
 
     def _failure(self, copied: Copied) -> Iterator[Fault]:
-        """How a copy failed, if it did, at the hook where it starts."""
+        """Yield the fault of a failed copy, at its starting hook."""
         failed = [group for story in copied.stories if story.settled is not None for group in story.settled.failed]
         kinds = {text for text, _ in failed}
         if any(text.startswith("DrainUnproven") for text in kinds):
@@ -375,19 +403,22 @@ class _Mapping:
         return Fault(do=do, at_hook="xfer_start", of=of, tier=tier, keys=keys, ms=ms)
 
     def _never_ended(self, copied: Copied) -> bool:
-        """Whether it went on for much longer than copies do, and the recording does not have its end."""
+        """Return whether a copy went on for long, without a recorded end.
+
+        That is much longer than copies take.
+        """
         return copied.over is None and self._stories.end - copied.began > max(0.5, 20 * self._stories.middle)
 
     def _shut_down(self) -> Iterator[Fault]:
-        """The pipelines were closed while there was something inside that was not committed."""
+        """Yield the shutdown of pipelines, if it hit uncommitted containers."""
         closed = [one.settled_at for one in self._stories if one.settled and one.settled.error == "PipelineClosed"]
         if closed:
             yield Fault(do="shut_down", at_ms=self._times.at(min(closed)))
 
-    # -- how long copies took ------------------------------------------------------------------------------------------
+    # -- durations of copies -------------------------------------------------------------------------------------------
 
     def _slow_loads(self) -> Iterator[Fault]:
-        """Rule 7: a load takes longer than computing all that was left out."""
+        """Yield slow loads by rule 7: longer than computing the left-out blocks."""
         for tier, first, until, seconds in self._stories.slow_loads():
             at_ms = max(0, self._times.of[first.order] - 1)
             end = self._times.at(self._stories.end) + _MORE_MS if until is None else self._times.of[until.order]
@@ -395,7 +426,7 @@ class _Mapping:
             yield Fault(do="slow_loads", at_ms=at_ms, for_ms=max(1, end - at_ms - 1), tier=tier, ms=ms)
 
     def _durations(self) -> Iterator[tuple[Copied, str, int]]:
-        """Each copy that ended, with its tier and its virtual milliseconds."""
+        """Yield each copy that ended, with its tier and virtual milliseconds."""
         for copied in self._stories.copies:
             if copied.over is not None:
                 yield copied, self._pipelines[copied.pipeline].to, self._times.long(copied.over - copied.began)
@@ -427,5 +458,5 @@ def _tier_spec(described: TierDescription | None, size: int, latency: int, holds
         latency_ms=latency,
         checksums=described.checksums,
         holds=compress(holds[: described.capacity or None]),
-        eviction="adaptive",  # as the tiers themselves have it
+        eviction="adaptive",  # like the tiers themselves
     )

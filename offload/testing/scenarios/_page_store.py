@@ -1,16 +1,16 @@
-"""The page store of a real run: a ``maru-server`` of its own over a private directory, and the faults that hit it.
+"""Page store of a real run: a private ``maru-server``, and its faults.
 
-Rule 1. It is reached through a Unix socket in that directory, and by no other process. Nothing of it is left when the run is
-        over: the directory is in memory where there is such a place, and is removed.
-Rule 2. What was started here is ended here, and nothing else is: signals go to a child that has not been waited for, so that no
-        other process can have its number. It dies with this process, however that ends.
-Rule 3. At the end it is asked to end (``SIGTERM``), and must: what has to be killed then is a violation.
+Rule 1. It runs over a private directory, is reached through a Unix socket in it, and by no other process. Nothing of it
+        is left when the run is over: the directory is in memory if possible, and is removed.
+Rule 2. Only processes started here are ended here: signals go to a child that has not been waited for, so that no other
+        process can have its number. It dies with this process, however that ends.
+Rule 3. At the end it is asked to end (``SIGTERM``), and must: if it has to be killed, that is a violation.
 
 | fault | here |
 |---|---|
-| peer_death | the server is killed with `kill -9`, and after `for_ms` started again over what it left |
+| peer_death | the server is killed with `kill -9`, and after `for_ms` started again over its files |
 | stall | the server is stopped (`SIGSTOP`) for `for_ms` |
-| drop | the server does what it is asked to, and its answers to stores are lost |
+| drop | the server executes its requests, and its answers to stores are lost |
 | duplicate | requests to store arrive twice, and so do the answers |
 | full | all free pages are taken, and given back after `for_ms` |
 | flip | a bit of the page, in the region's file |
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _READY_WITHIN: Final = 30.0
 _ENDED_WITHIN: Final = 10.0
 
-# It ends with its parent; what else it does is the command.
+# It ends with its parent; the rest is the command itself.
 _PROGRAM: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -65,15 +65,17 @@ main()
 
 
 class NoPageStore(RuntimeError):
-    """No page store can be had here; the text is what it said last."""
+    """Failed start of a page store; the text is its last output."""
 
 
 class PageStore:
-    """One ``maru-server``, which may be killed, stopped, and started again over what it left. It is ready when this is.
+    """One ``maru-server``, which may be killed, stopped, and started again.
+
+    It is ready once this object is made, and starts again over its earlier files.
 
     Args:
-        nbytes: of all its regions together.
-        options: of the command, beside those that say where it is.
+        nbytes: size of all its regions together, in bytes.
+        options: further options of the command.
 
     Raises:
         NoPageStore: it does not come up.
@@ -85,9 +87,15 @@ class PageStore:
         except PoolUnusable as exc:
             raise NoPageStore(str(exc)) from exc
         self.note: str = location.note
-        """What a reader of the report must know of where its pool is; most often empty."""
+        """Remark about the place of its pool, for the report's reader.
+
+        Most often empty.
+        """
         self.directory: str = tempfile.mkdtemp(prefix=f"offload-maru-{os.getpid()}-", dir=location.parent)
-        """Of its pool, its journal and its sockets; its path is short, since a socket's name has 107 bytes."""
+        """Directory of its pool, its journal and its sockets.
+
+        Its path is short, since a socket's name has 107 bytes.
+        """
         self.starts: int = 0
         self._options = ("--capacity-bytes", str(nbytes), *options)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by end()
@@ -105,21 +113,24 @@ class PageStore:
 
     @property
     def endpoint(self) -> str:
-        """Where clients reach it, also after a restart."""
+        """Endpoint for clients, also after a restart."""
         return self._endpoint
 
     @property
     def pool(self) -> str:
-        """The directory of its regions."""
+        """Directory of its regions."""
         return os.path.join(self.directory, "p")
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or stands still."""
+        """Whether it runs, or is stopped."""
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> None:
-        """Start it, over whatever is there. To be called in a thread that lives as long as the run: it dies with that."""
+        """Start the server, over any existing files.
+
+        Call it in a thread that lives as long as the run: the server dies with that.
+        """
         command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), "--json", "--host", "", "--rm-address", ""]
         command += ["--pool-path", self.pool, *self._options]
         self._process = subprocess.Popen(
@@ -127,7 +138,7 @@ class PageStore:
         )
 
     def wait_ready(self) -> None:
-        """Return once everything answers. Any thread.
+        """Wait until all of the server answers. Any thread.
 
         Raises:
             NoPageStore: it does not come up.
@@ -144,25 +155,25 @@ class PageStore:
         self.starts += 1
 
     def kill(self) -> None:
-        """``kill -9``, and wait for its end. Idempotent."""
+        """Kill the server (``kill -9``), and wait for its end. Idempotent."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
             process.wait()
 
     def stand_still(self) -> None:
-        """``SIGSTOP``: it does nothing, and tells no peer."""
+        """Stop the server (``SIGSTOP``), without notice to any peer."""
         self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """``SIGCONT``: it goes on."""
+        """Resume the server (``SIGCONT``)."""
         self._send(signal.SIGCONT)
 
     def end(self) -> str:
-        """Have it end, and remove what it has left. Idempotent.
+        """End the server, and remove its files. Idempotent.
 
         Returns:
-            What was wrong with its end; empty where nothing was.
+            The problems of its end; empty if there were none.
         """
         wrong = ""
         process, self._process = self._process, None
@@ -178,7 +189,7 @@ class PageStore:
         return wrong
 
     def log(self) -> str:
-        """What it has said so far."""
+        """Return its output so far."""
         if self._log.closed:
             return ""
         with open(f"/proc/self/fd/{self._log.fileno()}", errors="replace") as file:
@@ -191,7 +202,7 @@ class PageStore:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Ask it to end, wait until it has, and say what was wrong with that."""
+    """Ask it to end, wait for that, and return the problems."""
     if process.poll() is not None:
         return f"the page store ended by itself: {process.returncode}"
     process.send_signal(signal.SIGCONT)
@@ -206,7 +217,10 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _line_of(fd: int) -> bytes:
-    """What comes before the first end of a line; nothing, if the writer is gone before, or is silent for too long."""
+    """Return the first line; nothing if the writer ends or is silent.
+
+    Silent means for too long.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     deadline = time.monotonic() + _READY_WITHIN
@@ -224,9 +238,9 @@ def _line_of(fd: int) -> bytes:
 
 
 TO_THE_SERVER: Final[frozenset[FaultKind]] = frozenset({"peer_death", "stall", "drop", "duplicate", "full"})
-"""What is not done to copies, but to the store."""
+"""Faults that are done to the store, not to copies."""
 ON_THE_WIRE: Final[frozenset[FaultKind]] = frozenset({"drop", "duplicate"})
-"""What needs a wire that loses what it is told to."""
+"""Faults that need a lossy wire."""
 
 
 @attrs.define(eq=False)
@@ -237,16 +251,19 @@ class PageStoreModel(RealTierModel):
     tier: PageStoreTier | None = attrs.field(default=None, kw_only=True)
     wire: LossyWire | None = attrs.field(default=None, kw_only=True)
     starting: Callable[[Callable[[], Awaitable[object]]], object] = attrs.field(default=lambda task: None, kw_only=True)
-    """Starts a task beside the run."""
+    """Function that starts a task alongside the run."""
     disturbed: int = attrs.field(default=0, kw_only=True)
-    """How often something was done to the store: what was asked of it meanwhile may have no answer."""
+    """Number of faults done to the store.
+
+    Requests at that time may have no answer.
+    """
     _up: trio.Event = attrs.field(factory=lambda: _set_event(), kw_only=True)
     _ballast: list[AllocBatch] = attrs.field(factory=list, kw_only=True)
     _on_the_wire: list[FaultWindow] = attrs.field(factory=list, kw_only=True)
     _stops: int = attrs.field(default=0, kw_only=True)
 
     def open_window(self, window: FaultWindow) -> None:
-        """From now on it is so, for a while."""
+        """Begin a fault that lasts."""
         if window.kind not in TO_THE_SERVER:
             super().open_window(window)
             return
@@ -261,7 +278,7 @@ class PageStoreModel(RealTierModel):
             self._on_the_wire.append(window)
 
     def end_faults(self) -> None:
-        """Nothing goes wrong here any more, but for a server that is on its way up."""
+        """End all faults, except that a server may still be starting."""
         super().end_faults()
         self._on_the_wire.clear()
         self._stops = 0
@@ -269,14 +286,17 @@ class PageStoreModel(RealTierModel):
         self._empty()
 
     async def back(self) -> None:
-        """Return once the server is there again."""
+        """Wait until the server is up again."""
         await self._up.wait()
 
     # -- to its process ------------------------------------------------------------------------------------------------
 
     @property
     def _alive(self) -> bool:
-        """Whether there is a server to hit: one that is on its way up has no clients yet."""
+        """Whether there is a server to hit.
+
+        A starting server has no clients yet.
+        """
         return self._up.is_set() and self.store.alive
 
     def _kill(self, window: FaultWindow) -> None:
@@ -309,7 +329,7 @@ class PageStoreModel(RealTierModel):
     # -- to its wire ---------------------------------------------------------------------------------------------------
 
     def fate(self, code: int, number: int) -> Fate:
-        """What becomes of a request on the wire, and of its answer."""
+        """Return the fate of a request and of its answer."""
         if code != Code.STORE:
             return Fate.PASS
         for window in self._on_the_wire:
@@ -335,7 +355,7 @@ class PageStoreModel(RealTierModel):
 
     @property
     def ballast(self) -> int:
-        """Pages that are taken only so that they are not free."""
+        """Number of pages that are taken only to leave fewer free."""
         return sum(len(batch) for batch in self._ballast)
 
 

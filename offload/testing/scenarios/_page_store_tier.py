@@ -1,8 +1,9 @@
-"""The page store as a tier of a real run: :class:`~backends.maru.MaruTier`, watched, and audited when all is over.
+"""Page store as a tier of a real run: a :class:`~backends.maru.MaruTier`.
 
-What the ledger asks of a tier (who holds what, what is reserved) a page store does not know at once, or another process does.
-So :class:`_Shown` shows what this client knows while it runs, and when the pipelines have closed, the store itself is asked
-(:meth:`PageStoreTier.settle`): what is there, whether it is right, and whether all comes back when it is deleted.
+It is observed, and audited at the end. The ledger asks a tier who holds blocks and how much is reserved; a page store
+does not know that at once, or another process does. So :class:`_ClientView` shows the knowledge of this client during
+the run, and when the pipelines have closed, the store itself is asked (:meth:`PageStoreTier.settle`): which blocks it
+has, whether they are right, and whether all pages come back when they are deleted.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
 
 
 REGION: Final = 2 << 20
-"""Regions are whole multiples of it."""
+"""Size of which regions are whole multiples, in bytes."""
 _REST_TIMEOUT: Final = 20.0
 """Seconds in which a page store must come to rest."""
 _LEFT: Final = 4
-"""Regions that fit into the pool beside the first: each session that was lost leaves one until it is empty."""
+"""Regions in the pool besides the first.
+
+Each session that was lost leaves one until it is empty.
+"""
 
 
 class _Violations(Protocol):
@@ -49,7 +53,7 @@ class _Violations(Protocol):
 
 @attrs.frozen
 class _Figures:
-    """What the ledger looks at."""
+    """Figures that the ledger reads."""
 
     held: int
     staged: int
@@ -57,20 +61,23 @@ class _Figures:
 
 
 class _ClientView:
-    """The figures of a page store as the ledger reads them from other tiers."""
+    """Figures of a page store in the form of other tiers' pools."""
 
     def __init__(self, tier: PageStoreTier) -> None:
         self._tier = tier
         self._slot_of: dict[Key, int] = {}
-        """The keys that are there, as far as is known here."""
+        """Keys in the store, as far as this client knows."""
         self._last: _Figures | None = None
 
     def statistics(self) -> _Figures:
-        """As they are; when the store is closed, as they were."""
+        """Return the current figures, or those at the close of the store."""
         return self._last or self._now()
 
     def freeze(self) -> None:
-        """Keep the figures as they are now, since the store closes: pages in doubt count as staged."""
+        """Keep the current figures, since the store closes.
+
+        Pages in doubt count as staged.
+        """
         in_doubt = self._tier.handler.statistics().pages.in_doubt
         self._last = attrs.evolve(self._now(), staged=self._now().staged + in_doubt)
 
@@ -81,13 +88,13 @@ class _ClientView:
 
 
 class _Reservation(MaruReservation):
-    """Pages of a real run: their transfer is one of the world's copies."""
+    """Pages of a real run; their transfer is a world's copy."""
 
     __slots__ = ()
     _tier: PageStoreTier
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """What the real one does, past the gate."""
+        """Transfer like a real reservation, past the gate."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
         tier.copying += 1
@@ -96,7 +103,7 @@ class _Reservation(MaruReservation):
         async def move(copy: Copy) -> list[Outcome]:
             try:
                 return copy.answers(await transfer(GatedSource(source, tier.model, copy), refs))
-            except MaruError:  # no answer, or none any more: it may have been done
+            except MaruError:  # no answer, or none any more: the store may have been done
                 tier.model.end_unknown(copy)
                 raise
 
@@ -111,7 +118,10 @@ class _Reservation(MaruReservation):
 
 
 class PageStoreTier(MaruTier):
-    """Pages of a store of its own; has the attributes of a fake tier, for the ledger."""
+    """Pages of a private store, with the attributes of a fake tier.
+
+    The ledger reads those.
+    """
 
     def __init__(self, model: PageStoreModel, judge: _Violations) -> None:
         spec = model.spec
@@ -129,18 +139,21 @@ class PageStoreTier(MaruTier):
         self._bytes: dict[Key, bytes] = {}
         model.tier = self
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open(self, *, lossy: bool) -> AsyncIterator[None]:
-        """Connected for the length of the block, through a wire that loses what it is told to where that is wanted."""
+        """Connect for the duration of the block.
+
+        With ``lossy``, the connection goes through a wire that loses requests on command.
+        """
         async with AsyncExitStack() as stack:
             if lossy:
                 wire = self.model.wire = await stack.enter_async_context(open_lossy_wire(self.model.store.endpoint))
                 wire.decide = self.model.fate
                 self.handler = MaruHandler(attrs.evolve(self.handler.config, server_url=wire.endpoint))
                 self.handler.on_pages_freed(self.wake_first)
-            # Its patience is for what the scenario does: a first answer that takes longer is asked for again.
+            # Its timeout is meant for the scenario's actions: a first request that takes longer is repeated.
             await self._asking(stack.enter_async_context, self, again_after=NoAnswer)
             await self._fill()
             try:
@@ -154,7 +167,10 @@ class PageStoreTier(MaruTier):
                 self.pool.freeze()
 
     async def _fill(self) -> None:
-        """Take the region now, and not when the first block comes, and store what is there from the start."""
+        """Allocate the region now, and store the initial keys.
+
+        Otherwise the first block would allocate the region.
+        """
         batch = await self._asking(self.handler.alloc_pages, 1, again_after=NoAnswer)
         assert batch is not None
         batch.free()
@@ -166,7 +182,10 @@ class PageStoreTier(MaruTier):
             self.pool._slot_of.update(dict.fromkeys(keys, 0))
 
     async def settle(self) -> None:
-        """All is over: what is there is looked at and compared, then deleted, and all pages must be free."""
+        """Check the store's contents at rest, and delete them.
+
+        Afterwards all pages must be free.
+        """
         self.model.end_faults()
         await self.model.back()
         await self._asking(self.handler.exists, "")
@@ -179,7 +198,10 @@ class PageStoreTier(MaruTier):
         await self._empty(keys)
 
     async def _asking(self, ask: Any, *args: Any, again_after: type[MaruError] = MaruError) -> Any:
-        """Ask until there is an answer: a server that has just come up may have lost a question."""
+        """Ask until there is an answer.
+
+        A server that has just started may have lost a question.
+        """
         deadline = trio.current_time() + _REST_TIMEOUT
         while True:
             try:
@@ -214,7 +236,7 @@ class PageStoreTier(MaruTier):
     async def _empty(self, keys: Sequence[Key]) -> None:
         pinned = list(keys)
         with trio.move_on_after(_REST_TIMEOUT / 4) as bound:
-            while pinned:  # what was given back a moment ago may be on its way
+            while pinned:  # pages released a moment ago may be on their way
                 answers = await self._asking(super().delete, pinned)
                 pinned = [key for key, answer in zip(pinned, answers, strict=True) if answer is Deletion.PINNED]
             await self._until(lambda: self._all_free)
@@ -247,10 +269,10 @@ class PageStoreTier(MaruTier):
         return _Reservation(self, granted.granted, granted._batch)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load.
+        """Load blocks.
 
         Raises:
-            OSError: what was done to the store meanwhile has cost it the lease.
+            OSError: a fault of the store has cost it the lease.
         """
         before = self.model.disturbed
         with trio.CancelScope(shield=True):
@@ -270,18 +292,21 @@ class PageStoreTier(MaruTier):
                 self.pool._slot_of.pop(key, None)
         return answers
 
-    # -- what a fake tier has ------------------------------------------------------------------------------------------
+    # -- attributes of a fake tier -------------------------------------------------------------------------------------
 
     def fill(self, keys: Sequence[Key]) -> None:
-        """Have these there when it opens."""
+        """Have these keys stored when it opens."""
         self._held_from_the_start += keys
 
     def get(self, key: Key) -> bytes | None:
-        """The bytes that were there at the end."""
+        """Return the bytes of a key at the end of the run."""
         return self._bytes.get(key)
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit in the pages of each of these that is there, unseen by the store; of none named: of all."""
+        """Flip a bit in these stored blocks' pages, unseen by the store.
+
+        No keys mean all.
+        """
         there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
         pool = self.model.store.pool
         for name in os.listdir(pool):
@@ -293,11 +318,14 @@ class PageStoreTier(MaruTier):
         return there
 
     def close(self) -> None:
-        """Nothing that is not closed by then: see :meth:`open`."""
+        """Do nothing: :meth:`open` closes everything."""
 
 
 def knobs_of(spec: TierSpec) -> dict[str, Any]:
-    """A client with exactly ``capacity`` pages, in one region."""
+    """Return the options of a client with exactly ``capacity`` pages.
+
+    They are in one region.
+    """
     region = region_of(spec)
     return {
         "chunk_size_bytes": region // spec.capacity,
@@ -310,17 +338,23 @@ def knobs_of(spec: TierSpec) -> dict[str, Any]:
 
 
 def region_of(spec: TierSpec) -> int:
-    """The bytes of the region of one client: of the fewest that can be had, in as large pages as there is room for."""
+    """Return the size of a client's region, in bytes.
+
+    The region is the smallest possible, with pages as large as it allows.
+    """
     return -(-spec.capacity * spec.block_bytes // REGION) * REGION
 
 
 def pool_bytes(spec: TierSpec) -> int:
-    """Room for the regions of one client, and for what lost sessions leave."""
+    """Return the pool size for one client's regions, in bytes.
+
+    It includes the regions that lost sessions leave.
+    """
     return (1 + _LEFT) * region_of(spec)
 
 
 def server_options() -> list[str]:
-    """Of the command: evicts only when asked to, takes short leases."""
+    """Return server options: no eviction by itself, and short leases."""
     return [
         *("--high-watermark", "1.0", "--low-watermark", "1.0"),
         *("--min-lease", "0.05", "--lease-grace", "0.1", "--watermark-interval", "0.02"),
@@ -329,7 +363,10 @@ def server_options() -> list[str]:
 
 
 def _flip_all(memory: mmap.mmap, block: bytes) -> None:
-    """In every page with these bytes: which of them counts, only the store knows."""
+    """Flip a bit in every page with these bytes.
+
+    Only the store knows which of them counts.
+    """
     at = memory.find(block)
     while at >= 0:
         memory[at] ^= 1

@@ -1,11 +1,12 @@
-"""A run in the Trace Event Format, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open. Pure.
+"""Run in the Trace Event Format, for Perfetto and ``chrome://tracing``. Pure.
 
-Processes are pipelines, tiers, cancels and faults; threads are containers, and the slots of a tier. Time stamps are
-microseconds of virtual time. What falls together there is spread by up to a microsecond for each moment, in the order in
-which it happened, so that no slice has the length zero; a spread never reaches the next instant.
+Perfetto is at ui.perfetto.dev. Processes are pipelines, tiers, cancels and faults; threads are containers, and the
+slots of a tier. Time stamps are microseconds of virtual time. Simultaneous moments are spread by up to a microsecond
+each, in the order in which they happened, so that no slice has the length zero; a spread never reaches the next
+instant.
 
-The events are those of :mod:`offload._tracing.trace_events`, and flows: one (``s`` to ``f``) starts and ends inside a slice of
-the thread it names.
+The events are those of :mod:`offload._tracing.trace_events`, and flows: one (``s`` to ``f``) starts and ends inside a
+slice of the thread it names.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from ._paths import (
 from ._trace import Moment, Report
 
 US_PER_MS: Final = 1e6 / 1024
-"""A virtual millisecond is 1/1024 s."""
+"""Microseconds in a virtual millisecond, which is 1/1024 s."""
 _FAULTS, _CANCELS, _STEPS, _PIPELINES, _TIERS = 1, 2, 3, 10, 1_000
 
 
 def trace_events(report: Report) -> dict[str, Any]:
-    """A run as a JSON document in the Trace Event Format.
+    """Return a run as a JSON document in the Trace Event Format.
 
     Args:
-        report: of the run.
+        report: report of the run.
 
     Returns:
-        What ``json.dump`` writes into a file that Perfetto opens.
+        The document that ``json.dump`` writes into a file for Perfetto.
     """
     return {
         "displayTimeUnit": "ms",
@@ -54,7 +55,7 @@ def trace_events(report: Report) -> dict[str, Any]:
 
 
 class _EventWriter:
-    """One report being drawn."""
+    """Conversion of one report to events."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -195,7 +196,7 @@ class _EventWriter:
         return complete(name, "cancel", pid, tid, self._times[position], duration, args)
 
     def _middle(self, position: int) -> float:
-        """A little after a moment, and before the next one."""
+        """Return a time just after a moment, and before the next."""
         if position + 1 < len(self._times):
             return self._times[position] + min(1.0, self._times[position + 1] - self._times[position]) / 4
         return self._times[position] + 0.25
@@ -209,7 +210,10 @@ class _EventWriter:
 
 
 def _times(moments: Sequence[Moment]) -> list[float]:
-    """The time stamp of every moment, in microseconds: each later than the one before."""
+    """Return the time stamp of every moment, in microseconds.
+
+    Each is later than the one before.
+    """
     instants = instants_of(moments)
     found: list[float] = []
     for instant, following in zip_longest(instants, instants[1:]):

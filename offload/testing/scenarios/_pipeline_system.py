@@ -1,7 +1,8 @@
-"""Our own pipelines as a system under test: real ones, over tiers whose copies go through the world.
+"""Our own pipelines as a system under test, over the world's tiers.
 
-An instrument in each pipeline tells the ledger, then the world, what is about to happen. Each pipeline calls its containers
-by numbers; who is who is known here, also in the pipelines of a chain, where no user stored them.
+The pipelines are real ones; the copies of their tiers go through the world. An instrument in each pipeline reports
+imminent events to the ledger, then to the world. Each pipeline identifies its containers by numbers; this module maps
+them to labels, also in the pipelines of a chain, into which no user stored them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _HookInstrument(Every):
-    """Tells the ledger, then the world."""
+    """Instrument that notifies the ledger, then the world."""
 
     def __init__(self, ours: PipelineSystem, pipeline: Pipeline) -> None:
         self._system = ours
@@ -80,7 +81,7 @@ class PipelineSystem:
         self._optional = {route for spec in world.pipelines.values() for route in spec.optional_chain}
         self._labels: dict[OffloadContainer, str] = {}
         self._stored: dict[Blocks, str] = {}
-        """The label of the container that has these blocks."""
+        """Label of the container that has these blocks."""
         self._followed: Counter[tuple[str, str]] = Counter()
         self._external: dict[Key, int] = {}
         world.told = self.ended
@@ -96,13 +97,16 @@ class PipelineSystem:
         return VirtualTier(model)
 
     def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
-        """What may leave through a pipeline."""
+        """Return the policies of a pipeline."""
         return make_policies(self.world, pipeline, lambda tier, keys: self.tiers[tier].contains_nowait(keys))
 
-    # -- who is who ----------------------------------------------------------------------------------------------------
+    # -- labels of containers ------------------------------------------------------------------------------------------
 
     def label_of(self, pipeline: Pipeline, container: OffloadContainer) -> str:
-        """What the scenario calls a container; in the pipelines of a chain that is the one it was stored as."""
+        """Return the scenario's label of a container.
+
+        In the pipelines of a chain, it is the label under which the container was stored.
+        """
         label = self._labels.get(container)
         if label is None:
             label = self._stored.get(container.blocks) or self._from_above(pipeline, container)
@@ -110,7 +114,10 @@ class PipelineSystem:
         return label
 
     def _from_above(self, pipeline: Pipeline, container: OffloadContainer) -> str:
-        """The container whose blocks these are: the first one of a pipeline above that stored just these."""
+        """Return the label of the container above that stored these blocks.
+
+        The first one of a pipeline above that stored just these.
+        """
         if pipeline.name in self._optional:  # it ends when the store has ended already, in parts
             return ""
         keys = tuple(container.blocks.keys)
@@ -125,14 +132,14 @@ class PipelineSystem:
     # -- the contract --------------------------------------------------------------------------------------------------
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
-        """Take in a container as the scenario has it: its kind, its pipeline, its precondition."""
+        """Store a container with its kind, pipeline and precondition."""
         (ticket,) = await self._take_in([label])
         return ticket
 
     async def store_many(
         self, many: Mapping[str, Sequence[Key]], after: Callable[[], Awaitable[object]] | None
     ) -> Sequence[Ticket]:
-        """Take in several containers in one call."""
+        """Store several containers in one call."""
         return await self._take_in(list(many))
 
     async def _take_in(self, labels: Sequence[str]) -> Sequence[TransferHandle]:
@@ -144,7 +151,7 @@ class PipelineSystem:
                 self._keep_alive(request)
             for request in requests:
                 mine.append(self._blocks(cast("VirtualTier", pipeline.source), request))
-            given, mine = mine, []  # from here on they are the pipeline's, also when it raises
+            given, mine = mine, []  # from here on the pipeline owns them, also when it raises
             handles = await _enqueue(pipeline, given, requests[0])
         except BaseException as error:
             for blocks in mine:
@@ -159,7 +166,8 @@ class PipelineSystem:
         for label, handle in zip(labels, handles, strict=True):
             if self.label_of(pipeline, handle._container) != label:
                 self.ledger.wrong(f"I9: {label} got the handle of {self.label_of(pipeline, handle._container)}")
-            # What ends within the call, as an empty one does, may be what closed the pipeline: an observer of it may.
+            # A container that ends within the call, as an empty one does, may have closed the pipeline: an observer may
+            # do that.
             if pipeline._closed and not handle.status.terminal:
                 self.ledger.wrong(f"S48: {label} got a handle from a closed pipeline")
             self.ledger.took(pipeline, handle)
@@ -181,12 +189,15 @@ class PipelineSystem:
         return blocks
 
     def _keep_alive(self, request: Request) -> None:
-        """The engine keeps its blocks, where it is to do so, until :meth:`ended`."""
+        """Keep an external container's blocks alive until :meth:`ended`.
+
+        The engine does that.
+        """
         for key in request.keys if request.store.kind == "external" else ():
             self._external[key] = self._external.get(key, 0) + 1
 
     def ended(self, label: str) -> None:
-        """The engine need not keep the blocks of this container alive any more."""
+        """Let the engine drop the blocks of this container."""
         request = self.world.requests[label]
         for key in request.keys if request.store.kind == "external" else ():
             if self._external.get(key, 0) <= 1:
@@ -215,14 +226,14 @@ class PipelineSystem:
                         self.ledger.reading[tier].remove(held)
                     for key, page, outcome in zip(held, pages, outcomes, strict=True):
                         found[key] = bytes(page) if outcome == LOADED else None
-            todo = todo[len(held) + 1 :]  # what comes after the prefix that is there is not
+            todo = todo[len(held) + 1 :]  # keys after the present prefix are skipped
         return found
 
     @asynccontextmanager
     async def hold(
         self, tier_name: str, keys: Sequence[Key]
     ) -> AsyncIterator[Callable[[], Awaitable[Mapping[Key, bytes]]]]:
-        """Hold the prefix of these that is there, to be read as often as one likes."""
+        """Hold the present prefix of these keys, to be read repeatedly."""
         tier = self.tiers[tier_name]
         async with await tier.pin(keys) as lease:
             held = list(lease.keys)
@@ -243,7 +254,7 @@ class PipelineSystem:
                 self.ledger.reading[tier].remove(held)
 
     def audit(self) -> Mapping[str, int]:
-        """What is still held."""
+        """Return the resources that are still held."""
         held: Counter[str] = Counter()
         for pipeline in self.pipelines.values():
             for what, amount in at_rest(pipeline, quarantined=False).items():
@@ -252,7 +263,10 @@ class PipelineSystem:
         return dict(held)
 
     def close_now(self) -> None:
-        """Close to new containers the pipelines that are no route of a chain; then drain everything, first to last."""
+        """Close the top pipelines to new containers; then drain all pipelines.
+
+        The top pipelines are those that are no route of a chain; the drain goes from first to last.
+        """
         led_to = {route for spec in self.world.pipelines.values() for route in routes_of(spec)}
         for name, pipeline in self.pipelines.items():
             if name not in led_to:
@@ -264,11 +278,14 @@ class PipelineSystem:
             await pipeline.aclose()
 
     async def drain(self, pipeline: str) -> None:
-        """Wait until everything that is inside has settled."""
+        """Wait until everything inside has settled."""
         await self.pipelines[pipeline].drain()
 
     def evict(self, tier: str, keys: Sequence[Key], again: bool) -> Sequence[Key]:
-        """Take keys out of a source, but for those that the engine keeps alive. Returns those that were there."""
+        """Take keys out of a source, and return the removed ones.
+
+        Keys that the engine keeps alive stay.
+        """
         source = self.tiers[tier]
         keys = [key for key in keys if key not in self._external]
         answers = source.pool.delete(keys)
@@ -282,21 +299,24 @@ class PipelineSystem:
         await self.tiers[tier].delete(keys)
 
     def found(self, tier: str) -> AbstractSet[Key]:
-        """The keys that can be found in a tier."""
+        """Return the keys that can be found in a tier."""
         return self.tiers[tier].pool._slot_of.keys()
 
     def release(self, pipeline: str) -> None:
-        """Release what is in quarantine."""
+        """Release all quarantined entries of a pipeline."""
         for entry in self.pipelines[pipeline].quarantine:
             entry.release()
 
     def statistics(self, pipeline: str) -> Any:
-        """Figures of a pipeline."""
+        """Return the statistics of a pipeline."""
         return self.pipelines[pipeline].statistics()
 
 
 async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], request: Request) -> Sequence[TransferHandle]:
-    """As the scenario has it; several are stored alike."""
+    """Enqueue blocks by the method that the scenario names.
+
+    Several are stored alike.
+    """
     precondition = NO_WAIT if request.after is None else request.after
     if request.store.how == "many":
         return pipeline.enqueue_many(many, precondition=precondition)
@@ -307,9 +327,10 @@ async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], request: Request)
 
 @asynccontextmanager
 async def open_pipelines(world: World) -> AsyncIterator[System]:
-    """Open the pipelines of the scenario, those that others lead to first: the factory that :func:`play` uses by itself.
+    """Open the pipelines of the scenario, later ones of a chain first.
 
-    A factory of yours may wrap it, to add an instrument to each of ``pipelines``, by name.
+    :func:`play` uses this factory by default. A factory of yours may wrap it, to add an instrument to each of
+    ``pipelines``, by name.
     """
     async with running_pipelines(PipelineSystem(cast("VirtualWorld", world))) as ours:
         yield ours
@@ -317,7 +338,7 @@ async def open_pipelines(world: World) -> AsyncIterator[System]:
 
 @asynccontextmanager
 async def running_pipelines(ours: PipelineSystem) -> AsyncIterator[PipelineSystem]:
-    """Open all of its pipelines."""
+    """Open all pipelines of a system."""
     async with AsyncExitStack() as stack:
         for name in ours.world.pipelines:
             await _open(ours, stack, name)

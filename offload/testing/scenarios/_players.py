@@ -1,10 +1,11 @@
-"""What plays a program by its number, in whichever process; and which seams a system uses, found by watching it store and load.
+"""Players, which play a program by its number, and the probe.
 
-A :class:`Player` is pickled and sent to a worker, so that what it refers to must be importable: a system is named, as
-``module:factory``. What differs is which program belongs to a number.
+A :class:`Player` is pickled and sent to a worker, so that everything it refers to must be importable: a system is
+named, as ``module:factory``. Players differ in which program belongs to a number.
 
-The system that is probed is wrapped, and so is its world: neither notices. What comes out is said in the report of the run, as
-``seam copy`` among what was reached, so that it comes back from another process like any other run.
+The probe finds out which seams a system uses, by observing it store and load. The probed system is wrapped, and so is
+its world: neither notices. The result is in the report of the run, as ``seam copy`` in ``reached``, so that it comes
+back from another process like any other run.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ if TYPE_CHECKING:
 
 
 class Player:
-    """Plays the program that belongs to a number, in virtual time."""
+    """Callable that plays the program of a number, in virtual time."""
 
     system: str
-    """``module:factory``; empty: ours."""
+    """Name of the system, ``module:factory``; empty: ours."""
     base: Path | None = None
-    """Where paths in the program start from."""
+    """Directory that paths in the program are relative to."""
 
     def program(self, number: Any) -> tuple[Scenario, int]:
-        """The program of a number, and its seed."""
+        """Return the program of a number, and its seed."""
         raise NotImplementedError
 
     def warm(self) -> None:
-        """Import what it needs, so that the first run is no slower than the others."""
+        """Import all modules that a run needs.
+
+        The first run is then as fast as the others.
+        """
         from . import _play  # noqa: F401  # a watchdog of a second must not end a run that imports
 
         factory_of(self.system)
@@ -55,19 +59,22 @@ class Player:
 
 @attrs.frozen
 class Playing(Player):
-    """Plays a scenario, or a random program, with the number as its seed."""
+    """Player of a scenario or of random programs.
+
+    The number is the seed.
+    """
 
     scenario: Scenario | None = None
-    """``None``: the random program of each seed."""
+    """Scenario to play; ``None``: the random program of each seed."""
     base: Path | None = None
-    """Where paths in the scenario start from."""
+    """Directory that paths in the scenario are relative to."""
     system: str = ""
-    """``module:factory``; empty: ours."""
+    """Name of the system, ``module:factory``; empty: ours."""
     mix: Mix = "standard"
-    """Of which mix the random programs are."""
+    """Mix of the random programs."""
 
     def program(self, number: int) -> tuple[Scenario, int]:
-        """The scenario, with this seed."""
+        """Return the scenario, with this seed."""
         if self.scenario is not None:
             return self.scenario, number
         from ._generate import MIXES
@@ -77,19 +84,19 @@ class Playing(Player):
 
 @attrs.frozen
 class Series(Player):
-    """Plays scenarios by their numbers, each with its own seed."""
+    """Player of scenarios by their numbers, each with its own seed."""
 
     system: str
     scenarios: tuple[Scenario, ...]
 
     def program(self, number: int) -> tuple[Scenario, int]:
-        """The scenario of this number."""
+        """Return the scenario of this number."""
         return self.scenarios[number], self.scenarios[number].seed
 
 
 @attrs.frozen
 class Exploring(Player):
-    """Plays a variant of a scenario by its number."""
+    """Player of a scenario's variants by their numbers."""
 
     scenario: Scenario
     seed: int
@@ -98,20 +105,20 @@ class Exploring(Player):
     system: str = ""
 
     def program(self, number: int) -> tuple[Scenario, int]:
-        """The variant of this number."""
+        """Return the variant of this number."""
         return variant(self.scenario, self.variants[number]), self.seed
 
 
 @attrs.frozen
 class Fuzzing(Player):
-    """Plays as much of the random program of each seed as a system can be put through."""
+    """Player of the part of each random program that a system supports."""
 
     system: str
     seams: tuple[Seam, ...]
     hooks: tuple[str, ...]
 
     def program(self, number: int) -> tuple[Scenario, int]:
-        """The program of a seed, as far as this system can be put through it."""
+        """Return the part of a seed's program that this system supports."""
         from ._generate import generate
 
         return adapted_to(generate(number), self.seams, self.hooks), number
@@ -121,7 +128,7 @@ class Fuzzing(Player):
 
 
 ATTRIBUTES: Final[tuple[Seam, ...]] = ("store_many", "close_now", "evict", "delete", "drain", "found", "hold")
-"""Seams that a system has as a method of that name."""
+"""Seams that are methods of a system, with the same name."""
 
 PROBE: Final = Scenario(
     name="which seams it uses",
@@ -132,33 +139,35 @@ PROBE: Final = Scenario(
         Step(at_ms=64, load=LoadStep(keys="a0.0, a0.1, b.0, nobody.0")),
     ],
 )
-"""Nothing special, and nothing goes wrong."""
+"""Scenario of the probe: ordinary steps, and no faults."""
 
 
 @attrs.frozen
 class Probe:
-    """What a system was seen to use."""
+    """Seams and hooks that a system was seen to use."""
 
     seams: tuple[Seam, ...]
     hooks: tuple[str, ...]
-    """In the order in which they were first called."""
+    """Names of hooks, in the order in which they were first called."""
     report: Report
 
     @property
     def lacking(self) -> tuple[Seam, ...]:
-        """The seams that it does not use."""
+        """Seams that it does not use."""
         return tuple([seam for seam in SEAMS if seam not in self.seams])
 
 
 def probe_of(report: Report) -> Probe:
-    """What a run of :class:`Probing` has seen."""
+    """Return the findings of a run of :class:`Probing`."""
     seams = tuple([seam for seam in SEAMS if f"seam {seam}" in report.reached])
     hooks = dict.fromkeys([moment.name for moment in report.moments if moment.kind == "hook"])
     return Probe(seams, tuple(hooks), report)
 
 
 def probe(system: str) -> Probe:
-    """Which seams a system uses. One that cannot even be opened is thought to have all: what runs it will say more.
+    """Find out which seams a system uses.
+
+    A system that cannot even be opened is assumed to have all: its later runs report the error.
 
     Raises:
         NoSuchSystem: there is none of this name.
@@ -170,7 +179,10 @@ def probe(system: str) -> Probe:
 
 @attrs.frozen
 class Probing(Series):
-    """Plays :data:`PROBE` with a system that is watched, as number 0, and behind it other scenarios."""
+    """Player of :data:`PROBE` as number 0, then of other scenarios.
+
+    The probe runs with an observed system.
+    """
 
     scenarios: tuple[Scenario, ...] = ()
 
@@ -191,7 +203,7 @@ class Probing(Series):
 
 
 class SeamObserver:
-    """A factory like another one, that notes which seams its systems use."""
+    """Factory that records which seams another factory's systems use."""
 
     def __init__(self, factory: Factory) -> None:
         self.seams: set[Seam] = set()

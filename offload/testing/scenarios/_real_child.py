@@ -1,13 +1,13 @@
-"""The process in which the pipelines of a real run live, where it may be killed: ``python -m`` this, FD, DIRECTORY.
+"""Child process with a real run's pipelines, which may be killed.
 
-It opens our pipelines over what is in the directory, does what the parent asks, and reports what happens, in msgpack messages
-over a socket pair (:class:`MessageSocket`). It knows nothing of faults but what they do to it: a signal, or a call within a
-hook.
+Run with ``python -m`` this module, FD, DIRECTORY. It opens our pipelines over the files of the directory, executes the
+parent's requests, and reports events, in msgpack messages over a socket pair (:class:`MessageSocket`). It knows faults
+only by their effects: a signal, or a call within a hook.
 
-Rule 1. Blocks are durable before they are acknowledged (``fsync``): what was reported as stored is found by the next process,
-        or missed; and is never wrong.
-Rule 2. At a hook at which a fault is planned it waits until the parent tells it to go on, and does meanwhile what must happen
-        within the hook.
+Rule 1. Blocks are durable before they are acknowledged (``fsync``): a block that was reported as stored is found by the
+        next process, or missed; and is never wrong.
+Rule 2. At a hook at which a fault is planned it waits until the parent sends ``go``, and meanwhile makes the calls that
+        must happen within the hook.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 class MessageSocket:
-    """One end. What is sent to an end that is gone raises ``OSError``; what is read from it, ``ConnectionResetError``."""
+    """One end of a socket pair for messages.
+
+    Sending to an end that is gone raises ``OSError``; reading from it, ``ConnectionResetError``.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -58,12 +61,15 @@ class MessageSocket:
         self._parked: trio.CancelScope | None = None
 
     def send(self, *message: object) -> None:
-        """Blocks for as long as the other side does not read: never for long, since it always does."""
+        """Send a message; block while the other side does not read.
+
+        That never takes long, since it always does.
+        """
         data = _encode(message)
         send_all(self._socket, len(data).to_bytes(_HEAD, "big") + data)
 
     def receive(self, seconds: float = _TIMEOUT) -> list[Any]:
-        """The next message; the whole thread waits for it.
+        """Return the next message; the whole thread waits for it.
 
         Raises:
             TimeoutError: there is none.
@@ -72,16 +78,16 @@ class MessageSocket:
             if not select.select([self._socket], [], [], seconds)[0]:
                 raise TimeoutError(f"no message within {seconds:g} s")
             self._fill()
-        self._wake()  # what else has been read, nothing will announce
+        self._wake()  # nothing will announce further messages that have been read
         return message
 
     def keep(self, message: list[Any]) -> None:
-        """Leave a message for the task that waits."""
+        """Keep a message for the task that waits."""
         self._later.append(message)
         self._wake()
 
     async def wait(self) -> list[Any]:
-        """The next message; this task waits for it."""
+        """Return the next message; this task waits for it."""
         while True:
             message = self._later.popleft() if self._later else self._next()
             if message is not None:
@@ -123,11 +129,11 @@ class MessageSocket:
 
 
 _AT_ONCE: Final = frozenset({"request_cancel", "close_now", "evict", "release", "holds"})
-"""What is done within a hook."""
+"""Requests that are executed within a hook."""
 
 
 class ChildWorld(RealWorld):
-    """The world as the pipelines see it: hooks are told to the other side."""
+    """World of the pipelines in the child; hooks go to the parent."""
 
     fsync = True
 
@@ -140,7 +146,7 @@ class ChildWorld(RealWorld):
         self._stops = frozenset(planned)
 
     def hook(self, name: str, label: str | Sequence[str], where: str = "") -> None:
-        """Tell it, and stand still where something is planted."""
+        """Report a hook, and stop if a fault is planted there."""
         super().hook(name, label, where)
         who = (label,) if isinstance(label, str) else tuple(label)
         stops = name in self._stops
@@ -155,7 +161,7 @@ class ChildWorld(RealWorld):
                 self.wire.keep(message)
 
     def look(self, request: Request) -> None:
-        """Tell of an end as soon as it is seen."""
+        """Report an end as soon as it is seen."""
         if request.outcome is None and request.ticket is not None and request.ticket.result is not None:
             request.outcome = outcome_of(request.ticket.result)
             self.wire.send("ended", request.label, attrs.asdict(request.outcome))
@@ -164,7 +170,7 @@ class ChildWorld(RealWorld):
 
 
 class _CommandLoop:
-    """Does what the parent asks for, one task for each question."""
+    """Executor of the parent's requests, one task for each question."""
 
     def __init__(self, world: ChildWorld, ours: RealPipelineSystem) -> None:
         self._world = world
@@ -191,7 +197,7 @@ class _CommandLoop:
                     nursery.start_soon(self._answer, nursery, *message)
 
     def at_once(self, message: list[Any]) -> None:
-        """Do what must be done at once, within a hook."""
+        """Execute a request at once, within a hook."""
         what, *args = message
         world, ours = self._world, self._system
         if what == "request_cancel":
@@ -285,7 +291,10 @@ async def _main(world: ChildWorld) -> None:
 
 
 def run(wire: MessageSocket, directory: str) -> None:
-    """Run the real systems of a scenario in a child process. The first message has scenario, seed, hooks and pace."""
+    """Run the real systems of a scenario in a child process.
+
+    The first message has scenario, seed, hooks and pace.
+    """
     try:
         text, seed, planned, pace = wire.receive()
     except ConnectionResetError:  # the parent is gone

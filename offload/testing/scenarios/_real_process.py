@@ -1,11 +1,13 @@
-"""Our pipelines in a process of their own, as a system under test: a peer's death is ``kill -9``, a stall ``SIGSTOP``.
+"""Our pipelines in a separate process, as a system under test.
+
+A peer's death is ``kill -9``, a stall is ``SIGSTOP``.
 
     this process                      the child (`_real_child`)
     users, faults, oracle  <------->  pipelines over memory and files
 
-Rule 1. What was under way when the child died has failed, whether or not it had reached the disk: its keys may be found. What
-        was acknowledged must be found again where it lies in files, and is gone where it lay in memory.
-Rule 2. Whatever is asked while it is dead fails. When its time is over, another child takes over the directory; who asks
+Rule 1. Containers in progress when the child died have failed, whether or not they had reached the disk: their keys may
+        be found. Acknowledged blocks must be found again if they are in files, and are gone if they were in memory.
+Rule 2. Every request fails while it is dead. When its time is over, another child takes over the directory; a request
         meanwhile waits for it.
 Rule 3. No child outlives the run.
 """
@@ -47,9 +49,10 @@ _ANYWHERE: Final = frozenset({"cancel", "abandon", "cancel_waiter", "cancel_host
 
 
 def needs_process(scenario: Scenario) -> bool:
-    """Whether a scenario's faults are signals: a peer that dies, and nothing that must be done to copies from inside.
+    """Return whether a scenario needs pipelines in a process of their own.
 
-    Where there is a page store, that is the peer: its server is a process already.
+    Its faults are signals: a peer that dies, and nothing that must be done to copies from inside. A page store is the
+    peer itself: its server is a process already.
     """
     if any(spec.kind == "maru" for spec in scenario.tier.values()):
         return False
@@ -58,7 +61,7 @@ def needs_process(scenario: Scenario) -> bool:
 
 
 class PeerDied(ConnectionResetError):
-    """The process that the pipelines live in is dead."""
+    """The process of the pipelines is dead."""
 
 
 # --- the child ----------------------------------------------------------------------------------------------------
@@ -74,7 +77,10 @@ class _PendingCall:
 
 
 class ChildProcess:
-    """One process, from its start to its end. It is there when this is."""
+    """One child process, from its start to its end.
+
+    The process is ready once this object is made.
+    """
 
     def __init__(self, world: RealWorld) -> None:
         scenario = msgspec.structs.replace(world.scenario, fault=[], expect=[])
@@ -102,19 +108,19 @@ class ChildProcess:
             raise
 
     def go_on(self) -> None:
-        """It stood still, and does not any more."""
+        """Resume the stopped process (SIGCONT)."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it, unless it has ended, and wait for its end. Idempotent."""
+        """Kill the process unless it has ended, and reap it. Idempotent."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
 
 class _RemotePipelines:
-    """The pipelines of the child, as a system under test in this process."""
+    """Pipelines of the child, as a system under test in this process."""
 
     def __init__(self, world: RealWorld, nursery: trio.Nursery, stack: ExitStack) -> None:
         self._world = world
@@ -134,7 +140,7 @@ class _RemotePipelines:
     def __repr__(self) -> str:
         return "<our pipelines in another process>"
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------------------
 
     def begin(self, child: ChildProcess) -> None:
         """Use this child from now on."""
@@ -144,7 +150,7 @@ class _RemotePipelines:
         self._up.set()
 
     async def stop(self) -> None:
-        """Have it end by itself; and end it, where it does not."""
+        """Ask the child to end, and kill it if it does not."""
         self._closing = True
         child = self._child
         if child is None:
@@ -160,7 +166,7 @@ class _RemotePipelines:
             child.end()
 
     def _signal(self, window: FaultWindow) -> None:
-        """A fault of the scenario, as a signal."""
+        """Apply a fault of the scenario as a signal."""
         child = self._child
         if child is None or self._dead:
             return
@@ -217,7 +223,7 @@ class _RemotePipelines:
             name, who, where, stops = args
             world.hook(name, who, where)
             if stops:
-                with contextlib.suppress(OSError):  # what was planted may have killed it
+                with contextlib.suppress(OSError):  # a fault at the hook may have killed it
                     child.wire.send("go")
         elif what == "ended":
             label, outcome = args
@@ -239,16 +245,16 @@ class _RemotePipelines:
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def tell(self, *message: object) -> None:
-        """Without an answer. The dead do not hear it."""
+        """Send a message without an answer; a dead child is skipped."""
         if self._child is not None and not self._dead:
             with contextlib.suppress(OSError):
                 self._child.wire.send(*message)
 
     async def ask(self, what: str, *args: object) -> Any:
-        """With an answer.
+        """Send a question, and wait for its answer.
 
         Raises:
-            PeerDied: it is dead, or dies meanwhile.
+            PeerDied: the child is dead, or dies meanwhile.
         """
         asked = self._ask(what, *args) if self._up.is_set() else await self._ask_later(what, *args)
         await asked.event.wait()
@@ -257,7 +263,7 @@ class _RemotePipelines:
         return asked.answer
 
     async def _ask_later(self, what: str, *args: object) -> _PendingCall:
-        """Ask once the child has started; while it is dead, raise."""
+        """Ask once the child has started; raise while it is dead."""
         if any(model.window("peer_death") is not None for model in self._world.real.values()):
             raise PeerDied("the process of the pipelines is dead")
         await self._up.wait()
@@ -270,7 +276,10 @@ class _RemotePipelines:
         return asked
 
     def _ask_now(self, what: str, *args: object) -> Any:
-        """The whole thread waits, and hears what else there is to hear meanwhile."""
+        """Ask, and block the whole thread until the answer.
+
+        Other messages are handled meanwhile.
+        """
         child = self._child
         if child is None or self._dead or self._over.is_set():
             return None
@@ -282,7 +291,10 @@ class _RemotePipelines:
     # -- the contract --------------------------------------------------------------------------------------------------
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
-        """Take in a container. One that the child was asked to take, and died, has failed."""
+        """Store a container.
+
+        If the child dies during the request, the container has failed.
+        """
         ticket = self._tickets[label] = _Ticket(self, label, keys)
         try:
             await self.ask("store", label, after is not None)
@@ -304,7 +316,7 @@ class _RemotePipelines:
         self.tell("holds", label, broken)
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """From the destination of the first pipeline."""
+        """Load from the destination of the first pipeline."""
         return await self.load_from(first_destination(self._world.scenario), keys)
 
     async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
@@ -316,7 +328,7 @@ class _RemotePipelines:
         await self.ask("delete", tier, list(keys))
 
     async def drain(self, pipeline: str) -> None:
-        """Wait until everything that is inside has settled, or is dead."""
+        """Wait until everything inside has settled, or is dead."""
         with contextlib.suppress(PeerDied):
             await self.ask("drain", pipeline)
 
@@ -329,15 +341,15 @@ class _RemotePipelines:
         self.tell("evict", tier, list(keys), again)
 
     def release(self, pipeline: str) -> None:
-        """Release what is in quarantine."""
+        """Release all quarantined entries."""
         self.tell("release", pipeline)
 
     def audit(self) -> Mapping[str, int]:
-        """What is held. The dead hold nothing."""
+        """Return the resources that are still held; a dead child holds none."""
         return self._ask_now("audit") or {}
 
     async def audit_later(self) -> Mapping[str, int]:
-        """The same, for who need not have it at once."""
+        """Return the audit without blocking the trio thread."""
         try:
             held: Mapping[str, int] = await self.ask("audit")
         except PeerDied:
@@ -345,11 +357,11 @@ class _RemotePipelines:
         return held
 
     async def ready(self) -> None:
-        """Return once it is alive."""
+        """Wait until the child is alive."""
         await self._up.wait()
 
     def found(self, tier: str) -> Sequence[Key]:
-        """The keys that can be found in a tier."""
+        """Return the keys that can be found in a tier."""
         return self._ask_now("found", tier) or []
 
 
@@ -364,37 +376,43 @@ class _Ticket:
         self._ended = trio.Event()
 
     def end(self, outcome: Outcome) -> None:
-        """It has ended so, unless it has ended before."""
+        """End it with this outcome, unless it has ended before."""
         if self.result is None:
             self.result = outcome
             self._ended.set()
 
     def die(self, world: RealWorld) -> None:
-        """Its process has died: it has failed, and what of it is on the disk is unknown."""
+        """End it as failed, since its process has died.
+
+        The state of its blocks on the disk is unknown.
+        """
         if self.result is None:
             world.died[self.label] = None
             model = world.real[world.pipelines[world.requests[self.label].pipeline].to]
             for key in self.keys:
                 model.arrived[key] = model.arrived.get(key, 0) + 1
-            # In the words of a pipeline whose tier died: what is expected of it is the same in virtual time.
+            # The errors are those of a pipeline whose tier died, so that expectations are the same in virtual time.
             self.end(Outcome("FAILED", failed=dict.fromkeys(self.keys, "PeerDied"), error="TransferFailed"))
             request = world.requests[self.label]
             if request.ticket is self:
                 world.look(request)
 
     async def wait(self) -> object:
-        """Return once it is terminal."""
+        """Wait until it is terminal."""
         await self._ended.wait()
         return self.result
 
     async def cancel(self) -> object:
-        """Ask for its cancel, and return once it is confirmed: by its end, if its process dies."""
+        """Request its cancel, and return once it is confirmed.
+
+        If its process dies, its end is the confirmation.
+        """
         with contextlib.suppress(PeerDied):
             await self._far.ask("cancel", self.label)
         return await self.wait()
 
     def request_cancel(self) -> None:
-        """Ask for its cancel."""
+        """Request its cancel."""
         self._far.tell("request_cancel", self.label)
 
 
@@ -405,18 +423,20 @@ def _outcome(said: Mapping[str, Any]) -> Outcome:
 def _error(name: str, text: str) -> Exception:
     if name == "Refused":
         return Refused(text)
-    # Of its own class, by name: what a report says of an end is the name.
+    # An error of its own class, by name: reports of an end contain the name.
     base = OSError if name.endswith("Error") else RuntimeError
     error: Exception = type(name, (base,), {})(text)
     return error
 
 
 def in_process(world: RealWorld, stack: ExitStack) -> Factory:
-    """Our pipelines in a process of their own, which is started now: a scenario's time begins when it is there.
+    """Start our pipelines in a separate process; return their factory.
+
+    The process starts now: a scenario's time begins when it is ready.
 
     Args:
-        world: of the run.
-        stack: by whose end every child is dead.
+        world: world of the run.
+        stack: stack whose end kills every child.
     """
     child = ChildProcess(world)
     stack.callback(child.end)

@@ -1,10 +1,10 @@
-"""A scenario for real: memory, files, copy threads, processes, and the clock on the wall.
+"""Real run of a scenario: memory, files, copy threads, processes, real time.
 
-A virtual millisecond is a millisecond of the wall here, and the same files are played. What the harness plants is the real
-thing where there is one: see the tables in `_real_tiers`, in `_page_store` and in docs/how-to/run-scenarios-for-real.md. The
-oracle is the same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on
-virtual ties (`_expectations`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same
-next time.
+A virtual millisecond is a real millisecond here, and the same files are played. The harness plants the real fault if
+there is one: see the tables in `_real_tiers`, in `_page_store` and in docs/how-to/run-scenarios-for-real.md. The oracle
+is the same: the invariants at rest, every load compared byte for byte, and all expectations that do not depend on
+virtual ties (`_expectations`). ``Report.notes`` lists the checks that were skipped. A trace holds the events of this
+run, and differs the next time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ from ._trace import Report
 from ._virtual_tier import TierModel, VirtualTier
 
 GRACE_MS = 60_000
-"""How long a run may go on behind the last time in a scenario without ``limit_ms``, and the longest wait that its pipelines
-allow: an hour is for virtual time."""
+"""Extra time of a run without ``limit_ms``, in virtual milliseconds.
+
+It comes after the last time in the scenario and the longest wait of its pipelines: the default of an hour is for
+virtual time.
+"""
 
 
 def play_real(
@@ -111,7 +114,7 @@ def play_real(
                     raise
                 world.note_crash(error)
             world.over.set()
-    world.scenario = msgspec.structs.replace(scenario, expect=[])  # those are judged here
+    world.scenario = msgspec.structs.replace(scenario, expect=[])  # they are judged below
     report = attrs.evolve(report_of(world, rest), scenario=scenario)
     met_full = [
         request.label
@@ -128,10 +131,10 @@ def play_real(
 
 
 def check_real(scenario: Scenario, *, ours: bool = True) -> None:
-    """Insist that a scenario can be played for real.
+    """Check that a scenario can be played for real.
 
     Raises:
-        ScenarioError: it has what only virtual time has.
+        ScenarioError: it has parts that only virtual time supports.
     """
     problems = list(_problems(scenario, ours))
     if problems:
@@ -175,11 +178,14 @@ class RealPipelineSystem(PipelineSystem):
     """Our pipelines over memory and files."""
 
     def open(self) -> AbstractAsyncContextManager[PipelineSystem]:
-        """Open all of its pipelines."""
+        """Open all pipelines."""
         return running_pipelines(self)
 
     def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
-        """A page store is asked what it has, which takes a while: by the filter that an engine has for that."""
+        """Return the policies of a pipeline.
+
+        A page store takes a while to report its keys, so it gets the presence filter of engines.
+        """
         made = super().policies_of(pipeline)
         spec = self.world.pipelines[pipeline]
         for i, policy in enumerate(spec.policies):
@@ -190,7 +196,7 @@ class RealPipelineSystem(PipelineSystem):
 
     def _tier(self, model: TierModel) -> VirtualTier:
         real, world = cast(RealTierModel, model), cast("RealWorld", self.world)
-        asked = world.scenario.engine is not None  # and not only copied into
+        asked = world.scenario.engine is not None  # an engine asks its tiers, and does not only copy into them
         tier: RealMemory | RealFile | PageStoreTier
         if isinstance(real, PageStoreModel):
             tier = PageStoreTier(real, world)
@@ -202,7 +208,10 @@ class RealPipelineSystem(PipelineSystem):
 
 
 async def _live(world: RealWorld, factory: Factory, clock: WallClock) -> FinalState:
-    """The run. An interrupt comes here, so that no timeout is waited for that is measured in the scenario's time."""
+    """Run the scenario.
+
+    An interrupt arrives here, so that no timeout measured in the scenario's time delays it.
+    """
     rests: list[FinalState] = []
 
     async def play(over: trio.Event) -> None:
@@ -237,7 +246,10 @@ def _system_for(world: RealWorld, factory: Factory | None, stack: contextlib.Exi
 
 
 def _ours_with(stack: contextlib.ExitStack) -> Factory:
-    """Opens them; their tiers are closed with the stack: the ledger looks into them when all is over."""
+    """Return a factory whose tiers are closed with the stack.
+
+    The ledger inspects them after everything is over.
+    """
 
     @asynccontextmanager
     async def open_real(world: World) -> AsyncIterator[System]:

@@ -1,7 +1,7 @@
-"""The memory and file tiers of a real run, with faults that come from outside of them.
+"""Memory and file tiers of a real run, with faults from outside.
 
-Nothing in the tiers is replaced. A copy reads from a :class:`GatedSource`: it has no views, so the tier asks it in its copy
-thread to copy out, and there the thread waits at the *gate* until the time has passed that the scenario gives the tier at least
+Nothing in the tiers is replaced. A copy reads from a :class:`GatedSource`: it has no views, so the tier asks it in its
+copy thread to copy out, and there the thread waits at the *gate* until the scenario's minimum duration has passed
 (``latency_ms``, ``bytes_per_ms``); a stall and a delay keep it there longer. Then it copies, as long as that takes.
 
 | fault | here |
@@ -11,8 +11,8 @@ thread to copy out, and there the thread waits at the *gate* until the time has 
 | torn | the file of the block is truncated behind the tier's back, and the copy raises |
 | flip | a bit of the file, or of the memory |
 | full | of a file tier: its disk is full, to the last byte; of a memory tier: no room is granted |
-| unproven, drop, duplicate, reorder | the copy is made; its end is reported as told |
-| peer_death | of the child process that the pipelines live in; elsewhere whatever is asked of the tier raises |
+| unproven, drop, duplicate, reorder | the copy is made; its end is reported as the fault has it |
+| peer_death | of the child process that the pipelines live in; elsewhere every request to the tier raises |
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ T = TypeVar("T")
 
 
 class WallClock(trio.abc.Clock):
-    """The clock on the wall, from 0: 1/1024 s of trio's time, a virtual millisecond, is ``pace`` milliseconds of it."""
+    """Real time from 0 as trio's clock.
+
+    1/1024 s of trio's time, a virtual millisecond, is ``pace`` real milliseconds.
+    """
 
     def __init__(self, pace: float = 1.0) -> None:
         self.pace = pace
@@ -64,21 +67,27 @@ class WallClock(trio.abc.Clock):
         self._began = perf_counter()
 
     def start_clock(self) -> None:
-        """It starts now; again, where it was started before."""
+        """Start the clock, or restart it."""
         self._began = perf_counter()
 
     def hurry(self) -> None:
-        """From now on it goes 20 times as fast as the wall's, at whatever pace it went: what is left is to end."""
+        """Run 20 times as fast as real time from now on.
+
+        The earlier pace does not matter: the rest of the run is to end.
+        """
         now = self.current_time()
         self._scale = TICK * 1_000 * 20
         self._began = perf_counter() - now / self._scale
 
     def current_time(self) -> float:
-        """Seconds of virtual time since the start. May be called in any thread."""
+        """Return the seconds of virtual time since the start.
+
+        It may be called in any thread.
+        """
         return (perf_counter() - self._began) * self._scale
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Seconds of the wall."""
+        """Return the real seconds until a deadline."""
         return (deadline - self.current_time()) / self._scale
 
 
@@ -88,17 +97,17 @@ class RealTierModel(TierModel):
 
     clock: WallClock = attrs.field(factory=WallClock, kw_only=True)
     over: threading.Event = attrs.field(factory=threading.Event, kw_only=True)
-    """Set when the run is over: no copy waits at the gate any more."""
+    """Event set when the run is over: no copy waits any more."""
     released: trio.Event = attrs.field(factory=trio.Event, kw_only=True)
-    """The same for those who wait on the trio thread."""
+    """Event set when the run is over, on the trio thread."""
     disk: SmallDisk | None = attrs.field(default=None, kw_only=True)
-    """Where it is made of files, and may have to be full."""
+    """Disk of a tier of files that may have to be full."""
     signal: Callable[[FaultWindow], None] | None = attrs.field(default=None, kw_only=True)
-    """Where it lives in a process of its own: does to that what it meets."""
+    """Function that applies a window to the tier's own process, if any."""
     later: Callable[[float, Callable[[], object]], None] = attrs.field(default=lambda at, call: None, kw_only=True)
-    """Has a function called at a time."""
+    """Function that calls another function at a time."""
     without_room: dict[Key, None] = attrs.field(factory=dict, kw_only=True)
-    """Blocks that the full disk had no room for."""
+    """Blocks for which the full disk had no room."""
     _unannounced: dict[Copy, FaultWindow] = attrs.field(factory=dict, kw_only=True)
     _lost: dict[Copy, Sequence[Key]] = attrs.field(factory=dict, kw_only=True)
 
@@ -118,7 +127,7 @@ class RealTierModel(TierModel):
     # -- on the trio thread --------------------------------------------------------------------------------------------
 
     def open_window(self, window: FaultWindow) -> None:
-        """From now on it is so, for a while."""
+        """Begin a fault that lasts."""
         super().open_window(window)
         if self.signal is not None:
             self.signal(window)
@@ -131,16 +140,19 @@ class RealTierModel(TierModel):
             self.disk.empty()
 
     def end_faults(self) -> None:
-        """Nothing goes wrong here any more."""
+        """End all faults of this tier."""
         super().end_faults()
         self._empty()
 
     def withheld(self) -> FaultWindow | None:
-        """A full disk withholds no room: only the one who writes meets it."""
+        """Return the window that withholds room; none for a disk.
+
+        A full disk withholds no room: only the writer meets it.
+        """
         return None if self.disk is not None else super().withheld()
 
     def met_no_room(self, copy: Copy, keys: Sequence[Key]) -> None:
-        """The disk had no room for these."""
+        """Record that the disk had no room for these blocks."""
         window: FaultWindow | None = copy.met.get("full") or self.window("full")
         if window is not None:
             window.entry.fired = True
@@ -149,7 +161,10 @@ class RealTierModel(TierModel):
         self._lost[copy] = keys
 
     def flips(self, key: Key) -> TraceEntry | None:
-        """Whether a bit of this block is to be flipped as soon as it has arrived, and on whose account."""
+        """Return the trace entry of a flip due for this block.
+
+        ``None`` if there is none. The bit is flipped as soon as the block has arrived.
+        """
         entry = self.flip_on_arrival.pop(key, None)
         if entry is not None:
             entry.fired = True
@@ -159,13 +174,16 @@ class RealTierModel(TierModel):
     async def run_copy(
         self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
     ) -> T:
-        """Run one copy into this tier: ``move`` makes it, past the gate, and what it has met decides how its end is told."""
+        """Run one copy into this tier.
+
+        ``move`` makes it, past the gate, and the windows it has met decide how its end is reported.
+        """
 
         async def really(copy: Copy) -> T:
             answer = await move(copy)
             met = copy.met
             try:
-                self._raise_failure(copy)  # what came when the last byte had been written
+                self._raise_failure(copy)  # faults after the last byte was written
             except OSError:
                 self.end_unknown(copy)
                 raise
@@ -178,7 +196,7 @@ class RealTierModel(TierModel):
                 raise Unknown(f"nobody was told how a copy into {self.name} ended")
             if "reorder" in met:
                 await self._hold_back(copy)
-            for key in self._lost.pop(copy, ()):  # what is counted as arrived next, has not
+            for key in self._lost.pop(copy, ()):  # counted as arrived below, but it has not
                 self.arrived[key] = self.arrived.get(key, 0) - 1
                 self.copied -= 1
             return answer
@@ -186,12 +204,12 @@ class RealTierModel(TierModel):
         return await super().run_copy(keys, really, who)
 
     def end_unknown(self, copy: Copy) -> None:
-        """Note that what a copy wrote may be there, though its end is unknown."""
+        """Record that a copy's blocks may be stored, with unknown end."""
         for key in copy.keys:
             self.arrived[key] = self.arrived.get(key, 0) + 1
 
     async def _wait_until_over(self, copy: Copy) -> None:
-        # Its time passes in the copy thread. What was dropped is copied all the same, and never told of.
+        # Its time passes in the copy thread. A dropped copy is made all the same, and never announced.
         window = copy.met.pop("drop", None)
         if window is not None:
             self._unannounced[copy] = window
@@ -208,26 +226,29 @@ class RealTierModel(TierModel):
 
 
 class GatedSource:
-    """What one copy reads from, past the gate."""
+    """Source of one copy, past the gate."""
 
     def __init__(self, source: Source, model: RealTierModel, copy: Copy) -> None:
         self._source = source
         self._place = model
         self.copy = copy
         self.obstacles: Sequence[str] = ()
-        """Directories that the copy thread puts in the way of files, since these are to fail."""
+        """Directories created in place of files, to make these fail.
+
+        The copy thread creates them.
+        """
 
     @property
     def block_bytes(self) -> int:
-        """Of the source."""
+        """Size of the source's blocks, in bytes."""
         return self._source.block_bytes
 
     def views(self, refs: Sequence[int]) -> None:
-        """None: so that the copy thread asks for the bytes."""
+        """Return none, so that the copy thread asks for the bytes."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """In the copy thread: stand at the gate, then copy."""
+        """Wait at the gate, then copy, in the copy thread."""
         self._place.gate(self.copy)
         for path in self.obstacles:
             os.makedirs(path, exist_ok=True)
@@ -238,13 +259,13 @@ class GatedSource:
 
 
 class _Reservation(PooledReservation):
-    """Room in a real tier: its transfer is one of the world's copies."""
+    """Room in a real tier; its transfer is a world's copy."""
 
     __slots__ = ()
     _tier: _FaultyTier
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """What the real one does, past the gate."""
+        """Transfer like a real reservation, past the gate."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
         tier.copying += 1
@@ -262,7 +283,10 @@ class _Reservation(PooledReservation):
 
 
 class _FaultyTier(PooledTier[Any]):
-    """What both tiers have in common; has the attributes of a fake one, for the ledger."""
+    """Common part of both tiers, with the attributes of a fake tier.
+
+    The ledger reads those.
+    """
 
     model: RealTierModel
     name: str
@@ -310,7 +334,7 @@ class _FaultyTier(PooledTier[Any]):
         self.model.check_peer()
 
     def _harmed(self, copy: Copy, keys: Sequence[Key], failures: Mapping[int, Exception]) -> dict[int, Exception]:
-        """What fails, beside what has failed by itself."""
+        """Return all failures: those of the copy itself and of the faults."""
         failures, failing = dict(failures), copy.failing()
         for at, key in enumerate(keys):
             if key in failing:
@@ -322,7 +346,7 @@ class _FaultyTier(PooledTier[Any]):
 
 
 class RealMemory(_FaultyTier, MemoryTier):
-    """Host memory."""
+    """Host memory as a tier."""
 
     inline_bytes = -1  # every copy in a copy thread
 
@@ -358,7 +382,7 @@ class RealMemory(_FaultyTier, MemoryTier):
         raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load, after the time that the model gives it."""
+        """Load blocks, after the time that the model requires."""
         await self._before_load(len(lease.keys))
         return await super().load(lease, destination)
 
@@ -368,7 +392,7 @@ class RealMemory(_FaultyTier, MemoryTier):
             self.put(key, payload_of(key, self.block_bytes))
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit of each of these that is there; of none named: of all."""
+        """Flip a bit of each of these stored blocks; empty means all."""
         there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
         pages = self._storage.pages(self.pool.slots(there))
         assert pages is not None
@@ -379,7 +403,7 @@ class RealMemory(_FaultyTier, MemoryTier):
 
 
 class RealFile(_FaultyTier, FileTier):
-    """Files of a directory."""
+    """Files of a directory as a tier."""
 
     def __init__(self, model: RealTierModel, directory: str, *, fsync: bool = False) -> None:
         spec = model.spec
@@ -397,7 +421,7 @@ class RealFile(_FaultyTier, FileTier):
         self._begin(model)
 
     def path_of(self, key: Key, slot: int) -> str:
-        """The path of a block's file."""
+        """Return the path of a block's file."""
         return f"{self.directory}/{name_of(key, slot)}"
 
     async def write(
@@ -427,7 +451,7 @@ class RealFile(_FaultyTier, FileTier):
         raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load, after the time that the model gives it."""
+        """Load blocks, after the time that the model requires."""
         await self._before_load(len(lease.keys))
         return await super().load(lease, destination)
 
@@ -447,7 +471,7 @@ class RealFile(_FaultyTier, FileTier):
         self._see(self.block_bytes)
 
     def get(self, key: Key) -> bytes | None:
-        """The bytes of a block, now; ``None`` where it is not what was stored."""
+        """Return the current bytes of a block; ``None`` if they are wrong."""
         slots = self.pool.slots((key,))
         pages = new_pages(1, self.block_bytes)
         try:
@@ -457,7 +481,7 @@ class RealFile(_FaultyTier, FileTier):
         return bytes(pages[0])
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit in the file of each of these that is there; of none named: of all."""
+        """Flip a bit in the files of these blocks; empty means all."""
         there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
         for key, slot in zip(there, self.pool.slots(there), strict=True):
             fd = os.open(self.path_of(key, slot), os.O_RDWR | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
-"""The world of a real run: the same seams, the same faults, but threads, files and the clock on the wall.
+"""World of a real run: the same seams and faults, with threads.
 
-Rule 1. Times of the scenario are minimal distances. Being slow is no violation: what depends on how long something takes
-        is not judged (`_expectations`), as if the clock jumped ahead all the time.
-Rule 2. Whatever waits at a gate leaves it when the run is over: no thread of a copy outlives it.
+Rule 1. Times of the scenario are minimal distances. Being slow is no violation: expectations that depend on durations
+        are not judged (`_expectations`), as if the clock jumped ahead all the time.
+Rule 2. Every thread that waits at a gate leaves it when the run is over: no thread of a copy outlives it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ._world import VirtualWorld
 
 _UNSHIELDED_AFTER: Final = 45.0
 _REST: Final = 1.0
-"""Seconds that a system of several threads is given to come to rest."""
+"""Seconds that a system of several threads has to come to rest."""
 _POLL: Final = 0.002
 
 
 class RealWorld(VirtualWorld):
-    """The world of one real run.
+    """World of one real run.
 
     Args:
-        scenario: what is played.
-        seed: of its choices. The order of threads has none.
-        clock: on the wall.
-        workdir: where files go; an empty directory.
+        scenario: scenario to play.
+        seed: seed of its choices. The order of threads has none.
+        clock: clock of real time.
+        workdir: directory for files; it is empty.
     """
 
     slow = True
@@ -58,11 +58,11 @@ class RealWorld(VirtualWorld):
         self.workdir = workdir
         self._wall = clock
         self.over: threading.Event = threading.Event()
-        """Set when the run is over: no thread waits for anything any more."""
+        """Event set when the run is over: no thread waits any more."""
         self.died: dict[str, None] = {}
-        """Containers that were under way in a process when it was killed."""
+        """Containers in progress in a process when it was killed."""
         self.notes: dict[str, None] = {}
-        """What a reader of the report must know."""
+        """Remarks for a reader of the report."""
         self.jumps.append((0.0, math.inf))  # rule 1
         self.real: dict[str, RealTierModel] = {}
         self._stores: list[PageStore] = []
@@ -120,14 +120,17 @@ class RealWorld(VirtualWorld):
                 model.disk = None
 
     def directory_of(self, tier: str) -> str:
-        """Where the files of a tier are."""
+        """Return the directory of a tier's files."""
         disk = self.real[tier].disk
         return disk.path if disk is not None else os.path.join(self.workdir, tier)
 
     # -- the seams -----------------------------------------------------------------------------------------------------
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks, in a copy thread: into memory and back, or into files and back."""
+        """Write blocks in a copy thread, and read them back.
+
+        Into memory, or into files.
+        """
         model = self.real[tier]
         for key, block in zip(keys, data, strict=True):
             if bytes(block) != self.payload(key, tier):
@@ -184,13 +187,16 @@ class RealWorld(VirtualWorld):
         return arrived
 
     def opened(self) -> None:
-        """The system is open: the scenario's time begins now, and not while it was being opened."""
+        """Begin the scenario's time, now that the system is open."""
         self._wall.start_clock()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def give_up(self, rule: str, text: str) -> None:
-        """It does not end by itself: open all gates and cancel it, and, when it drains for too long, mind no shield."""
+        """Give up a run that does not end by itself.
+
+        Open all gates and cancel the system; if it drains for too long, ignore its shields.
+        """
         super().give_up(rule, text)
         self.over.set()
         for model in self.real.values():
@@ -202,7 +208,7 @@ class RealWorld(VirtualWorld):
         unshield()
 
     async def quiet(self) -> None:
-        """Return once the system holds nothing, or has had the time to let go."""
+        """Wait until the system holds nothing, or for a limited time."""
         ready = getattr(self.system, "ready", None)
         if ready is not None:
             await ready()
@@ -216,11 +222,11 @@ class RealWorld(VirtualWorld):
                 await trio.sleep(_POLL)
 
     def jump(self, seconds: float) -> None:
-        """Raise: the wall clock cannot jump."""
+        """Raise: real time cannot jump."""
         raise AssertionError("a scenario with a fault of the clock is not played for real")
 
     def at(self, time: float, call: Callable[[], object]) -> None:
-        """Have this called at a time."""
+        """Call a function at a time."""
         self.background.start_soon(self._later, time, call)
 
 
@@ -230,7 +236,7 @@ class RealWorld(VirtualWorld):
 _PAGE: Final = 4096
 _HELPER_TIME: Final = 20.0
 
-# Runs in a process of its own, and imports nothing of ours: it is there for some ten milliseconds.
+# Runs in a process of its own, and imports nothing of ours: it lives for some ten milliseconds.
 _HELPER: Final = """
 import ctypes, os, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -254,7 +260,7 @@ socket.send_fds(socket.socket(fileno=channel), [b"x"], [root])
 
 
 class NoDisk(OSError):
-    """No file system of its own can be had here; the text says why."""
+    """Missing file system of its own; the text is the reason."""
 
 
 class SmallDisk:
@@ -273,11 +279,11 @@ class SmallDisk:
 
     @property
     def path(self) -> str:
-        """Where it is, for this process."""
+        """Path of the root, for this process."""
         return f"/proc/self/fd/{self._root}"
 
     def fill(self) -> None:
-        """Take all that is free: from now on, who writes meets ``ENOSPC``."""
+        """Take all free space: from now on, writers meet ``ENOSPC``."""
         self._full = True
         fd = os.open("ballast", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._root)
         try:
@@ -288,13 +294,13 @@ class SmallDisk:
             os.close(fd)
 
     def empty(self) -> None:
-        """Free what :meth:`fill` took."""
+        """Free the space that :meth:`fill` took."""
         if self._full:
             self._full = False
             os.unlink("ballast", dir_fd=self._root)
 
     def close(self) -> None:
-        """Let go of it; it is gone once no file of it is open. Idempotent."""
+        """Release the disk; it goes once no file is open. Idempotent."""
         root, self._root = self._root, -1
         if root >= 0:
             os.close(root)
@@ -305,7 +311,9 @@ class SmallDisk:
 
 
 def disk_for(blocks: int, block_bytes: int) -> SmallDisk:
-    """A disk on which so many blocks fit as files, each with its header, and twice over: what is removed goes later.
+    """Return a disk with room for so many blocks as files, twice.
+
+    Each file has a header; twice, since removed files are freed later.
 
     Raises:
         NoDisk: it cannot be made here.
@@ -315,7 +323,7 @@ def disk_for(blocks: int, block_bytes: int) -> SmallDisk:
 
 
 def _mounted(nbytes: int) -> int:
-    """The root of a new tmpfs."""
+    """Return the root of a new tmpfs."""
     ours, theirs = socket.socketpair()
     with ours, tempfile.TemporaryDirectory() as directory:
         with theirs:

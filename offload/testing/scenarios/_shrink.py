@@ -1,14 +1,18 @@
-"""A program that goes wrong, made small: as few steps and faults as show the same violation. Delta debugging.
+"""Shrinking of a failing program: few steps and faults, same violation.
 
-Rule 1. Chance goes first: what happened perhaps is said to happen, and an ordinal ("the third pre_claim") becomes a visit of a
-        container ("the first pre_claim of a2"). Otherwise each step that is taken away would move all faults.
-Rule 2. In chunks, then one by one, then what is left is simplified, and again from the start until nothing gives way.
-Rule 3. A candidate counts when a rule that was broken is broken (:func:`same_violation`), however else it went.
-Rule 4. Time is bounded. What is best then is the answer.
+The method is delta debugging.
 
-What may be shorter or simpler is found in the table of fields (:mod:`_fields`): every list, every list of names, every field
-that is not its default, every number. Only what hangs together is said here: containers and their keys, pipelines and their
-steps, times. A candidate need not be careful: whether it still shows the violation is found out by a run.
+Rule 1. Chance goes first: an event that happened with some probability becomes certain, and an ordinal ("the third
+        pre_claim") becomes a visit of a container ("the first pre_claim of a2"). Otherwise each removed step would move
+        all faults.
+Rule 2. In chunks, then one by one, then the rest is simplified, and again from the start until nothing gives way.
+Rule 3. A candidate counts if a rule that was broken is broken again (:func:`same_violation`), even if the rest of the
+        run differs.
+Rule 4. Time is bounded. The best program by then is the result.
+
+Candidates for shorter or simpler parts come from the table of fields (:mod:`_fields`): every list, every list of names,
+every field that is not its default, every number. This module only adds the dependent parts: containers and their keys,
+pipelines and their steps, times. A candidate need not be careful: a run finds out whether it still shows the violation.
 """
 
 from __future__ import annotations
@@ -30,19 +34,22 @@ from ._program import Expect, Fault, LoadStep, Part, PipelineSpec, Scenario, Sce
 from ._trace import Report, Violation, same_violation
 
 Play: TypeAlias = Callable[[Scenario, int], Report]
-"""Runs a program with a seed."""
+"""Function that runs a program with a seed."""
 
 BUDGET: Final = 20.0
-"""Real seconds for shrinking; a program of the fuzz takes one or two."""
+"""Time limit for shrinking, in real seconds.
+
+A program of the fuzz takes one or two.
+"""
 
 
 class NotBroken(ValueError):
-    """There is nothing to shrink: with this seed the program goes well."""
+    """A program without a violation for this seed: nothing to shrink."""
 
 
 @attrs.frozen
 class Progress:
-    """The progress of shrinking."""
+    """Progress of shrinking."""
 
     runs: int
     steps: int
@@ -57,19 +64,19 @@ def shrink(
     budget: float = BUDGET,
     progress: Callable[[Progress], object] | None = None,
 ) -> Scenario:
-    """The smallest program found that breaks a rule which this one breaks.
+    """Return the smallest program found that breaks a rule of this one.
 
-    It says in ``about`` what it shows and where it comes from.
+    Its ``about`` names the violation and the original program.
 
     Args:
-        scenario: what goes wrong.
-        seed: with which it does. The result has it as its own.
-        play: what runs a program; by default ours.
-        budget: real seconds after which the best so far is the answer.
+        scenario: program with a violation.
+        seed: seed of the violation. The result has it as its own.
+        play: function that runs a program; by default ours.
+        budget: real seconds after which the best program so far is returned.
         progress: called after each program that was found to be smaller.
 
     Raises:
-        NotBroken: nothing goes wrong.
+        NotBroken: the program has no violation.
     """
     if play is None:
         from ._play import play as played
@@ -85,7 +92,7 @@ def shrink(
 
 
 def _told(small: Scenario, large: Scenario, seed: int, violations: tuple[Violation, ...]) -> Scenario:
-    """With a name, and words for a reader."""
+    """Return the program with a name, and a description for a reader."""
     steps, faults = count_of(large)
     first = violations[0]
     text = first.text.splitlines()[0]
@@ -103,7 +110,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 class _Spent(Exception):
-    """The budget of time is spent."""
+    """The time limit is reached."""
 
 
 class _Shrinker:
@@ -152,7 +159,10 @@ class _Shrinker:
                     self._attempt(msgspec.structs.replace(self.best, fault=faults))
 
     def _shorten(self, path: Path) -> None:
-        """Leave out all of a list, then halves, quarters, and so on down to one."""
+        """Leave out all of a list, then halves, quarters, and so on.
+
+        The last pieces are single elements.
+        """
         size = len(_items(self.best, path))
         while size:
             start = 0
@@ -162,7 +172,10 @@ class _Shrinker:
             size //= 2
 
     def _simplify(self, way: Callable[[Scenario], Iterator[Scenario]]) -> None:
-        """Try each candidate once. What failed before one that did well is tried again only in the next round."""
+        """Try each candidate once.
+
+        Candidates that failed before a success are tried again only in the next round.
+        """
         tried, better = 0, True
         while better:
             better = False
@@ -186,7 +199,7 @@ class _Shrinker:
         try:
             report = self._play(candidate, self._seed)
         except ScenarioError:
-            return False  # without that part it makes no sense
+            return False  # without the removed part it makes no sense
         if not same_violation(self._wanted, report.violations):
             return False
         self.best, self.report = candidate, report
@@ -195,11 +208,11 @@ class _Shrinker:
         return True
 
 
-# --- the same, said exactly ---------------------------------------------------------------------------------------
+# --- exact forms of faults ----------------------------------------------------------------------------------------
 
 
 def certain(scenario: Scenario) -> Iterator[Scenario]:
-    """Faults and policies that happen always, or never, instead of perhaps."""
+    """Yield variants whose faults and policies happen always or never."""
     yield structs.replace(scenario, fault=[structs.replace(fault, p=1.0) for fault in scenario.fault])
     for i, fault in enumerate(scenario.fault):
         if fault.p < 1.0:
@@ -208,9 +221,10 @@ def certain(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def pinned(scenario: Scenario, report: Report) -> Scenario:
-    """With ordinals ("the third pre_claim") told by whom the visit is about ("the first pre_claim of a2").
+    """Replace ordinals of visits by the containers that they are about.
 
-    An ordinal counts what other containers do, so that nothing can be taken away without hitting another one.
+    "The third pre_claim" becomes "the first pre_claim of a2". An ordinal counts the visits of other containers, so that
+    nothing can be taken away without hitting another one.
     """
     return structs.replace(scenario, fault=[_pin(fault, report) for fault in scenario.fault])
 
@@ -222,11 +236,11 @@ def _pin(fault: Fault, report: Report) -> Fault:
     counted = set(expand(fault.of) or expand(fault.who))
     mine = [i for i, who in enumerate(visits) if not counted or counted.intersection(who)]
     if len(mine) < fault.visit or not visits[mine[fault.visit - 1]]:
-        return fault  # it was never visited so often: what it stands for cannot be said better
+        return fault  # it was never visited so often: there is no better form
     hit = visits[mine[fault.visit - 1]]
     whom = next((label for label in (*expand(fault.of), *expand(fault.who)) if label in hit), hit[0])
     visit = sum(whom in who for who in visits[: mine[fault.visit - 1] + 1])
-    # Of whom the visit is about and whom it hits, the shorter way to say it.
+    # Keep the shorter of two forms: the container that the visit is about, and the one that it hits.
     who = "" if expand(fault.who) == hit or (fault.who == whom and len(hit) == 1) else fault.who
     return structs.replace(fault, of="" if who == whom else whom, visit=visit, who=who)
 
@@ -235,7 +249,7 @@ def _pin(fault: Fault, report: Report) -> Fault:
 
 
 def renamed(scenario: Scenario) -> Scenario:
-    """With containers called a, b, c, and shared keys k0, k1, k2, as a reader would call them."""
+    """Rename containers to a, b, c, and shared keys to k0, k1."""
     labels = [label for store in stores_of(scenario) for label in expand(store.id)]
     short = _letters(len(labels))
     names = dict(zip(labels, short, strict=True))
@@ -270,7 +284,7 @@ def _renamed_key(key: str, names: Mapping[str, str], keys: Mapping[str, str]) ->
 
 
 def count_of(scenario: Scenario) -> tuple[int, int]:
-    """How many steps and faults a program has."""
+    """Return the numbers of steps and faults of a program."""
     return len(scenario.step), len(scenario.fault)
 
 
@@ -279,14 +293,17 @@ def count_of(scenario: Scenario) -> tuple[int, int]:
 
 _NAMES: Final = frozenset({"containers", "keys", "some keys"})
 _KEPT: Final = frozenset({"format", "name", "about", "upstream", "seed", "not_for_real", "tier", "pipeline"})
-"""What of a scenario says what it is, or is looked at part by part."""
+"""Fields that identify the scenario, or are shrunk part by part."""
 
 
 def lists(scenario: Scenario) -> list[Path]:
-    """Every list that may be shorter, the ones that matter most first: faults, steps, then lists and lists of names inside."""
+    """Return every list that may be shorter, the most important first.
+
+    Faults, steps, then lists and lists of names inside.
+    """
     found: list[Path] = [("fault",), ("step",), ("expect",), ("tier",)]
     for place in places(scenario)[1:]:
-        if isinstance(place.part, StoreStep):  # its names and its keys hang together
+        if isinstance(place.part, StoreStep):  # its names and its keys depend on each other
             found.append((*place.path, "after"))
             continue
         for field in fields_of(type(place.part)):
@@ -297,7 +314,10 @@ def lists(scenario: Scenario) -> list[Path]:
 
 
 def _items(scenario: Scenario, path: Path) -> Sequence[Any]:
-    """The items of a list, of a table, or of a list of names; none, if it has gone meanwhile."""
+    """Return the items of a list, a table, or a text's names.
+
+    None, if it has gone meanwhile.
+    """
     found = value_at(scenario, path)
     if isinstance(found, str):
         return expand(found)
@@ -329,7 +349,10 @@ def _fewer_pipelines(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _defaults(scenario: Scenario) -> Iterator[Scenario]:
-    """With fields of a part as they are when nothing is said of them: all that may be, each half, each one."""
+    """Yield variants with fields set to their defaults.
+
+    All that may be, each half, each one.
+    """
     for place in places(scenario):
         said = [field for field in fields_of(type(place.part)) if _may_be_default(place.part, field)]
         groups = [said] if len(said) > 1 else []
@@ -351,7 +374,7 @@ def _may_be_default(part: Part, field: Field) -> bool:
 
 
 def _lower(scenario: Scenario) -> Iterator[Scenario]:
-    """With smaller numbers."""
+    """Yield variants with smaller numbers."""
     for place in places(scenario):
         if isinstance(place.part, Scenario | PipelineSpec | StoreStep):
             continue
@@ -387,7 +410,7 @@ def _stores_like(store: StoreStep) -> Iterator[StoreStep]:
 
 
 def _fewer_names(names: str) -> Iterator[str]:
-    """Lists with fewer names: half of them, then all but one."""
+    """Yield lists with fewer names: half of them, then all but one."""
     every = expand(names)
     if len(every) > 1:
         middle = len(every) // 2
@@ -399,7 +422,7 @@ def _fewer_names(names: str) -> Iterator[str]:
 
 
 def _earlier(scenario: Scenario) -> Iterator[Scenario]:
-    """With times that are 0, or at least small."""
+    """Yield variants with times that are 0, or at least small."""
     timed: Sequence[Step | Fault] = (*scenario.step, *scenario.fault)
     times = sorted({one.at_ms for one in timed if one.at_ms is not None})
     for moved in ({}, {at: i for i, at in enumerate(times)}, {at: at // 2 for at in times}):
@@ -418,7 +441,7 @@ def _at(scenario: Scenario, when: Callable[[int], int]) -> Scenario:
 
 
 def _together(scenario: Scenario) -> Iterator[Scenario]:
-    """With one step for containers that are stored alike, at the same time."""
+    """Yield variants with one step for containers stored alike at one time."""
     for i, j in itertools.combinations(range(len(scenario.step)), 2):
         one, other = scenario.step[i], scenario.step[j]
         if one.store is None or other.store is None or one.at_ms != other.at_ms or one.store.keys:
@@ -431,4 +454,4 @@ def _together(scenario: Scenario) -> Iterator[Scenario]:
 
 
 SIMPLER: Final = (_fewer_pipelines, _defaults, _fewer_blocks, _lower, _earlier, _together)
-"""Ways to simplify parts of a program; each gives candidates for the program it is called with."""
+"""Ways to simplify a program; each yields candidates for it."""

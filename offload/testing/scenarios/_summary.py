@@ -1,8 +1,10 @@
-"""Runs in short (:class:`Played`), their sum (:class:`Summary`), what runs can reach, and JUnit XML. Pure.
+"""Summaries of runs, reachable states, and JUnit XML. Pure.
 
-Rule 1. A sum is small whatever it is the sum of: of a run without violations it keeps no trace, only the trace's hash.
-Rule 2. Runs are added in the order of their seeds. The result, the hash over all traces included, is then the same for any
-        number of processes; only ``seconds`` and ``slowest`` depend on the machine.
+A :class:`Played` summarises one run, a :class:`Summary` many.
+
+Rule 1. A summary is small for any number of runs: of a run without violations it keeps no trace, only the trace's hash.
+Rule 2. Runs are added in the order of their seeds. The result, the hash over all traces included, is then the same for
+        any number of processes; only ``seconds`` and ``slowest`` depend on the machine.
 """
 
 from __future__ import annotations
@@ -36,45 +38,57 @@ if TYPE_CHECKING:
 
 
 MOST_VIOLATIONS: Final = 1_000
-"""Kept in a sum; of more, only how many there are by rule. A thousand say what ten thousand say."""
+"""Maximum number of violations in a summary.
+
+More are only counted by rule: a thousand are as informative as ten thousand.
+"""
 
 
 @attrs.frozen
 class Played:
-    """The summary of one run."""
+    """Summary of one run."""
 
     seed: int
     planned: Mapping[str, int]
-    """Faults of the program by kind; those at a hook as ``cancel at post_claim``."""
+    """Faults of the program, by kind.
+
+    Those at a hook are named as in ``cancel at post_claim``.
+    """
     fired: Mapping[str, int]
-    """Those of them that hit something alive."""
+    """Faults that hit something alive, by kind."""
     ends: Mapping[str, int]
-    """Containers by how they ended."""
+    """Number of containers by status."""
     reached: frozenset[str]
     violations: tuple[Violation, ...]
     trace_hash: str
-    """Empty: there was no trace, since the run never ended, or its process died."""
+    """Hash of the trace; empty: there was no trace.
+
+    The run never ended, or its process died.
+    """
     moments: int
     virtual_ms: float
     seconds: float
-    """What it took, real time."""
+    """Duration of the run, in real seconds."""
     report: Report | None = None
-    """All of it, where it may be wanted: of a run that was wrong, or that was asked for."""
+    """Whole report, of a run with violations or on request."""
     notes: tuple[str, ...] = ()
-    """What a reader must know beside: of a real run, what was not judged."""
+    """Remarks for a reader: checks that a real run skipped."""
 
 
 def kind_of(fault: Fault) -> str:
-    """As reports name it: ``stall``, ``cancel at post_claim``."""
+    """Return the name of a fault in reports.
+
+    For example ``stall``, ``cancel at post_claim``.
+    """
     return f"{fault.do} at {fault.at_hook}" if fault.at_hook else fault.do
 
 
 def played(report: Report, seconds: float = 0.0, *, keep: bool = False) -> Played:
-    """A run in short.
+    """Return the summary of a run.
 
     Args:
-        report: of the run.
-        seconds: what it took.
+        report: report of the run.
+        seconds: duration of the run.
         keep: keep the report of a good run as well.
     """
     return Played(
@@ -94,50 +108,53 @@ def played(report: Report, seconds: float = 0.0, *, keep: bool = False) -> Playe
 
 
 def lost(seed: int, violation: Violation, seconds: float = 0.0) -> Played:
-    """A run of which nothing is known but how it was lost."""
+    """Return the summary of a run that was lost.
+
+    Only its violation is known.
+    """
     return Played(seed, {}, {}, {}, frozenset(), (violation,), "", 0, 0.0, seconds)
 
 
 @attrs.frozen
 class FoundViolation:
-    """What was wrong with one run."""
+    """One violation of a run."""
 
     seed: int
     rule: str
     text: str
     repeat: str
-    """The line that repeats it."""
+    """Command line that repeats the run."""
 
 
 @attrs.define(eq=False)
 class Summary:
-    """A sum of runs, one after the other."""
+    """Sum of runs, added one after the other."""
 
     seeds: int = 0
     first_seed: int | None = None
     last_seed: int | None = None
     wrong: int = 0
-    """Runs with a violation."""
+    """Number of runs with a violation."""
     planned: Counter[str] = attrs.field(factory=Counter)
     fired: Counter[str] = attrs.field(factory=Counter)
     ends: Counter[str] = attrs.field(factory=Counter)
     reached: set[str] = attrs.field(factory=set)
     by_rule: Counter[str] = attrs.field(factory=Counter)
     found_violations: list[FoundViolation] = attrs.field(factory=list)
-    """At most :data:`MOST_VIOLATIONS`."""
+    """Violations, at most :data:`MOST_VIOLATIONS`."""
     moments: int = 0
     virtual_ms: float = 0.0
     slowest: tuple[int, float] | None = None
-    """Which seed took longest, and how long, in real seconds."""
+    """Seed of the slowest run, and its duration in real seconds."""
     _digest: Any = attrs.field(factory=lambda: hashlib.blake2b(digest_size=16), repr=False)
     _only: str = ""
 
     def add(self, one: Played, repeat: str = "") -> None:
-        """Take in one more run.
+        """Add one more run.
 
         Args:
             one: the run.
-            repeat: the line that repeats it.
+            repeat: command line that repeats it.
         """
         self.seeds += 1
         self.first_seed = one.seed if self.first_seed is None else self.first_seed
@@ -160,20 +177,23 @@ class Summary:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether no run had a violation."""
         return not self.wrong
 
     @property
     def trace_hash(self) -> str:
-        """All traces in short: of one run its own hash, of several one over theirs, in order."""
+        """Hash of all traces.
+
+        Of one run its own hash, of several a hash of theirs, in order.
+        """
         return self._only if self.seeds == 1 else self._digest.hexdigest()
 
     def never_reached(self, reachable: Iterable[str]) -> list[str]:
-        """What could have been reached and was not, in the order given."""
+        """Return the reachable names that were not reached, in the order given."""
         return [what for what in reachable if what not in self.reached]
 
     def faults(self) -> dict[str, tuple[int, int, int]]:
-        """By kind, wherever they were planted: planned, fired, and how many of the fired ones at a hook."""
+        """Return the numbers of planned, fired, and fired-at-a-hook faults, by kind."""
         found: dict[str, list[int]] = {}
         for column, counted in enumerate((self.planned, self.fired)):
             for name, count in counted.items():
@@ -184,11 +204,11 @@ class Summary:
         return {kind: (row[0], row[1], row[2]) for kind, row in sorted(found.items())}
 
     def as_dict(self, seconds: float, reachable: Iterable[str] = ()) -> dict[str, Any]:
-        """As one JSON document.
+        """Return the summary as one JSON document.
 
         Args:
-            seconds: what all of it took, real time.
-            reachable: what could have been reached.
+            seconds: duration of all runs, in real seconds.
+            reachable: names that could have been reached.
         """
         kinds = sorted({*self.planned, *self.fired})
         return {
@@ -218,14 +238,14 @@ class Summary:
 
 
 def summed(runs: Iterable[Played]) -> Summary:
-    """The sum of some runs."""
+    """Return the summary of some runs."""
     summary = Summary()
     for one in runs:
         summary.add(one)
     return summary
 
 
-# --- what runs can reach ----------------------------------------------------------------------------------------------
+# --- reachable states -------------------------------------------------------------------------------------------------
 
 
 _FAILURES: Final = (PolicyFailed, PreconditionFailed, DestinationFull, TransferFailed, DrainUnproven, PipelineClosed)
@@ -238,10 +258,10 @@ OURS: Final = (
     "end evicted",
     *[f"filtered {reason}" for reason in ("pending", "overflow", "timeout", "error", "present")],
 )
-"""Of our own pipelines: where a container passes, how it ends, and why its blocks stay out."""
+"""Hooks, ends and filter reasons that our own pipelines can reach."""
 
 OTHERS: Final = tuple([f"state {end}" for end in get_args(End)])
-"""Of any other system, besides its hooks."""
+"""Names that any other system can reach, besides its hooks."""
 
 ENGINES: Final = (
     *[f"hook {hook}" for hook in HOOKS],
@@ -250,16 +270,19 @@ ENGINES: Final = (
     "end evicted",
     *[f"filtered {reason}" for reason in ("pending", "overflow", "present")],
 )
-"""Of an engine, which has no policies but its own, and is asked one after the other."""
+"""Names that an engine can reach.
+
+It has no policies except its own, and is asked one after the other.
+"""
 
 
 def reachable(system: str = "", hooks: Iterable[str] = (), mix: Mix = "standard") -> list[str]:
-    """Hook points, states and ends, as reports name them.
+    """Return the reachable hooks, states and ends, as reports name them.
 
     Args:
         system: ``module:factory``; empty: ours.
-        hooks: of another system, as far as they are known.
-        mix: of the random programs for ours.
+        hooks: hooks of another system, as far as they are known.
+        mix: mix of the random programs for ours.
     """
     if mix == "engine":
         return [*ENGINES]
@@ -270,7 +293,7 @@ def reachable(system: str = "", hooks: Iterable[str] = (), mix: Mix = "standard"
 
 
 _NOT_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 has no way to write."""
+"""Characters that XML 1.0 cannot represent."""
 _ERRORS: Final = frozenset({"crash", "livelock"})
 
 
@@ -281,20 +304,20 @@ class Case:
     name: str
     played: Played
     repeat: str
-    """The line that repeats it."""
+    """Command line that repeats the run."""
 
 
 @attrs.frozen
 class Suite:
-    """The runs of one file."""
+    """Runs of one file."""
 
     name: str
-    """The file."""
+    """Name of the file."""
     cases: Sequence[Case]
 
 
 def to_junit(suites: Iterable[Suite], name: str = "offload scenario") -> str:
-    """The document, with its XML declaration."""
+    """Return the document, with its XML declaration."""
     root = Xml.Element("testsuites", name=name)
     every: list[Case] = []
     for suite in suites:

@@ -1,23 +1,23 @@
-"""A cache of plain methods as a system under test: one call at a time, in virtual time and in real time.
+"""Adapter for caches with plain methods, in virtual or real time.
 
     open_cache = from_sync(Cache)          # offload scenario run FILE --system mycache:open_cache
 
-``Cache(world)`` is called with a :class:`SyncWorld`; it is the cache, or a context manager of it. It has
+``Cache(world)`` is called with a :class:`SyncWorld`; its value is the cache, or a context manager of it. It has
 
-    store(keys, label)     returns how it ended: an Outcome, or anything with a ``status``
+    store(keys, label)     returns the end: an Outcome, or anything with a ``status``
     load(keys)             returns {key: bytes or None}
     audit()                returns {resource: count}
 
-and, if it likes, ``request_cancel(label)``, ``close_now()``, ``evict``, ``delete``, ``drain``, ``found``, ``release`` and
-``statistics`` as the contract has them (`_systems`), all plain.
+and, optionally, ``request_cancel(label)``, ``close_now()``, ``evict``, ``delete``, ``drain``, ``found``, ``release``
+and ``statistics`` as the contract has them (`_systems`), all plain.
 
-Its calls of the world take virtual time without any coroutine: the cache runs in a thread that is handed control
-to, and hands it back. While one of the two runs, the other one stands still. So there is no concurrency, no order but that of
-the calls, and a run is repeated exactly.
+Its calls of the world take virtual time without any coroutine: the cache runs in a thread that is handed control, and
+hands it back. While one of the two runs, the other one stands still. So there is no concurrency, no order except that
+of the calls, and a run is repeated exactly.
 
-Rule 1. One call at a time, in the order in which they were asked for: a plain cache need not be reentrant. ``after`` is
-        awaited before the call, a container that is cancelled before it is never stored.
-Rule 2. Who is cancelled meanwhile sees the exception of trio at the call of the world that it is in, and cleans up.
+Rule 1. One call at a time, in the order of the requests: a plain cache need not be reentrant. ``after`` is awaited
+        before the call, a container that is cancelled before the call is never stored.
+Rule 2. A call that is cancelled meanwhile sees the exception of trio at its current call of the world, and cleans up.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DIRECT: Final = frozenset({"evict", "found", "release", "statistics"})
-"""What a cache may have, and is called at once."""
+"""Optional methods that are called at once."""
 _IN_TURN: Final = frozenset({"drain", "delete", "load_from"})
-"""What it may have, and is called in its turn."""
+"""Optional methods that are called in turn."""
 
 
 # --- one thread at a time -----------------------------------------------------------------------------------------
 
 
 class _ThreadHandoff:
-    """A thread that runs while the trio thread stands still, and the other way round."""
+    """A thread that runs only while the trio thread waits for it."""
 
     def __init__(self) -> None:
         self._to_trio: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -67,11 +67,14 @@ class _ThreadHandoff:
         self._thread: threading.Thread | None = None
 
     def has(self, ident: int) -> bool:
-        """Whether this is its thread."""
+        """Return whether ``ident`` is its thread."""
         return self._thread is not None and self._thread.ident == ident
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Call it there. What it asks for by :meth:`ask` is awaited here."""
+        """Call a function in the thread, and await its requests here.
+
+        The requests come by :meth:`ask`.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="offload-scenario-sync", daemon=True)
             self._thread.start()
@@ -84,11 +87,11 @@ class _ThreadHandoff:
                 raise what
             try:
                 self._to_cache.put(("value", await what()))
-            except BaseException as error:  # cancelled, too: the cache sees it, and what it makes of it comes back
+            except BaseException as error:  # a cancel as well: the cache handles it
                 self._to_cache.put(("error", error))
 
     def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """In its thread: have this awaited."""
+        """Have a call awaited on the trio thread, from its own thread."""
         self._to_trio.put(("await", call))
         kind, what = self._to_cache.get()
         if kind == "error":
@@ -115,48 +118,59 @@ class _ThreadHandoff:
 
 
 class SyncWorld:
-    """What the harness offers to a cache of plain methods."""
+    """Interface that the harness offers to a cache of plain methods."""
 
     def __init__(self, world: World, handing: _ThreadHandoff) -> None:
         self._world = world
         self._handing = handing
         self.scenario: Scenario = world.scenario
-        """The scenario that is played."""
+        """Scenario that is played."""
         self.seed: int = world.seed
-        """The seed of this run."""
+        """Seed of this run."""
 
     def __repr__(self) -> str:
         return f"<the world of {self.scenario.name!r}>"
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Announce what is about to happen to these containers: faults of a scenario at this hook happen within the call."""
+        """Announce an imminent event of these containers.
+
+        Faults of a scenario at this hook happen within the call.
+        """
         self._ask(partial(self._hook, name, label), lambda: self._world.hook(name, label))
 
     async def _hook(self, name: str, label: str | Sequence[str]) -> None:
         self._world.hook(name, label)
 
     def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room, and return whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some.
+
+        It waits while a fault withholds room.
+        """
         return self._ask(partial(self._world.reserve, tier, keys))
 
     def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier: takes the tier's time, and answers what has arrived there.
+        """Write blocks into a tier, and return the bytes that arrived.
+
+        It takes the tier's time.
 
         Raises:
-            OSError: it failed; what has arrived is unknown.
+            OSError: it failed; which bytes have arrived is unknown.
         """
         return self._ask(partial(self._world.copy, tier, keys, data))
 
     def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """The keys that must not be stored, and why."""
+        """Return the keys that must not be stored, with reasons."""
         return self._ask(partial(self._world.policy, keys))
 
     def payload(self, key: Key, tier: str = "") -> bytes:
-        """The bytes of this key: a function of the key alone. As long as the tier's blocks."""
+        """Return the bytes of this key: a function of the key alone.
+
+        They are as long as the tier's blocks.
+        """
         return self._world.payload(key, tier)
 
     def asked(self, label: str) -> StoreStep:
-        """The scenario's request for a container."""
+        """Return the scenario's request for a container."""
         return self._world.asked(label)
 
     def _ask(self, call: Callable[[], Awaitable[T]], at_once: Callable[[], T] | None = None) -> T:
@@ -173,14 +187,14 @@ class SyncWorld:
 
 
 @attrs.frozen
-class from_sync:  # read as a verb, as functools.partial is
-    """A factory that adapts a cache with plain, synchronous methods to the harness."""
+class from_sync:  # a verb, like functools.partial
+    """Factory that adapts a cache with synchronous methods to the harness."""
 
     make: Callable[[SyncWorld], Any]
-    """Gives the cache."""
+    """Function that returns the cache."""
 
     def __call__(self, world: World) -> AbstractAsyncContextManager[System]:
-        """Open it."""
+        """Open the cache."""
         return _open(self.make, world)
 
 
@@ -215,7 +229,7 @@ class _System:
         return f"<{self.cache!r} of plain methods>"
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
-        """Take in a container: it is stored as soon as it may be, in its turn."""
+        """Accept a container; it is stored in turn, after its precondition."""
         await trio.lowlevel.checkpoint()
         if self._closed:
             raise Refused("closed")
@@ -250,7 +264,7 @@ class _System:
             del self._tickets[ticket]
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys."""
+        """Return the bytes of keys."""
         found: Mapping[Key, bytes | None] = await self._in_turn(self.cache.load, keys)
         return found
 
@@ -259,14 +273,14 @@ class _System:
             return await self._handing.run(partial(call, *args))
 
     def audit(self) -> Mapping[str, int]:
-        """What is held."""
+        """Return the cache's holdings."""
         held: Mapping[str, int] = self.cache.audit()
         return held
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        there = getattr(self.cache, name)  # an AttributeError says that it lacks this seam
+        there = getattr(self.cache, name)  # an AttributeError means that it lacks this seam
         if name == "close_now":
             return self._close_now
         if name in _DIRECT:
@@ -291,14 +305,14 @@ class _Ticket:
         self.label = label
         self.keys = keys
         self.begun = False
-        """The cache has been called."""
+        """Whether the cache has been called."""
         self.scope = trio.CancelScope()
         self.result: Outcome | None = None
         self._system = system
         self._ended = trio.Event()
 
     def end(self, outcome: Outcome) -> None:
-        """It has ended so, unless it has ended before."""
+        """End it with this outcome, unless it has ended before."""
         if self.result is None:
             self.result = outcome
             self._ended.set()
@@ -309,17 +323,20 @@ class _Ticket:
         self.end(Outcome("FAILED", failed=dict.fromkeys(self.keys, name), error=name))
 
     async def wait(self) -> object:
-        """Return once it is terminal."""
+        """Wait until it is terminal."""
         await self._ended.wait()
         return self.result
 
     async def cancel(self) -> object:
-        """Ask for its cancel, and return once it has ended."""
+        """Request its cancel, and return once it has ended."""
         self.request_cancel()
         return await self.wait()
 
     def request_cancel(self) -> None:
-        """Ask for its cancel: before its turn, it is never stored; after, the cache is told, if it wants to know."""
+        """Request its cancel.
+
+        Before its turn, it is never stored; after, the cache is notified, if it has the method.
+        """
         if self.result is None and not self.begun:
             self.end(Outcome("CANCELLED"))
             self.scope.cancel()

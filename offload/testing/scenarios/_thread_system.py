@@ -1,16 +1,19 @@
-"""A cache of threads as a system under test: its methods are called in worker threads, many at a time. For real runs.
+"""Adapter for caches of threads as systems under test, for real runs.
+
+Its methods are called in worker threads, many at a time.
 
     open_cache = from_threads(Cache)       # offload scenario run FILE --real --system mycache:open_cache
 
-``Cache(world)`` is called with a :class:`ThreadWorld`; it is the cache, or a context manager of it. The cache is what the
-contract says (`_systems`), in plain methods that may be called by many threads at once: ``store`` returns a ticket, ``wait``
-and ``cancel`` of a ticket block. ``after``, where it is given, is called as ``after(seconds)``, blocks for as long at most
-(without: until it is known), and says whether the bytes may be read now. A ``close()`` is called at the end.
+``Cache(world)`` is called with a :class:`ThreadWorld`; its value is the cache, or a context manager of it. The cache
+follows the contract (`_systems`), in plain methods that may be called by many threads at once: ``store`` returns a
+ticket, ``wait`` and ``cancel`` of a ticket block. ``after``, if given, is called as ``after(seconds)``, blocks for as
+long at most (without: until it is known), and returns whether the bytes may be read now. A ``close()`` is called at the
+end.
 
-Rule 1. A thread cannot be interrupted: a ``store`` that waits for room cannot be abandoned, and is waited for. Who waits in
+Rule 1. A thread cannot be interrupted: a ``store`` that waits for room cannot be abandoned, and is awaited. A caller of
         ``ticket.wait`` or ``ticket.cancel`` can leave; its thread ends with the container.
-Rule 2. Hold no lock while calling the world that ``request_cancel`` takes: at a hook it is called by the thread that is in
-        the hook.
+Rule 2. Hold no lock while calling the world that ``request_cancel`` takes: at a hook it is called by the thread that is
+        in the hook.
 """
 
 from __future__ import annotations
@@ -42,26 +45,35 @@ if TYPE_CHECKING:
 
 
 _THREADS: Final = 1_000
-"""Containers of a scenario that may be waited for at once; a thread that waits costs some 10 KiB."""
+"""Containers of a scenario that may be awaited at once.
+
+A waiting thread costs some 10 KiB.
+"""
 
 
 @attrs.define(eq=False)
 class _Storing:
-    """A container that is being taken in."""
+    """A container whose ``store`` call is in progress."""
 
     thread: int = 0
     over: threading.Event = attrs.field(factory=threading.Event)
 
 
 class ThreadWorld(VisibleWorld):
-    """What the harness offers to a cache of threads. Every method blocks, and may be called in any thread."""
+    """Interface that the harness offers to a cache of threads.
+
+    Every method blocks, and may be called in any thread.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge)
         self.storing: dict[str, _Storing] = {}
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Announce what is about to happen to these containers: faults of a scenario at this hook happen within the call."""
+        """Announce an imminent event of these containers.
+
+        Faults of a scenario at this hook happen within the call.
+        """
         for one in (label,) if isinstance(label, str) else label:
             storing = self.storing.get(one)
             # Another thread is about to return from `store`: a cancel at this hook needs the ticket.
@@ -70,33 +82,36 @@ class ThreadWorld(VisibleWorld):
         super().hook(name, label)
 
     def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room, and return whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some.
+
+        It waits while a fault withholds room.
+        """
         return result_of(self._bridge.submit(self._world.reserve, tier, keys))
 
     def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier, and return what has arrived there.
+        """Write blocks into a tier, and return the bytes that arrived.
 
         Raises:
-            OSError: it failed; what has arrived is unknown.
+            OSError: it failed; which bytes have arrived is unknown.
         """
         return result_of(self._bridge.submit(self._world.copy, tier, keys, data))
 
     def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """The keys that must not be stored, and why."""
+        """Return the keys that must not be stored, with reasons."""
         return result_of(self._bridge.submit(self._world.policy, keys))
 
 
 @attrs.frozen
-class from_threads:  # read as a verb, as functools.partial is
-    """A factory that adapts a cache written for threads to the harness."""
+class from_threads:  # a verb, like functools.partial
+    """Factory that adapts a cache written for threads to the harness."""
 
     make: Callable[[ThreadWorld], Any]
-    """Gives the cache."""
+    """Function that returns the cache."""
 
     needs_real_time = "threads"
 
     def __call__(self, world: World) -> AbstractAsyncContextManager[System]:
-        """Open it.
+        """Open the cache.
 
         Raises:
             NeedsRealTime: the run is in virtual time.
@@ -134,13 +149,13 @@ async def _open(make: Callable[[ThreadWorld], Any], world: RealWorld) -> AsyncIt
 
 
 class _After:
-    """What must hold before the bytes of a container may be read, for a thread."""
+    """Precondition of reading a container's bytes, for a thread."""
 
     def __init__(self, bridge: Bridge, after: Callable[[], Awaitable[object]]) -> None:
         self._known = bridge.submit(after)
 
     def __call__(self, seconds: float | None = None) -> bool:
-        """Whether it holds, within so many seconds; raises what it raises."""
+        """Return whether it holds within so many seconds; raise its error."""
         try:
             result_of(self._known, seconds)
         except TimeoutError:
@@ -161,17 +176,23 @@ class _System(BridgedSystem):
         return f"<{self.cache!r} of threads>"
 
     async def in_thread(self, call: Callable[..., Any], *args: object, leave: bool = False) -> Any:
-        """Call in a worker thread; ``leave``: who is cancelled does not wait for its end."""
+        """Call a function in a worker thread.
+
+        With ``leave``, a cancelled caller does not wait for its end.
+        """
         return await trio.to_thread.run_sync(call, *args, abandon_on_cancel=leave, limiter=self._limiter)  # noqa: TID251
 
     async def call(self, call: Callable[..., Any], *args: object) -> Any:
-        """Call in a worker thread; a cancel waits for its end."""
+        """Call a function in a worker thread, and wait for its end.
+
+        A cancel waits as well.
+        """
         return await self.in_thread(call, *args)
 
     async def store(
         self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str
     ) -> BridgedTicket:
-        """Take in a container."""
+        """Store a container."""
         waits = _After(self._bridge, after) if after is not None else None
         storing = self.world.storing[label] = _Storing()
 
@@ -188,12 +209,12 @@ class _System(BridgedSystem):
         return ticket
 
     async def audit_later(self) -> Mapping[str, int]:
-        """The same, for who need not have it at once."""
+        """Return the audit from a worker thread, without blocking the trio thread."""
         held: Mapping[str, int] = await self.in_thread(self.cache.audit)
         return held
 
     def tell(self, call: Callable[[], object], what: str) -> None:
-        """Have it do something, in a thread: within the hook that one is in, or soon."""
+        """Call a function in a thread: within a hook's thread, or soon."""
 
         def told() -> None:
             try:
@@ -205,7 +226,7 @@ class _System(BridgedSystem):
             self._bridge.world.background.start_soon(partial(self.in_thread, told, leave=True))
 
     def ask(self, call: Callable[[], Any]) -> Any:
-        """Its synchronous answer."""
+        """Return the cache's synchronous answer."""
 
         def begin(answered: Callable[[Any], None]) -> None:
             def asked() -> None:

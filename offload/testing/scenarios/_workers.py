@@ -1,16 +1,16 @@
-"""Many runs, in many processes: a stream of short results in the order of their seeds.
+"""Many runs in many processes, as a stream in seed order.
 
-A run is made by a *make*: called with a number, it plays and gives a report. Workers get it pickled, and numbers in chunks;
-they send back a :class:`Played` for each, with the report only where it is wanted.
+A run is made by a *make*: called with a number, it plays and returns a report. Workers get it pickled, and numbers in
+chunks; they send back a :class:`Played` for each, with the report only if it is needed.
 
-Rule 1. What comes out does not depend on the number of processes, nor on which of them was quick.
+Rule 1. The results do not depend on the number of processes, nor on which of them was fast.
 Rule 2. Memory is bounded: no worker runs ahead of the oldest unfinished chunk by more than :data:`_AHEAD` chunks.
-Rule 3. A run that makes no progress for ``watchdog`` real seconds costs its worker, and is a violation like any other: nothing
-        that runs in the same process could end it. So is a run whose process died.
+Rule 3. A run that makes no progress for ``watchdog`` real seconds costs its worker, and is a violation like any other:
+        nothing that runs in the same process could end it. So is a run whose process died.
 Rule 4. A caller that stops reading, or is interrupted, leaves no process behind.
 
-The workers are plain subprocesses rather than those of :mod:`multiprocessing`: those import the caller's main module again,
-which a script without ``if __name__ == "__main__"`` does not survive.
+The workers are plain subprocesses rather than those of :mod:`multiprocessing`: those import the caller's main module
+again, which a script without ``if __name__ == "__main__"`` does not survive.
 """
 
 from __future__ import annotations
@@ -46,20 +46,31 @@ from ._trace import Report, Violation
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[int], Report]
-"""Plays what belongs to a number: a :class:`Player`, or a function. It, and what it refers to, must be importable. If it has a
-``warm()``, that is called before the first run."""
+"""Function that plays the program of a number, or a :class:`Player`.
+
+It, and everything it refers to, must be importable. If it has a ``warm()``, that is called before the first run.
+"""
 
 WATCHDOG: Final = 60.0
-"""Real seconds without progress after which a run is given up; a run takes milliseconds."""
+"""Real seconds without progress after which a run is given up.
+
+A run takes milliseconds.
+"""
 
 _CHUNK: Final = 8
-"""Runs that a worker is given at a time: the way there and back then costs nothing beside them."""
+"""Number of runs in a worker's chunk.
+
+It is large enough to make the cost of the transfer negligible.
+"""
 _AHEAD: Final = 8
-"""Chunks a worker that may wait for an older one to be finished."""
+"""Chunks per worker that may wait for an older one to finish."""
 _GRACE: Final = 5.0
-"""What the parent waits longer than the worker's own watchdog, which can say where the run was."""
+"""Extra seconds that the parent waits beyond the worker's own watchdog.
+
+The worker's watchdog reports where the run was.
+"""
 _START: Final = 120.0
-"""For a worker to start: imports, on a machine that is busy."""
+"""Seconds for a worker to start: imports, on a busy machine."""
 
 
 def play_many(
@@ -71,22 +82,22 @@ def play_many(
     progress: Callable[[Played], object] | None = None,
     keep: bool = False,
 ) -> Iterator[Played]:
-    """Play a scenario, or random programs, once for each seed, in worker processes.
+    """Play a scenario or random programs once per seed, in worker processes.
 
     Args:
-        make: what is played.
-        seeds: in which order; drawn as they are needed, so that they may end when time is up.
-        processes: how many; 0: in this one, where no watchdog can end a run that hangs.
+        make: plays the program of a number.
+        seeds: seeds in order; drawn as they are needed, so that they may end when time is up.
+        processes: number of processes; 0: this one, in which no watchdog can end a run that hangs.
         watchdog: real seconds without progress after which a run is given up.
-        progress: called for each run as soon as it is there, which may be before its turn.
-        keep: have the reports of good runs as well. They may be large.
+        progress: called for each run as soon as it is available, which may be before its turn.
+        keep: return the reports of good runs as well. They may be large.
 
     Returns:
         The runs, in the order of the seeds.
 
     Raises:
-        ScenarioError: what ``make`` raised: what is to be played makes no sense.
-        KeyboardInterrupt: what came before is complete; no process is left.
+        ScenarioError: raised by ``make``: the program makes no sense.
+        KeyboardInterrupt: earlier results are complete; no process is left.
     """
     if processes < 1:
         return _play_here(make, seeds, progress, keep)
@@ -94,7 +105,7 @@ def play_many(
 
 
 def cores() -> int:
-    """How many processes are of use here."""
+    """Return the number of useful processes on this machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -126,7 +137,7 @@ def _play_one(make: Make, seed: int, keep: bool) -> Played:
 @attrs.define(eq=False)
 class _Chunk:
     seeds: deque[Any]
-    """Still to be played; the first is being played."""
+    """Seeds still to be played; the first is being played."""
     done: list[Played] = attrs.field(factory=list)
 
 
@@ -135,16 +146,16 @@ class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
     last_words: IO[bytes]
-    """Where its watchdog writes what the run was doing."""
+    """File into which its watchdog writes the traceback of the run."""
     chunk: _Chunk | None = None
     ready: bool = False
     since: float = attrs.field(factory=perf_counter)
-    """When it last sent something."""
+    """Time of its last message."""
 
     def give(self, chunk: _Chunk) -> None:
         self.chunk = chunk
         self.since = perf_counter()
-        with contextlib.suppress(OSError):  # it died: its end of the line says so to the parent
+        with contextlib.suppress(OSError):  # it died: the parent sees the end of its pipe
             self.connection.send(list(chunk.seeds))
 
     def end(self) -> None:
@@ -155,7 +166,10 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers, and the chunks they have. Seeds are drawn when a worker is free, ``chunk`` at a time, and not before."""
+    """Workers and their chunks.
+
+    Seeds are drawn when a worker is free, ``chunk`` at a time, and not before.
+    """
 
     def __init__(
         self,
@@ -182,7 +196,10 @@ class WorkerPool:
         """Chunks whose worker was lost."""
 
     def results(self) -> Iterator[Played]:
-        """The runs, in the order of the seeds. Closed before its end, it leaves no process behind."""
+        """Yield the runs, in the order of the seeds.
+
+        Closed before its end, it leaves no process behind.
+        """
         try:
             while self._employ() or self._order:
                 self._listen()
@@ -199,7 +216,10 @@ class WorkerPool:
                     worker.end()
 
     def _employ(self) -> bool:
-        """Give each idle worker a chunk, and start workers for the rest. Returns whether there was any."""
+        """Give each idle worker a chunk, and start workers for the rest.
+
+        Returns whether there was any chunk.
+        """
         given = False
         for worker in self._workers:
             if worker.chunk is None and worker.ready:
@@ -209,7 +229,7 @@ class WorkerPool:
                 worker.give(chunk)
                 given = True
         while len(self._workers) < self._processes and (chunk := self._next()) is not None:
-            with _uninterrupted():  # or else a process that has just been started would be lost
+            with _uninterrupted():  # otherwise a process that has just been started would be lost
                 worker = self._hire()
                 self._workers.append(worker)
             worker.give(chunk)
@@ -236,7 +256,7 @@ class WorkerPool:
             [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a system prints does not belong among our results
+            stdout=2,  # a system's output does not belong among our results
             process_group=0,  # an interrupt is for the parent, which ends its workers
         )
         theirs.close()
@@ -245,7 +265,7 @@ class WorkerPool:
         return _Worker(process, ours, last_words)
 
     def _listen(self) -> None:
-        """Wait until a worker sends something, or has been silent for too long."""
+        """Wait until a worker sends something, or is silent for too long."""
         busy = {worker.connection: worker for worker in self._workers if worker.chunk is not None}
         now = perf_counter()
         patience = [self._patience(worker) - (now - worker.since) for worker in busy.values()]
@@ -284,7 +304,10 @@ class WorkerPool:
             self._progress(one)
 
     def _bury(self, worker: _Worker) -> None:
-        """Note a worker that has ended by itself: its watchdog ended it, or something else did."""
+        """Record a worker that has ended by itself.
+
+        Its watchdog ended it, or something else did.
+        """
         code = worker.process.wait()
         worker.last_words.seek(0)
         said = worker.last_words.read().decode(errors="replace")
@@ -296,7 +319,7 @@ class WorkerPool:
             self._lose(worker, "crash", f"the process that played it ended with {_code(code)}")
 
     def _lose(self, worker: _Worker, rule: str, text: str) -> None:
-        """Note that the run of a worker is lost; the rest of its chunk goes to another worker."""
+        """Record a worker's run as lost; requeue the rest of its chunk."""
         chunk = worker.chunk
         worker.chunk = None
         self._workers.remove(worker)
@@ -309,7 +332,7 @@ class WorkerPool:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """An interrupt that comes meanwhile comes afterwards."""
+    """Defer an interrupt until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -328,7 +351,7 @@ def _code(code: int) -> str:
 
 
 def _where(traceback: str) -> str:
-    """The innermost frame, of the thread that plays."""
+    """Return the innermost frame of the thread that plays."""
     _, _, frames = traceback.rpartition("(most recent call first):\n")
     found = re.search(r'File "(.*)", line (\d+) in (.*)', frames)
     return f"{found[3]}, {found[1]}:{found[2]}" if found else "nobody knows where"
@@ -338,11 +361,14 @@ def _where(traceback: str) -> str:
 
 
 def _serve(connection_handle: int, last_words_handle: int) -> None:
-    """What a worker does: play what the parent sends, until the pipe is closed."""
+    """Play the seeds that the parent sends, until the pipe is closed.
+
+    This is the main function of a worker.
+    """
     import faulthandler
     import logging
 
-    logging.getLogger().addHandler(logging.NullHandler())  # thousands of warnings, from systems that are treated badly
+    logging.getLogger().addHandler(logging.NullHandler())  # thousands of warnings, from systems under faults
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(connection_handle) as connection, contextlib.suppress(EOFError, ConnectionError):
         make, watchdog, keep = connection.recv()
@@ -350,7 +376,7 @@ def _serve(connection_handle: int, last_words_handle: int) -> None:
         connection.send(None)
         while True:
             for seed in connection.recv():
-                # With exit=True it ends the process even where no Python code runs any more.
+                # With exit=True it ends the process even if no Python code runs any more.
                 faulthandler.dump_traceback_later(watchdog, exit=True, file=last_words_handle)
                 said: object
                 try:
@@ -362,7 +388,7 @@ def _serve(connection_handle: int, last_words_handle: int) -> None:
 
 
 def _send(connection: Connection, said: object) -> None:
-    """Without the report, if that has something in it that does not travel."""
+    """Send a result; without the report, if that cannot be pickled."""
     try:
         connection.send(said)
     except (ConnectionError, EOFError):
@@ -374,19 +400,19 @@ def _send(connection: Connection, said: object) -> None:
             connection.send(RuntimeError(f"{said!r} cannot be sent to another process: {error}"))
 
 
-# --- one program after the other in a process of its own --------------------------------------------------------------
+# --- one program after the other in a separate process ----------------------------------------------------------------
 
 
 RUN_TIMEOUT: Final = 5.0
 """Real seconds that a program may take; most take milliseconds."""
 
 Task: TypeAlias = tuple[Scenario, int]
-"""A program, and the seed that it is played with."""
+"""A program and its seed."""
 
 
 @attrs.frozen
 class _Given(Player):
-    """Plays each task that it is given."""
+    """Player of each task that it is given."""
 
     base: Path | None
     system: str
@@ -396,14 +422,14 @@ class _Given(Player):
 
 
 class SubprocessPlayer:
-    """Plays programs in another process, as :data:`~._shrink.Play` does in this one. To be used in a ``with``.
+    """Callable that plays programs in another process. Use it in a ``with``.
 
-    A program that takes longer than its patience is a livelock; one whose process dies is a crash. The next one gets a new
-    process.
+    It is a :data:`~._shrink.Play`, like the one of this process. A program that takes longer than its patience is a
+    livelock; one whose process dies is a crash. The next one gets a new process.
 
     Args:
         system: ``module:factory``; empty: ours.
-        base: the directory that paths in programs are relative to.
+        base: directory that paths in programs are relative to.
         patience: real seconds that a program may take.
     """
 
@@ -424,12 +450,12 @@ class SubprocessPlayer:
             self._played = None
 
     def __call__(self, scenario: Scenario, seed: int) -> Report:
-        """One run.
+        """Play one run.
 
         Raises:
             ScenarioError: the program makes no sense.
         """
-        # Found here, it costs no process.
+        # Checked here, it costs no process.
         demand(scenario, SEAMS if factory_of(self._tasks.system) is not None else None)
         if self._played is None:
             crew = WorkerPool(self._tasks, self._given(), 1, self._patience, None, keep=True, chunk=1)
@@ -448,7 +474,7 @@ class SubprocessPlayer:
             yield self._todo.popleft()
 
     def _lost(self, scenario: Scenario, seed: int, one: Played) -> Report:
-        """All that is known of a run that never came back."""
+        """Return the report of a run that never came back."""
         return Report(
             scenario=unroll(scenario, seed, self._tasks.base),
             seed=seed,
