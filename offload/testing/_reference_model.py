@@ -56,19 +56,19 @@ class ModelConfig:
     """
 
     layers: int = 4
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden: int = 256
     """Width of the residual stream."""
     heads: int = 8
-    """Query heads; a multiple of ``kv_heads``."""
+    """Number of query heads; a multiple of ``kv_heads``."""
     kv_heads: int = 4
-    """Key and value heads."""
+    """Number of key and value heads."""
     head_dim: int = 32
     """Width of one head; even, because rotary positions rotate pairs."""
     ffn: int = 704
     """Width of the feed-forward part."""
     block_size: int = 16
-    """Tokens in one block."""
+    """Number of tokens in one block."""
     tile_tokens: int = 32
     """Rows of every forward pass.
 

@@ -2,7 +2,7 @@
 
     trio thread                        the system's thread
     world.hook(...)   <-- a visit --   bridge.hook(...), which waits until it is over
-         |-- told: run this -------->  runs it, within the hook
+         |-- call: run this -------->  runs it, within the hook
     await world.copy  <-- submit ---   a future of its answer
 
 Rule 1. A visit is served in any state of the trio thread, also while it waits for an answer of the system

@@ -157,7 +157,7 @@ class Draft:
         budget = rng.pick([8, 16, 24, AMPLE_BUDGET, AMPLE_BUDGET], "budget")
         most = min(rng.pick([1, 2, 4, 8, 16], "max_batch_size"), budget)
         full: tuple[WhenFull, ...] = ("wait", "wait", "evict", "partial", "fail")
-        if capacity < AMPLE:  # less is deleted than is stored
+        if capacity < AMPLE:  # fewer blocks are deleted than stored
             full = ("wait", "evict", "evict", "partial", "fail")
         return PipelineSpec(
             to="host",

@@ -244,7 +244,7 @@ def recorded(
             latency_ms=latency,
             bytes_per_ms=rate,
             checksums=tier.checksums,
-            eviction="adaptive",  # as the tiers of a replay have it
+            eviction="adaptive",  # like the tiers of a replay
         )
         for tier_name, tier in zip(names, tiers, strict=True)
     }

@@ -232,7 +232,7 @@ class Oracle:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def loading(self, tier: str, keys: Sequence[Key]) -> Load:
-        """Record that a load begins, with the keys it must (not) find."""
+        """Record the start of a load, with its required and forbidden keys."""
         load = Load(tier, keys)
         tiers = self._tiers if not tier else [tier] if tier in self._must else []
         for key in keys if tiers else ():

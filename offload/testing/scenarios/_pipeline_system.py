@@ -118,7 +118,7 @@ class PipelineSystem:
 
         The first one of a pipeline above that stored just these.
         """
-        if pipeline.name in self._optional:  # it ends when the store has ended already, in parts
+        if pipeline.name in self._optional:  # an optional route ends after the store, in parts
             return ""
         keys = tuple(container.blocks.keys)
         for other, label in list(self._labels.items()):
@@ -175,7 +175,7 @@ class PipelineSystem:
 
     def _blocks(self, source: VirtualTier, request: Request) -> Blocks:
         keys = request.keys
-        if source.name not in self._filled:  # an engine stores what it has just computed
+        if source.name not in self._filled:  # an engine stores blocks that it has just computed
             source.fill([key for key in keys if key not in source.pool._slot_of])
         blocks: Blocks
         if request.store.kind == "external":

@@ -72,17 +72,18 @@ def play_real(
     """Play a scenario once with real components and in real time.
 
     Args:
-        scenario: what to play.
-        seed: of its choices, instead of the scenario's own. The order of threads follows no seed.
+        scenario: scenario to play.
+        seed: seed of its choices, instead of the scenario's own. The order of threads follows no seed.
         factory: opens the system under test; by default our own pipelines over memory and files.
-        base: where files that the scenario names are looked for.
-        pace: how many milliseconds of the wall each virtual one takes. Where a scenario has things a millisecond or two
-            apart, and the machine is busy, 10 keeps them apart.
-        workdir: where a directory for the tiers of files is made, and removed; by default where temporary files go.
+        base: directory of the files that the scenario names.
+        pace: real milliseconds per virtual one. If a scenario has events a millisecond or two apart, and the machine is
+            busy, 10 keeps them apart.
+        workdir: directory in which a directory for the tiers of files is made, and removed; by default that of
+            temporary files.
 
     Raises:
         ScenarioError: the scenario makes no sense, or has a fault that only virtual time has.
-        NotForReal: it says itself that it cannot hold on the clock of the wall.
+        NotForReal: it declares itself that it cannot hold in real time.
     """
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed

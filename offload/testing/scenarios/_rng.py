@@ -29,7 +29,7 @@ class Rng:
     """
 
     seed: int
-    """Any number."""
+    """Seed, any number."""
 
     def fraction(self, *where: object) -> float:
         """Return a number that is at least 0 and less than 1."""

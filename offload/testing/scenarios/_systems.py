@@ -251,7 +251,7 @@ def factory_of(system: str) -> Factory | None:
             f"{system}: there is no module {module_name}, neither installed nor in {os.getcwd()}; "
             f"run this where {module_name.partition('.')[0]}.py is, or install it"
         ) from error
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # any error of the module's import
         raise NoSuchSystem(f"{system}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     for name in path.split("."):
         if not hasattr(found, name):
