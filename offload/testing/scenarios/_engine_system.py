@@ -172,7 +172,7 @@ class VirtualEngineTier(FaultyQueries, VirtualTier, DirectTier):
 
 
 class VirtualEngineParts(PipelineSystem):
-    """Tiers and sources of a virtual engine."""
+    """Tiers and stored blocks of an engine in virtual time."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._unproven: list[Pages] = []
@@ -304,7 +304,7 @@ class EngineSystem:
         return (await self._read(hit, asked))[0]
 
     async def _read(self, hit: Hit, asked: Sequence[Key]) -> tuple[dict[Key, bytes], int]:
-        """Load a hit's blocks; return them and the left-out blocks' end.
+        """Load a hit's blocks; return them and where the left-out blocks end.
 
         Blocks that are left to be computed need not be loaded.
 

@@ -275,9 +275,7 @@ class Draft:
     def _prefix(self, i: int, room: int) -> None:
         """Add the steps of a prefix: stored, read, grown, deleted, stored again.
 
-        At the end it is read again.
-
-        It is stored while no fault is aimed at it.
+        At the end it is read again. No fault is aimed at it while it is stored.
         """
         rng, where = self.rng, ("prefix", i)
         keys = [f"p{i}.{n}" for n in range(min(2 + rng.below(4, *where, "n"), room))]

@@ -166,7 +166,7 @@ class _RemotePipelines:
             child.end()
 
     def _signal(self, window: FaultWindow) -> None:
-        """Apply a fault of the scenario as a signal."""
+        """Send a fault of the scenario to the child as a signal."""
         child = self._child
         if child is None or self._dead:
             return
