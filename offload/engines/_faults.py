@@ -1,7 +1,7 @@
-"""Faults: what went wrong behind an engine's back, counted by name, and said once.
+"""Faults of an adapter: counted by name, and logged the first time.
 
-An inference engine is told of nothing that fails here ("not cached" is all it hears), so that an operator must learn of it:
-each kind of fault is logged when it is met first, and from then on counted.
+An inference engine never learns of a failure in here ("not cached" is all it hears), so an operator must: each kind of
+fault is logged when it first occurs, and only counted from then on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from ..client._errors import DaemonBusy, DaemonRefused
 
 
 class AdapterError(ValueError):
-    """What an engine asks of its adapter cannot be done. Each kind has the name by which it is counted."""
+    """A request of the engine that its adapter cannot fulfil.
+
+    Each subclass has the name by which it is counted.
+    """
 
     fault_name: ClassVar[str]
 
@@ -64,7 +67,10 @@ _NAMES: Final[Sequence[tuple[type[BaseException], str]]] = (
 
 
 def name_of(error: BaseException) -> str:
-    """What this error is called where it is counted. Of a group, the first that has a name here."""
+    """Return the name under which an error is counted.
+
+    For a group, it is the name of the first error in it that is listed here.
+    """
     for leaf in leaves(error):
         if isinstance(leaf, AdapterError):
             return leaf.fault_name
@@ -75,19 +81,21 @@ def name_of(error: BaseException) -> str:
 
 
 THERE: Final = frozenset({"present", "pending"})
-"""Reasons to keep a block back that mean it is in the tier, or is being stored by another store."""
+"""Reasons that mean a block is stored, or is being stored already."""
 _FAULTY: Final = frozenset({"timeout", "error"})
-"""The same of a policy that did not answer."""
+"""Reasons that mean a policy did not answer."""
 
 
 class FaultLog:
-    """Counters of one part of an adapter: what was done, what went wrong, and the text of the last fault of each name.
+    """Counters of one part of an adapter: completed work and faults.
 
-    For any thread: the inference engine's threads count, and the one of our engine.
+    The last text of each fault is kept, too.
+
+    Thread-safe: the inference engine's threads count, and so does our engine's thread.
 
     Args:
-        part: whose these are, for the log.
-        logger: where a fault is said when it is met first.
+        part: name of the part, for the log.
+        logger: logs each kind of fault when it first occurs.
     """
 
     def __init__(self, part: str, logger: logging.Logger) -> None:
@@ -99,30 +107,35 @@ class FaultLog:
         self._lock = threading.Lock()
 
     def add(self, name: str, n: int = 1) -> None:
-        """Count something that is as it should be."""
+        """Count an ordinary event."""
         if n:
             with self._lock:
                 self._done[name] += n
 
     def trouble(self, name: str, why: object, n: int = 1) -> None:
-        """Count something that should not be; the first time, log why. ``name`` says what was done about it."""
+        """Count a fault, and log its cause the first time.
+
+        ``name`` names the consequence, such as what was skipped because of it.
+        """
         self._fault(name, name, f"{why}", n)
 
     def count(self, operation: str, name: str, text: str = "", n: int = 1) -> None:
-        """So many blocks of an operation failed for this reason."""
+        """Count blocks of an operation that failed for the same reason."""
         self._fault(f"{operation}: {name}", name, text or name, n)
 
     def note(self, operation: str, error: BaseException, n: int = 1) -> None:
-        """The same, for an error."""
+        """Count blocks of an operation that failed with this error."""
         self.count(operation, name_of(error), f"{error}", n)
 
     def kept_back(self, what: str, reasons: Iterable[str], pages: int = 1) -> None:
-        """Count what a store did not offer to a tier, by the reason; not what is there, or is being stored by another one.
+        """Count blocks that a store did not offer, by reason.
+
+        Blocks that are in the tier already, or that another store is storing, are not counted.
 
         Args:
-            what: is counted.
-            reasons: of each page.
-            pages: that one of them has.
+            what: name of the counted things.
+            reasons: the reason for each block.
+            pages: number of blocks that make one counted thing.
         """
         for reason, n in Counter(reasons).items():
             if reason in _FAULTY:
@@ -133,12 +146,12 @@ class FaultLog:
                 self.add(f"{what} kept back by a policy: {reason}", -(-n // pages))
 
     def snapshot(self) -> Mapping[str, int]:
-        """All counters, of both kinds."""
+        """Return all counters, of ordinary events and of faults."""
         with self._lock:
             return dict(self._done + self._faults)
 
     def report(self) -> dict[str, Any]:
-        """For a status: the faults by operation and name, and what each name meant the last time."""
+        """Return the counts and the last texts of the faults, for status."""
         with self._lock:
             return {"failures": dict(self._faults), "last_failures": dict(self._texts)}
 

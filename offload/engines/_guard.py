@@ -1,13 +1,15 @@
-"""The guard at the face of an adapter: an inference engine sees no exception of ours, but what its interface names.
+"""The guard of an adapter, which keeps exceptions from an inference engine.
 
-A hook that raises is answered as if nothing were cached. That is logged once, and counted. What the answer must put right, so
-that no request waits for ever and no block holds other bytes than its key says, the hook's entry in the table does.
+Only exceptions that the interface names pass.
+
+A hook that raises is answered as if nothing were cached. The fault is logged once, and counted. The hook's entry in the
+table also cleans up, so that no request waits for ever and no block holds other bytes than its key names.
 
 Rule 1. Each public method of an adapter has an entry: one without is an error when the class is made.
-Rule 2. Every ``Exception`` is answered, unless the entry names it. ``SystemExit`` and ``KeyboardInterrupt`` pass, since engines
-        end by them, once the entry has put things right.
-Rule 3. An answer is never that something went well that did not. So what puts things right is tried twice, and passes where it
-        raises both times.
+Rule 2. Every ``Exception`` is answered, unless the entry names it. ``SystemExit`` and ``KeyboardInterrupt`` pass, since
+    engines end by them, once the entry has cleaned up.
+Rule 3. An answer never claims success for something that failed. So the cleanup is tried twice, and its exception
+    passes if it raises both times.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from ._faults import FaultLog
 C = TypeVar("C", bound=type)
 
 Answer: TypeAlias = Callable[..., Any]
-"""Called with the adapter and the arguments of the hook, by position where that can be. Returns the hook's answer."""
+"""A function that returns the answer for a hook that raised.
+
+It is called with the adapter and the hook's arguments, by position if possible.
+"""
 
 _log = logging.getLogger("offload.engines")
 
@@ -37,23 +42,26 @@ GUARD_ATTRIBUTE: Final = "__offload_hook__"
 
 @attrs.frozen
 class Hook:
-    """How a hook that raised is answered."""
+    """The answer for a hook that raised."""
 
     answer: Answer
-    """Answers as if nothing were cached."""
+    """Returns the answer that means nothing is cached."""
     put_right: Answer | None = None
-    """Called before the answer, and before an exception that passes."""
+    """Cleanup before the answer, and before an exception that passes."""
     passes: tuple[type[BaseException], ...] = ()
-    """Exceptions that the interface names."""
+    """Exceptions that the interface allows the hook to raise."""
 
 
 def nothing(*args: object, **kwargs: object) -> None:
-    """Answer ``None``."""
+    """Return ``None``."""
 
 
 NOTHING: Final = Hook(nothing)
 PASSES: Final = Hook(nothing, passes=(Exception,))
-"""The entry of a method that may raise: it is called at the start, or its interface says so."""
+"""The entry of a method that may raise.
+
+It is called at the start, or its interface allows it to raise.
+"""
 
 
 def guarded(hooks: Mapping[str, Hook], logger: logging.Logger = _log) -> Callable[[C], C]:
@@ -61,7 +69,7 @@ def guarded(hooks: Mapping[str, Hook], logger: logging.Logger = _log) -> Callabl
 
     Args:
         hooks: an entry for each.
-        logger: where the first fault of each hook is logged.
+        logger: logs the first fault of each hook.
 
     Raises:
         TypeError: a public method has no entry, or an entry no method.
@@ -84,7 +92,7 @@ def guarded(hooks: Mapping[str, Hook], logger: logging.Logger = _log) -> Callabl
 
 
 def guard_faults(adapter: Any, logger: logging.Logger = _log) -> FaultLog:
-    """Return the faults of an adapter's hooks."""
+    """Return the fault log of an adapter's hooks."""
     faults: FaultLog | None = vars(adapter).get("_guard_faults")
     if faults is None:
         faults = FaultLog(type(adapter).__name__, logger)
@@ -93,7 +101,10 @@ def guard_faults(adapter: Any, logger: logging.Logger = _log) -> FaultLog:
 
 
 def insist(function: Callable[[], None]) -> None:
-    """Call what has to be done, such as to tell an engine that something has ended; once more if it raises."""
+    """Call a function that must run, such as a completion callback.
+
+    Retry once if it raises.
+    """
     try:
         function()
     except Exception:
@@ -104,10 +115,10 @@ def _guard(method: Callable[..., Any], hook: Hook, owner: str, logger: logging.L
     signature = inspect.signature(method)
 
     def in_order(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return arguments by position, as answers take them, however the engine has passed them."""
+        """Return the arguments by position, as answers take them."""
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # it is that which was raised
+        except TypeError:  # The wrong arguments are why the hook raised.
             return args, kwargs
         return bound.args, bound.kwargs
 
@@ -118,13 +129,13 @@ def _guard(method: Callable[..., Any], hook: Hook, owner: str, logger: logging.L
         except BaseException as error:
             ordered, named = in_order(self, *args, **kwargs)
             if isinstance(error, Exception) and not isinstance(error, hook.passes):
-                with contextlib.suppress(Exception):  # without memory for a count, the answer still counts
+                with contextlib.suppress(Exception):  # Without memory for a count, the answer still counts.
                     guard_faults(self, logger).note(method.__name__, error)
                 if hook.put_right is not None:
                     insist(functools.partial(hook.put_right, *ordered, **named))
                 return hook.answer(*ordered, **named)
             if hook.put_right is not None:
-                with contextlib.suppress(Exception):  # the one that passes says why
+                with contextlib.suppress(Exception):  # The exception that passes is the one to report.
                     insist(functools.partial(hook.put_right, *ordered, **named))
             raise
 

@@ -1,4 +1,4 @@
-"""The table of an engine behind an inference engine: where its tiers are, and what it is unless it says otherwise. Pure."""
+"""The configuration of the engine of an adapter, with its defaults. Pure."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ DAEMON_URL: Final = (
     r"ipc(://.+)?|",
     "The daemon of this host that has the tiers (`offload serve`), instead of tiers in this process; ipc: that of this user.",
 )
-"""The knob by which an inference engine uses a daemon: one line, in place of tiers."""
+"""The knob that selects a daemon in place of own tiers."""
 
 _CACHE: Final[Mapping[str, Any]] = {
     # A server that is away must not keep an inference engine from starting, nor later from finding it again.
     "on_enter_failure": "miss",
-    # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
-    # Nobody waits for a store here, but a busy host may for a tier's answer: what it is not asked in time is not stored.
+    # The least recently used blocks make room: a cache that is full and accepts nothing new serves yesterday's prompts.
+    # Nobody waits for a store here, but a tier on a busy host may answer slowly: blocks that it is not asked about in
+    # time are not stored.
     "pipeline": {"on_destination_full": "evict", "policy_timeout": 5.0},
 }
 
 
 def located(engine: Mapping[str, Any], daemon_url: str, section: str) -> Mapping[str, Any]:
-    """The table of an engine, with its tiers, or with the daemon that has them.
+    """Return an engine's table with its tiers, or with their daemon.
 
     Args:
-        engine: the table that was said.
-        daemon_url: what was said beside it, or nothing.
-        section: where both were said.
+        engine: the configured table.
+        daemon_url: the URL that is configured next to the table, or empty.
+        section: the configuration section of both.
 
     Raises:
-        ConfigError: both say where blocks go, or neither does.
+        ConfigError: both name a place for blocks, or neither does.
     """
     if daemon_url and (engine.get("tiers") or engine.get("daemon_url", daemon_url) != daemon_url):
         raise ConfigError(f"{section}.daemon_url", daemon_url, "must be empty where the table engine names tiers")
@@ -44,15 +45,20 @@ def located(engine: Mapping[str, Any], daemon_url: str, section: str) -> Mapping
 
 
 def as_cache(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of an engine for a cache. What is said wins, name by name."""
+    """Return the table of an engine for a cache.
+
+    Configured values override the defaults.
+    """
     return _over(_CACHE, table)
 
 
 def as_batch_cache(table: Mapping[str, Any], timeout: float, room_timeout: float) -> dict[str, Any]:
-    """The same, for a cache that is stored to by the batch, and that must not keep its user waiting.
+    """Return the table for a cache that is stored to in batches.
+
+    Such a cache must not keep its user waiting.
 
     Args:
-        table: what is said; it wins, name by name.
+        table: the configured values, which override the defaults.
         timeout: seconds that a question to a tier may take.
         room_timeout: seconds that a store may wait for room in a full tier.
     """
@@ -61,12 +67,12 @@ def as_batch_cache(table: Mapping[str, Any], timeout: float, room_timeout: float
         "lookup_timeout": timeout,
         "breaker": {"call_timeout": timeout, "enter_timeout": timeout, "first_wait": min(1.0, timeout)},
         "pipeline": {
-            # What is stored comes as a batch already: nothing is gained by waiting for company.
+            # Blocks already arrive in batches: waiting for more gains nothing.
             "batch_config": {"max_batch_size": 256, "min_batch_size": 1, "flush_interval": 0.0},
             # The presence filter asks the server, which may take as long as any question.
             "policy_timeout": timeout,
             "destination_timeout": room_timeout,
-            # The engine bounds what it stores at once by its own memory, so that this bound is for errors.
+            # The engine limits concurrent stores by its own memory, so this bound only catches errors.
             "budget_blocks": 1 << 20,
         },
     }
@@ -74,7 +80,7 @@ def as_batch_cache(table: Mapping[str, Any], timeout: float, room_timeout: float
 
 
 def _over(defaults: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said, over the defaults: table by table, name by name."""
+    """Merge the configured values over the defaults, in nested tables too."""
     merged = {**defaults, **said}
     for name, value in said.items():
         default = defaults.get(name)

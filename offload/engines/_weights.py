@@ -1,12 +1,15 @@
-"""The identity of weights, for keys: equal wherever a checkpoint was copied to, another once its tensors were replaced.
+"""The identity of weights, for keys.
 
-A path is no identity: a fine-tuning run writes to it again, and what another process computed with the old weights is other KV.
-So the key has a fingerprint of the files: names and sizes, ``config.json``, code in Python, the header of each safetensors
-file, and the first and the middle 4 KiB of every tensor in it; of other formats 256 samples and the tail. It has neither path
-nor time.
+It is equal for each copy of a checkpoint, and changes when tensors are replaced.
 
-A change that leaves all of these as they were is seen by a check of all bytes only (``full``), and a change in memory, as in a
-training loop, by none. For the latter there is a version: a text of the user's, or a file with one that the trainer writes.
+A path is no identity: a fine-tuning run writes to it again, and KV that another process computed with the old weights
+differs. So the key has a fingerprint of the files: names and sizes, ``config.json``, code in Python, the header of each
+safetensors file, and the first and the middle 4 KiB of every tensor in it; of other formats 256 samples and the tail.
+It has neither path nor time.
+
+A change that leaves all of these as they were is detected only by a check of all bytes (``full``), and a change in
+memory, as in a training loop, by none. For the latter there is a version: a text from the user, or a file with one that
+the trainer writes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ import attrs
 from maru.base.errors import is_scarcity
 
 WeightsCheck: TypeAlias = Literal["sampled", "full"]
-"""How much of a checkpoint is read at the start: samples of each tensor, or all of it."""
+"""Part of a checkpoint that is read at the start.
+
+Samples of each tensor, or everything.
+"""
 
 VERSION_KNOB: Final = (
     "",
@@ -50,7 +56,7 @@ _PIECE: Final = 1 << 20
 _LONGEST_HEADER: Final = 1 << 28
 _LONGEST_VERSION: Final = 4096
 _FORMATS: Final[Sequence[tuple[str, ...]]] = (
-    # In this order, as engines look for them. Beside the first that is there, files of the others are not loaded.
+    # In this order, as engines look for them. If files of one format exist, those of later formats are not loaded.
     (".safetensors",),
     (".gguf",),
     (".bin", ".pt", ".pth", ".npz"),
@@ -98,7 +104,10 @@ def _add(digest: hashlib.blake2b, name: str, data: bytes) -> None:
 
 
 def _files(path: str) -> tuple[list[str], list[str]]:
-    """Return the files of weights, and those that say what they mean, by their names."""
+    """Return the files of weights, and the files that describe them.
+
+    Both are sorted by name.
+    """
     if os.path.isfile(path):
         return [path], []
     names = sorted(os.listdir(path))
@@ -137,7 +146,10 @@ def _header(head: bytes, size: int) -> int:
 
 
 def _tensors(text: bytes, data: int, size: int) -> list[int] | None:
-    """Return where the samples of each tensor begin; ``None`` if this is no header of tensors."""
+    """Return the offsets of each tensor's samples.
+
+    ``None`` if the header has no tensors.
+    """
     try:
         header: Mapping[str, Any] = json.loads(text)
         spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
@@ -152,13 +164,19 @@ def _tensors(text: bytes, data: int, size: int) -> list[int] | None:
 
 
 def _spread(size: int) -> list[int]:
-    """Return where the samples of a file begin: evenly, and at its tail."""
+    """Return the offsets of a file's samples, evenly spaced.
+
+    The last one is at its tail.
+    """
     last = max(0, size - SAMPLE_BYTES)
     return sorted({last * at // (_SAMPLES - 1) for at in range(_SAMPLES)})
 
 
 def hub_commit(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the commit of a model in the hub's cache of this host; empty if that is not known."""
+    """Return the commit of a model in this host's hub cache.
+
+    Empty if unknown.
+    """
     if not _HUB_NAME.fullmatch(name):
         return ""
     home = environ.get("HF_HOME") or os.path.join(
@@ -181,12 +199,12 @@ def hub_commit(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def weights_text(
     model: str, *, revision: str = "", version: str = "", check: WeightsCheck = "sampled", commit: str = ""
 ) -> str:
-    """Return what stands for the weights in a key.
+    """Return the text that identifies the weights in a key.
 
     Args:
         model: a path, or a name of the hub.
-        revision: the revision that was asked for.
-        version: a text of the user's that tells the weights of this model apart.
+        revision: the requested revision.
+        version: a text from the user that distinguishes the weights of this model.
         check: how much of a checkpoint is read.
         commit: of the hub, if the engine knows it.
 
@@ -211,14 +229,15 @@ def weights_text(
 
 
 def config_text(*configs: Mapping[str, Any], tokens: int = 0) -> str:
-    """Return the digest of the configurations that a model is computed with, for a key.
+    """Return the digest of a model's effective configurations, for a key.
 
-    They may be others than those of its files: options replace single values, or name another file. Left out is what says where
-    they come from: names with an underscore in front, and the version of the library.
+    These may differ from the configurations in its files: options replace single values, or name another file. Values
+    that describe their origin are left out: names that begin with an underscore, and the version of the library.
 
     Args:
-        configs: as they are in effect.
-        tokens: the longest sequence; beyond that of the training, some models have other positions from the first token on.
+        configs: the configurations in effect.
+        tokens: the longest sequence; beyond that of the training, some models have other positions from the first token
+            on.
     """
     said = [_without_origin(config) for config in configs]
     if any(_has_long_positions(config, tokens) for config in said):
@@ -228,7 +247,7 @@ def config_text(*configs: Mapping[str, Any], tokens: int = 0) -> str:
 
 
 def _without_origin(value: object) -> Any:
-    """Return a value of a configuration as JSON has it, the same in each process."""
+    """Return a configuration value for JSON, equal in each process."""
     if isinstance(value, Mapping):
         return {
             f"{name}": _without_origin(one)
@@ -248,7 +267,7 @@ def _without_origin(value: object) -> Any:
 
 
 def _has_long_positions(config: object, tokens: int) -> bool:
-    """Return whether sequences of so many tokens have positions of their own (LongRoPE)."""
+    """Return whether sequences of this length have their own positions (LongRoPE)."""
     if isinstance(config, list):
         return any(_has_long_positions(one, tokens) for one in config)
     if not isinstance(config, dict):
@@ -278,7 +297,9 @@ def _log_once(model: str, text: str) -> None:
 
 @attrs.define(eq=False)
 class Generation:
-    """A generation of keys: no key from before a reset is found after it.
+    """A generation of keys, which changes at a reset.
+
+    Keys from before a reset are not found after it.
 
     After a reset each instance is alone, unless a trainer names the weights.
     """
@@ -289,7 +310,10 @@ class Generation:
     _is_due: bool = False
 
     def reset(self) -> None:
-        """Begin a new generation. The file is read at the next use, when the trainer has written it."""
+        """Begin a new generation.
+
+        The version file is read at the next use, when the trainer has written it.
+        """
         self._value = uuid.uuid4().hex
         self._is_due = bool(self.version_file)
 
@@ -322,7 +346,10 @@ class Generation:
 
 
 VERSIONED: Final = "version "
-"""The beginning of a generation that stands for the weights, in place of those that were there at the start."""
+"""Prefix of a generation that identifies the weights itself.
+
+It replaces the identity of the weights that were loaded at the start.
+"""
 
 
 @attrs.define(eq=False)
@@ -333,13 +360,13 @@ class AdapterWeights:
     _known: dict[tuple[int, str, str], str] = attrs.Factory(dict)
 
     def text(self, number: int, name: str, path: str, *, is_replaced: bool = False) -> str:
-        """Return what stands for an adapter in a key.
+        """Return the text that identifies an adapter in a key.
 
         Args:
-            number: the engine's id of it, another one for each that it loads.
+            number: the engine's id of it, a different one for each adapter that it loads.
             name: its name.
-            path: where its files are.
-            is_replaced: whether the engine loads it anew for this request.
+            path: the path of its files.
+            is_replaced: whether the engine loads it again for this request.
         """
         place = (number, name, path)
         known = self._known.get(place)

@@ -1,16 +1,21 @@
-"""LMCache's second level (L2) in any tier: an adapter for its ``plugin`` type, and a connector for its ``native_plugin`` type.
+"""LMCache's second level (L2) in any tier, and its first (L1).
 
-And its first level (L1) in the page store, for programs that make its storage manager themselves.
+L1 is kept in the page store.
 
-Rule 1. LMCache never sees an exception from here. A server that is away, a full pool, a timeout: a lookup finds nothing, a load
-        or a store fails, and what went wrong is counted and named in the status.
-Rule 2. A task ends once. Its result is there before its descriptor is signalled, and listeners are told before that.
-Rule 3. What a lookup found stays pinned until each of its keys is unlocked, also when it is deleted meanwhile.
+For L2 there is an adapter for its ``plugin`` type, and a connector for its ``native_plugin`` type. L1 is for programs
+that make LMCache's storage manager themselves.
+
+Rule 1. LMCache never sees an exception from here. If a server is away, a pool is full or a timeout passes, a lookup
+    finds nothing, a load or a store fails, and the failure is counted and named in the status.
+Rule 2. A task ends once. Its listeners are notified first, then its result is recorded, then its descriptor is
+    signalled.
+Rule 3. Objects that a lookup found stay pinned until each of their keys is unlocked, even if deleted meanwhile.
 Rule 4. A load that may still write into the caller's memory has no result: that memory must not be used again.
 
-``_adapter`` is what LMCache calls, ``_connector`` its face with six methods; both call ``_cache``, which begins ``_operations``
-and joins the parts that decide without LMCache: names of objects, tasks, locks, resident objects. ``_l1`` is the first level,
-``_allocator`` its face without keys. Only ``_lmcache`` and ``_lmcache_l1`` import ``lmcache``.
+LMCache calls ``_adapter``, or ``_connector``, an interface with six methods; both call ``_cache``, which begins
+``_operations`` and joins the parts that decide without LMCache: names of objects, tasks, locks, resident objects.
+``_l1`` is the first level, ``_allocator`` its interface without keys. Only ``_lmcache`` and ``_lmcache_l1`` import
+``lmcache``.
 """
 
 from typing import TYPE_CHECKING

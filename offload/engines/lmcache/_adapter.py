@@ -1,6 +1,7 @@
-"""The adapter: what LMCache's controllers call. Of LMCache it knows what :mod:`._lmcache` has.
+"""The adapter that LMCache's controllers call.
 
-In LMCache's configuration it is a ``plugin``, or, after :func:`register`, of the type ``maru``::
+It uses only the names of LMCache that :mod:`._lmcache` lists. In LMCache's configuration it is a ``plugin``, or, after
+:func:`register`, of the type ``maru``::
 
     {"type": "plugin", "module_path": "offload.engines.lmcache", "class_name": "MaruL2Adapter",
      "adapter_params": {"server_url": "ipc:///run/user/1000/maru/maru.sock", "pool_size_gb": 4}}
@@ -84,13 +85,13 @@ _HOOKS: Final = {
     "get_store_event_fd": Hook(lambda adapter: adapter._store_event.fd),
     "get_lookup_and_lock_event_fd": Hook(lambda adapter: adapter._lookup_event.fd),
     "get_load_event_fd": Hook(lambda adapter: adapter._load_event.fd),
-    # A task that was not begun: LMCache learns of it as of any other.
+    # A task that could not begin: LMCache sees it end like any other.
     "submit_store_task": Hook(lambda one, *args: one._ended(one._stores, _NOT_STORED, one._store_event)),
     "submit_lookup_and_lock_task": Hook(
         lambda one, keys, *args: one._ended(one._lookups, Bitmap(len(keys)), one._lookup_event)
     ),
     "submit_load_task": Hook(lambda one, keys, *args: one._ended(one._loads, Bitmap(len(keys)), one._load_event)),
-    # LMCache asks once for each signal, so there is another one.
+    # LMCache asks once for each signal, so signal again.
     "pop_completed_store_tasks": Hook(lambda adapter: {}, lambda adapter: adapter._store_event.signal()),
     "query_lookup_and_lock_result": Hook(nothing, lambda adapter, task: adapter._lookup_event.signal()),
     "query_load_result": Hook(nothing, lambda adapter, task: adapter._load_event.signal()),
@@ -105,17 +106,17 @@ _HOOKS: Final = {
 
 @guarded(_HOOKS)
 class MaruL2Adapter(L2AdapterInterface):
-    """LMCache's second level in the page store, or in other tiers. For any thread.
+    """LMCache's second level in the page store, or in other tiers. Thread-safe.
 
-    It connects when it is first needed, in a thread of its own, and goes on connecting as long as the server is away.
+    It connects when it is first needed, in a thread of its own, and retries as long as the server is away.
 
     Args:
-        config: of the adapter; its parameters will do.
+        config: the adapter's configuration, or its parameters.
         l1_memory_desc: LMCache's first level, whose alignment rounds the sizes of objects up.
-        more: what later versions of LMCache hand in, which is not used.
+        more: unused; accepts arguments that later versions of LMCache add.
 
     Raises:
-        ValueError: a parameter that cannot be.
+        ValueError: a parameter is invalid.
     """
 
     config_class_name = "MaruL2AdapterConfig"
@@ -150,21 +151,24 @@ class MaruL2Adapter(L2AdapterInterface):
     # --- descriptors ----------------------------------------------------------------------------------------------
 
     def get_store_event_fd(self) -> int:
-        """A descriptor that is readable when a store has ended."""
+        """Return a descriptor that is readable when a store has ended."""
         return self._store_event.fd
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """A descriptor that is readable when a lookup has ended."""
+        """Return a descriptor that is readable when a lookup has ended."""
         return self._lookup_event.fd
 
     def get_load_event_fd(self) -> int:
-        """A descriptor that is readable when a load has ended."""
+        """Return a descriptor that is readable when a load has ended."""
         return self._load_event.fd
 
     # --- down -----------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Copy objects into the tier; they are read until the task has ended."""
+        """Copy objects into the tier.
+
+        They are read until the task has ended.
+        """
         spans = list(map(_span, objects))
         task = self._begin(self._stores)
         try:
@@ -175,7 +179,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """The stores that have ended since this was last called."""
+        """Return the results of stores that ended since the last call."""
         with self._lock:
             return self._stores.take_all()
 
@@ -187,7 +191,10 @@ class MaruL2Adapter(L2AdapterInterface):
             self._finish(self._stores, task, result, self._store_event)
 
     def _found(self, keys: list[ObjectKey], spans: list[Span], there: Sequence[bool]) -> None:
-        """Note what is in the tiers, by whichever process: LMCache measures its use by it."""
+        """Record objects that are in the tiers, stored by any process.
+
+        LMCache measures its use by them.
+        """
         objects = [(key, span.used) for key, span in compress(zip(keys, spans, strict=True), there)]
         with self._lock:
             new, forgotten = self._residents.add(objects)
@@ -216,7 +223,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """The result of a lookup, once; ``None`` until it has ended."""
+        """Return the result of a lookup, once; ``None`` until it has ended."""
         with self._lock:
             return self._lookups.take(task_id)
 
@@ -228,14 +235,18 @@ class MaruL2Adapter(L2AdapterInterface):
         found = _bitmap(outcome.found)
         try:
             with self._lock:
-                # Not what was stored since it began: that may be there although the tiers have said otherwise.
+                # Keep objects that were stored since the lookup began: they may be there although the tiers reported a
+                # miss.
                 gone = self._residents.remove(compress(keys, outcome.gone), before=began)
             self._tell(self._notify_keys_deleted, gone)
         finally:
             self._finish(self._lookups, task, found, self._lookup_event)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Copy objects out of the tier; their memory is written until the task has ended."""
+        """Copy objects out of the tier.
+
+        Their memory is written until the task has ended.
+        """
         spans, nothing_loaded = list(map(_span, objects)), Bitmap(len(keys))
         task = self._begin(self._loads)
         try:
@@ -246,7 +257,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """The result of a load, once; ``None`` until it has ended."""
+        """Return the result of a load, once; ``None`` until it has ended."""
         with self._lock:
             return self._loads.take(task_id)
 
@@ -263,7 +274,10 @@ class MaruL2Adapter(L2AdapterInterface):
     # --- away -----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Forget objects, and wait for it, no longer than a lookup. What is locked stays, and keeps its locks."""
+        """Delete objects, and wait for it up to the lookup timeout.
+
+        Locked objects stay, and keep their locks.
+        """
         gone = self._cache.delete(keys)
         with self._lock:
             removed = self._residents.remove(compress(keys, gone))
@@ -277,15 +291,15 @@ class MaruL2Adapter(L2AdapterInterface):
             for event in (self._store_event, self._lookup_event, self._load_event):
                 event.close()
 
-    # --- what there is --------------------------------------------------------------------------------------------
+    # --- resident objects ------------------------------------------------------------------------------------------
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """What this process has stored and not seen go, page by page.
+        """Return a page of the resident objects that this process knows.
 
         Raises:
-            ValueError: a page size that is not positive, or a cursor that is none.
+            ValueError: the page size is not positive, or the cursor is invalid.
         """
         with self._lock:
             page = self._residents.page(page_size, cursor, model_name)
@@ -293,11 +307,14 @@ class MaruL2Adapter(L2AdapterInterface):
         return KeyListPage(entries, page.cursor)
 
     def get_memory_tags(self) -> tuple[str, ...]:
-        """Of which of LMCache's first-level memories this reads and writes: the one that its configuration names."""
+        """Return the tag of the first-level memory that this adapter serves.
+
+        The configuration names it.
+        """
         return self._tags
 
     def report_status(self) -> dict[str, Any]:
-        """The health of the adapter: what is stored and locked, and counts of failures by name."""
+        """Return the adapter's health: stored and locked objects, and failures by name."""
         with self._lock:
             stored = len(self._residents)
             under_way = {
@@ -318,7 +335,7 @@ class MaruL2Adapter(L2AdapterInterface):
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _fail(self, task: int, tasks: TaskTable[R], result: R, event: EventFd, error: Exception) -> None:
-        """End a task that could not be begun, or whose result could not be told."""
+        """End a task that could not begin, or not deliver its result."""
         with contextlib.suppress(Exception):
             self._cache.faults.note("submit", error)
         self._finish(tasks, task, result, event)
@@ -345,7 +362,10 @@ class MaruL2Adapter(L2AdapterInterface):
             self._guarded(notify, list(keys), list(sizes))
 
     def _guarded(self, notify: Callable[..., None], *args: object) -> None:
-        """A listener that raises is at fault, and not the task: its result is told all the same."""
+        """Call a listener.
+
+        If it raises, only count the fault, so that the task still ends.
+        """
         try:
             notify(*args)
         except Exception as error:
@@ -353,12 +373,13 @@ class MaruL2Adapter(L2AdapterInterface):
 
 
 def register() -> None:
-    """Add the type ``maru`` to LMCache's own registry: ``--l2-adapter '{"type": "maru", ...}'``. Idempotent.
+    """Add the type ``maru`` to LMCache's own registry. Idempotent.
 
-    Call it in the process of LMCache's server before its arguments are read.
+    It is used as ``--l2-adapter '{"type": "maru", ...}'``. Call it in the process of LMCache's server before its
+    arguments are read.
 
     Raises:
-        ValueError: something else has that name.
+        ValueError: another adapter has that name.
     """
     if registered_configs.get(TYPE_NAME) is MaruL2AdapterConfig:
         return
@@ -375,17 +396,17 @@ def _make(config: L2AdapterConfigBase, l1_memory_desc: L1MemoryDesc | None = Non
 
 def _span(item: MemoryObj) -> Span:
     described = _described(item)
-    # Of several dtypes, nothing says where each begins once it is padded.
+    # If there are several dtypes, it is unknown where each begins in a padded object.
     dtype = described[1][0] if described is not None and len(described[1]) == 1 else None
     return Span(item.data_ptr, item.get_physical_size(), item.get_size(), item, dtype)
 
 
 def _described(item: MemoryObj) -> tuple[Sequence[Any], Sequence[Any]] | None:
-    """Return the shapes and dtypes of an object, or ``None`` if it has none, as one of bytes alone."""
+    """Return an object's shapes and dtypes; ``None`` if it is only bytes."""
     try:
         shapes: Sequence[Any] = item.get_shapes()
         dtypes: Sequence[Any] = item.get_dtypes()
-    except (AssertionError, ValueError):  # as LMCache's own objects without dtypes answer
+    except (AssertionError, ValueError):  # LMCache's own objects without dtypes raise these.
         return None
     return None if None in dtypes else (shapes, dtypes)
 
@@ -395,7 +416,7 @@ def _described_by(layout: MemoryLayoutDesc | None) -> tuple[Sequence[Any], Seque
 
 
 def _bytes_of(layout: MemoryLayoutDesc) -> int:
-    """What an object of this layout takes, without padding."""
+    """Return the bytes of an object of this layout, without padding."""
     return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The first level as an allocator of LMCache's: pages of the pool without a key, and pages by their place."""
+"""An LMCache allocator of pages of the page store, without keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HOOKS: Final = {
 
 @guarded(_HOOKS)
 class MaruMemoryAllocator(MemoryAllocatorInterface):
-    """Pages of the pool as memory objects without a key, for code that uses an allocator.
+    """Allocator of pages of the pool as memory objects without a key.
 
     Args:
-        manager: whose pages they are.
+        manager: owner of the pages.
     """
 
     def __init__(self, manager: MaruL1Manager) -> None:
@@ -49,7 +49,10 @@ class MaruMemoryAllocator(MemoryAllocatorInterface):
         return items if error is L1Error.SUCCESS else None
 
     def get_by_location(self, region_id: int, page_index: int) -> TensorMemoryObj | None:
-        """The object in a page of a region, of this process or another; ``None`` unless it is pinned for reading here."""
+        """Return the object in a page of a region, of any process.
+
+        ``None`` unless it is pinned for reading here.
+        """
         return self._manager.read_at(region_id, page_index)
 
     def free(self, memory_obj: TensorMemoryObj, allocator_type: str | None = None) -> None:

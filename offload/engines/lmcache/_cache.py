@@ -1,8 +1,10 @@
-"""The cache: objects of LMCache stored, found, locked, loaded and deleted in the tiers of one engine.
+"""The cache: LMCache's objects in the tiers of one engine.
 
-Every operation is begun by any thread, never waits (but for a delete and the end), and ends by one call of what it was given,
-which may come before it returns, in the engine's thread, or in the one that opens it. What LMCache is told then is a
-truth for each object; what went wrong is in the log of faults.
+It stores, finds, locks, loads and deletes them.
+
+Operations may begin in any thread and never wait (except a delete and the close). Each ends with one call of its
+callback, which may come before the method returns, in the engine's thread, or in the one that opens it. The callback
+gets a boolean for each object; failures are in the log of faults.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _GONE: Final = frozenset({Deletion.DELETED, Deletion.MISSING})
 
 
 def _undescribed(at: int) -> None:
-    """Nothing is known of what an object looks like."""
+    """Return nothing: the shapes and dtypes of the object are unknown."""
 
 
 class ObjectCache:
@@ -38,11 +40,11 @@ class ObjectCache:
 
     Args:
         lazy: the engine.
-        name_of: what an object is called in the tiers.
+        name_of: returns the key of an object in the tiers.
         page_bytes: the size of a page. 0: that of the first object.
-        page_bytes_of: asks the tiers how large the pages of these keys are, for a lookup that comes before all objects and
-            knows no size; 0 where nothing is found. It may wait, about as long as a lookup.
-        align_bytes: what LMCache rounds the sizes of its objects up to.
+        page_bytes_of: asks the tiers for the page size of these keys, for a lookup that comes before all objects and
+            knows no size; 0 if nothing is found. It may wait, about as long as a lookup.
+        align_bytes: alignment to which LMCache rounds the sizes of its objects up.
         timeout: seconds for a lookup or a delete.
     """
 
@@ -58,7 +60,7 @@ class ObjectCache:
     ) -> None:
         self.faults: FaultLog = FaultLog("cache", _log)
         self.unavailable: dict[str, str] = {}
-        """Tiers that the last lookup was answered without, and why."""
+        """Tiers that the last lookup could not ask, and why."""
         self._lazy = lazy
         self._name_of = name_of
         self._page_bytes = page_bytes
@@ -68,13 +70,13 @@ class ObjectCache:
         self._lock = threading.Lock()
         self._locks: LockTable[Hit] = LockTable()
         self.layouts: LayoutChecks = LayoutChecks(self.faults)
-        """Which layouts of objects have been tried."""
+        """Record of the object layouts that were checked."""
         self._stored_objects = self._stored_bytes = 0
         lazy.on_replaced = self._release_all
 
     @property
     def locked(self) -> int:
-        """How many keys are locked."""
+        """Number of locked keys."""
         return len(self._locks)
 
     # --- down -----------------------------------------------------------------------------------------------------
@@ -87,7 +89,10 @@ class ObjectCache:
         *,
         describe: Describe = _undescribed,
     ) -> None:
-        """Copy objects into the first tier. Until it has ended, their memory is read."""
+        """Copy objects into the first tier.
+
+        Their memory is read until this has ended.
+        """
         self._bring(Storing(self, keys, spans, finish), spans, describe)
 
     # --- back -----------------------------------------------------------------------------------------------------
@@ -103,11 +108,11 @@ class ObjectCache:
         """Find the prefix of each row of keys, and lock it.
 
         Args:
-            keys: row behind row.
+            keys: the rows, one after the other.
             finish: called once.
-            object_bytes: says how large the largest object is that is looked for; 0: that is not known. Asked only where this
+            object_bytes: returns the size of the largest object that is looked for; 0 if unknown. Called only if this
                 connects, for the size of a page.
-            describe: what the objects look like, as far as it is known.
+            describe: returns the shapes and dtypes of an object, if known.
         """
         looking = Looking(self, keys, finish)
 
@@ -118,7 +123,10 @@ class ObjectCache:
         self._run(looking, describe, page_bytes)
 
     def unlock(self, keys: Sequence[ObjectKey]) -> None:
-        """Drop one lock of each key. Without an engine there is none to drop."""
+        """Drop one lock of each key.
+
+        Without an engine there is none to drop.
+        """
         names = [self._name_of(key) for key in keys]
         with self._lock:
             over = self._locks.unlock(names)
@@ -133,16 +141,20 @@ class ObjectCache:
         *,
         describe: Describe = _undescribed,
     ) -> None:
-        """Copy objects into the caller's memory, which is written until this has ended.
+        """Copy objects into the caller's memory, which is written until the end.
 
-        Where it cannot be proven that a copy is over, it never ends: the memory must not be used again.
+        If it cannot be proven that a copy is over, it never ends: the memory must not be used again.
         """
         self._bring(Loading(self, keys, spans, finish), spans, describe)
 
     # --- away -----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Forget objects in all tiers, and wait for it; of each, whether it is not there any more. What is locked stays."""
+        """Delete objects from all tiers, and wait for it. Locked objects stay.
+
+        Returns:
+            For each object, whether it is gone.
+        """
         opened = self._lazy.opened
         if opened is None:
             return [False] * len(keys)
@@ -158,7 +170,10 @@ class ObjectCache:
         return [answer in _GONE for answer in answers]
 
     def close(self, timeout: float | None = None) -> None:
-        """Release all locks and close the engine; every operation has ended then, but for a load that cannot be proven over."""
+        """Release all locks and close the engine.
+
+        Every operation has ended then, except a load that cannot be proven over.
+        """
         self._release_all()
         try:
             self._lazy.close(timeout)
@@ -166,10 +181,10 @@ class ObjectCache:
             self.faults.note("close", error)
             _log.warning("the engine behind LMCache could not be closed: %r", error)
 
-    # --- what there is --------------------------------------------------------------------------------------------
+    # --- status ---------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """For a status: how the engine is, what is locked, and what went wrong."""
+        """Return the status: the engine's state, locked keys, and failures."""
         lazy, opened = self._lazy, self._lazy.opened
         failure = lazy.failure
         page_bytes = self._page_bytes if opened is None else opened.page_bytes
@@ -180,7 +195,7 @@ class ObjectCache:
             "state": lazy.state,
             "open_error": None if failure is None else f"{name_of(failure)}: {failure}",
             "page_bytes": page_bytes,
-            # An object takes a whole page: with groups of two sizes, the capacity holds that much less of them.
+            # An object takes a whole page: if groups have two sizes, the capacity holds correspondingly fewer of them.
             "page_bytes_per_stored_byte": round(pages / stored, 2) if stored else None,
             "unavailable_tiers": dict(self.unavailable),
             "locked_key_count": self.locked,
@@ -191,9 +206,9 @@ class ObjectCache:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _bring(self, operation: Operation, spans: Sequence[Span], describe: Describe) -> None:
-        """Begin what brings objects: they say how large a page is."""
+        """Begin an operation that has objects, whose sizes determine the page size."""
         largest = max([span.used for span in spans], default=0)
-        # The largest of the first ones: what has one object in each group has them all in its first store, mostly.
+        # The largest of the first ones: the first store of a model with several groups mostly has an object of each.
         self._run(operation, describe, lambda: self._page_bytes or max([span.size for span in spans]), largest)
 
     def _run(
@@ -217,11 +232,11 @@ class ObjectCache:
             hit.release()
 
     def name(self, keys: Sequence[ObjectKey]) -> list[Key]:
-        """What these are called in the tiers."""
+        """Return the keys of these objects in the tiers."""
         return list(map(self._name_of, keys))
 
     def note_unavailable(self, tiers: Any, asked: int) -> None:
-        """Which tiers a lookup was answered without."""
+        """Record the tiers that could not be asked for a lookup."""
         if not tiers and not self.unavailable:
             return
         for error in tiers.values():
@@ -229,7 +244,7 @@ class ObjectCache:
         self.unavailable = {tier: f"{name_of(error)}: {error}" for tier, error in tiers.items()}
 
     def note_stored(self, sizes: Sequence[int]) -> None:
-        """Count objects that were stored, by the bytes of each that mean anything."""
+        """Count stored objects, and their bytes without padding."""
         with self._lock:
             self._stored_objects += len(sizes)
             self._stored_bytes += sum(sizes)
@@ -240,7 +255,7 @@ class ObjectCache:
             self._locks.lock(hit, hit.keys)
 
     def locked_hit(self, names: Sequence[Key]) -> Hit | None:
-        """The hit that has locked exactly these."""
+        """Return the hit that has locked exactly these keys."""
         with self._lock:
             return self._locks.find(names)
 

@@ -1,7 +1,8 @@
-"""What can be set on the adapter, and the engine that this describes.
+"""The adapter's configuration, and the engine that it describes.
 
-The keys of the page store are those of its published adapter. An ``engine`` table with tiers says any others, as
-:class:`offload.EngineConfig` reads it, and ``daemon_url`` a daemon that has them; then the keys of the page store are not used.
+The keys of the page store are those of its published adapter. An ``engine`` table with tiers configures any others, as
+:class:`offload.EngineConfig` reads it, and ``daemon_url`` names a daemon that has them; then the keys of the page store
+are not used.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class body make fields
@@ -31,10 +32,15 @@ from ._opening import OpenEngine
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
 _OF_LMCACHE: Final = frozenset({"type", "affinity_tag", "eviction", "persist_enabled", "serde", "shared"})
-"""Keys that LMCache reads itself, for adapters of any type; it leaves them in what it hands on."""
+"""Keys that LMCache reads itself for any adapter, but passes on."""
 
 _PATIENCE: Final = 1.5
-"""How much longer an engine waits for a tier than the tier itself waits for its server: the tier then says what is wrong."""
+"""Factor of an engine's timeout for a tier over the tier's own.
+
+A tier waits that much less for its server.
+
+So the tier can report the cause first.
+"""
 
 
 def _check_gigabytes(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -49,7 +55,7 @@ def _check_engine(instance: object, attribute: attrs.Attribute[Any], value: obje
 
 @attrs.frozen
 class CacheConfig:
-    """What can be set on the adapter."""
+    """The adapter's configuration."""
 
     server_url: str = _knob.text(
         "", "a text", r".*", "Where the server of the page store listens. Empty: on the Unix socket of this user."
@@ -91,10 +97,12 @@ class CacheConfig:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> CacheConfig:
-        """From the parameters of an adapter. Keys that LMCache reads itself are left out; ``None`` is as by default.
+        """Make the configuration from the parameters of an adapter.
+
+        Keys that LMCache reads itself are left out; ``None`` means the default.
 
         Raises:
-            ConfigError: an unknown key, or a value that cannot be; a :class:`ValueError`, as LMCache expects.
+            ConfigError: a key is unknown, or a value invalid; a :class:`ValueError`, as LMCache expects.
         """
         said = {name: value for name, value in mapping.items() if name not in _OF_LMCACHE and value is not None}
         config = _knob.from_mapping(said, cls)
@@ -102,12 +110,12 @@ class CacheConfig:
             raise ConfigError(
                 "weights_version", config.weights_version, "must be empty: published names have no place for weights"
             )
-        config.engine_config(1)  # what an engine table says is checked now, and not when it is first needed
+        config.engine_config(1)  # Check an engine table now, not when it is first needed.
         return config
 
     @classmethod
     def help(cls) -> str:
-        """What each key means, one a line."""
+        """Return the description of each key, one per line."""
         return "\n".join(
             f"- {field.name} ({field.metadata['bound']}; default {field.default!r}): {field.metadata['reason']}"
             for field in attrs.fields(cls)
@@ -120,14 +128,17 @@ class CacheConfig:
 
     @property
     def capacity_bytes(self) -> int:
-        """What LMCache measures the use against; 0 where it is not known here, as of an engine table."""
+        """Capacity against which LMCache measures the use.
+
+        It is 0 if unknown, as with an engine table.
+        """
         return int(self.pool_size_gb * (1 << 30)) if self._is_page_store else 0
 
     def engine_config(self, page_bytes: int) -> EngineConfig:
-        """The engine, for pages of this size.
+        """Return the engine's configuration for pages of this size.
 
         Raises:
-            ConfigError: what the table or the file says cannot be.
+            ConfigError: the table or the file is invalid.
         """
         if isinstance(self.engine, str) and self.engine:
             if self.daemon_url:
@@ -140,7 +151,9 @@ class CacheConfig:
         return EngineConfig.from_mapping(as_batch_cache(table, self.timeout, self.timeout), section="engine")
 
     def open(self, page_bytes: int) -> OpenEngine:
-        """Open the engine. Waits for its tiers, each until it is there or known to be away.
+        """Open the engine.
+
+        Waits until each tier is there or known to be away.
 
         Raises:
             Exception: as :func:`offload.from_thread.open_engine` raises; not because a tier is away.
@@ -150,9 +163,11 @@ class CacheConfig:
         return OpenEngine(engine.start(), source)
 
     def find_page_bytes(self, keys: Sequence[Key]) -> int:
-        """Ask the server of the page store how large the first of these keys' pages is that it has; 0 where it has none.
+        """Ask the page store's server for the page size of these keys.
 
-        Of other tiers nothing can be asked before the size of their blocks is known.
+        It is that of the first stored one.
+
+        Returns 0 if it has none of them. Other tiers cannot be asked before the size of their blocks is known.
 
         Raises:
             maru.MaruError: the server did not answer.

@@ -1,7 +1,9 @@
-"""The connector: the same cache with the six methods, and a seventh, that LMCache asks of a ``native_plugin``.
+"""The connector: the same cache with the methods of LMCache's ``native_plugin``.
 
-LMCache keeps the locks of such a connector itself, in a table of its own, which no tier knows: between its lookup and its
-load a block may go, and then the load misses it. Where that matters, the adapter is the better plug.
+There are six such methods, and a seventh, the optional status.
+
+LMCache keeps the locks of such a connector itself, in a table of its own, which no tier knows: between its lookup and
+its load a block may go, and then the load misses it. If that matters, use the adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ._opening import LazyEngine
 from ._operations import LookupOutcome, StoreOutcome
 
 Completion: TypeAlias = tuple[int, bool, str, list[bool] | None]
-"""Of one operation: its id, whether it went as a whole, why not, and one truth for each key."""
+"""Result of an operation: id, success, error text, a boolean per key."""
 
 
 _NOT_BEGUN: Final = Hook(lambda connector, *args: connector._not_begun())
@@ -43,13 +45,13 @@ _HOOKS: Final = {
 
 @guarded(_HOOKS)
 class MaruConnector:
-    """Objects by their published names, in the page store or in other tiers.
+    """Objects by their published names, in the page store or other tiers.
 
     Args:
         parameters: the keys of the adapter's configuration, as keywords.
 
     Raises:
-        ValueError: an unknown key, or a value that cannot be.
+        ValueError: a key is unknown, or a value invalid.
     """
 
     def __init__(self, **parameters: Any) -> None:
@@ -66,7 +68,7 @@ class MaruConnector:
         self._event = EventFd()
 
     def event_fd(self) -> int:
-        """A descriptor that is readable when an operation has ended."""
+        """Return a descriptor that is readable when an operation has ended."""
         return self._event.fd
 
     def submit_batch_set(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
@@ -104,7 +106,7 @@ class MaruConnector:
         start_thread(threading.Thread(target=delete, name="offload lmcache delete"))
 
     def _begin(self, number: int, begin: Callable[[], None]) -> None:
-        """Begin an operation, or complete it if it cannot be begun."""
+        """Begin an operation, or complete it if it cannot begin."""
         try:
             begin()
         except Exception as error:
@@ -119,12 +121,12 @@ class MaruConnector:
         return number
 
     def drain_completions(self) -> list[Completion]:
-        """The operations that have ended, each once. Never blocks."""
-        self._event.reset()  # first: what is completed behind this signals again
+        """Return the operations that have ended, each once. Never blocks."""
+        self._event.reset()  # First: an operation that completes after this signals again.
         return [self._completions.pop(number) for number in list(self._completions)]
 
     def report_status(self) -> dict[str, Any]:
-        """The status of the adapter; see its ``report_status``."""
+        """Return the adapter's status; see its ``report_status``."""
         return self._cache.report()
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class MaruConnector:
         finally:
             self._event.close()
 
-    # --- ends, in any thread --------------------------------------------------------------------------------------
+    # --- callbacks, in any thread -----------------------------------------------------------------------------------
 
     def _stored(self, number: int, outcome: StoreOutcome) -> None:
         self._complete((number, outcome.success, "" if outcome.success else "not all were stored", None))
@@ -143,7 +145,7 @@ class MaruConnector:
         self._complete((number, True, "", list(loaded)))
 
     def _looked_up(self, number: int, keys: Sequence[ParsedKey], outcome: LookupOutcome) -> None:
-        # Nobody will unlock them: LMCache's locks for connectors are its own.
+        # Nobody will unlock them: LMCache keeps its own locks for connectors.
         self._cache.unlock([key for key, found in zip(keys, outcome.found, strict=True) if found])
         self._complete((number, True, "", list(outcome.found)))
 

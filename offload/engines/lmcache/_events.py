@@ -8,7 +8,10 @@ import threading
 
 
 class EventFd:
-    """Readable from a signal until it is read. Signals that come before it is read are one."""
+    """A descriptor that is readable from a signal until it is read.
+
+    Several signals before it is read count as one.
+    """
 
     def __init__(self) -> None:
         self.fd: int = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -16,9 +19,9 @@ class EventFd:
         self._closed = False
 
     def signal(self) -> None:
-        """Make it readable. In any thread; nothing where it is closed."""
-        # The lock is for the close: without it, the number could be another file's by the time it is written to. LMCache resets
-        # the descriptor by reading it, so that nothing is remembered here and each signal writes.
+        """Make it readable, from any thread. Does nothing once it is closed."""
+        # The lock is for the close: without it, the number could belong to another file by the time it is written to.
+        # LMCache resets the descriptor by reading it, so nothing is remembered here and each signal writes.
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.fd, 1)

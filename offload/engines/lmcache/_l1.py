@@ -1,12 +1,16 @@
-"""LMCache's first level in the page store: its memory objects are pages of the pool, filled and read where they lie.
+"""LMCache's first level in the page store.
 
-LMCache cannot be told of it by configuration, as its first level has no plug. :class:`MaruL1Manager` is handed to its storage
-manager instead: it has the methods of ``L1ManagerInterface``, which the storage manager calls, and of ``L1ManagerProtocol``.
+Its memory objects are pages of the pool.
 
-Rule 1. A page is written by the one that reserved it, and found by nobody before it is committed.
-Rule 2. An object that is read stays where it is until each of its read locks is given back; whose it is makes no difference.
-Rule 3. Who goes when the pool is full, the server decides: nothing here is for LMCache to evict.
-Rule 4. LMCache sees no exception of ours, but codes: what cannot be had does not exist, what has no room is out of memory.
+They are filled and read in place. LMCache cannot be configured to use it, as its first level has no plug.
+:class:`MaruL1Manager` is passed to its storage manager instead: it has the methods of ``L1ManagerInterface``, which the
+storage manager calls, and of ``L1ManagerProtocol``.
+
+Rule 1. A page is written by the one that reserved it, and nobody finds it before it is committed.
+Rule 2. An object that is read stays in place until each of its read locks is given back, whoever owns it.
+Rule 3. The server decides what to evict when the pool is full: LMCache has nothing to evict here.
+Rule 4. LMCache sees codes instead of our exceptions: an object that cannot be had does not exist, one without room is
+    out of memory.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ T = TypeVar("T")
 _log = logging.getLogger("offload.engines.lmcache")
 
 Answer: TypeAlias = "tuple[L1Error, TensorMemoryObj | None]"
-"""What became of a key, and its object."""
+"""The result for a key, and its object."""
 
 
 @attrs.define(eq=False)
@@ -63,7 +67,7 @@ class _Reading:
     name: Key
     item: TensorMemoryObj
     place: tuple[int, int]
-    """Its region, and its page there."""
+    """Its region, and the number of its page there."""
     locks: int
 
 
@@ -78,7 +82,7 @@ def _answers(error: L1Error, put_right: Callable[..., Any] | None = None) -> Hoo
 def _abort_write(
     manager: MaruL1Manager, keys: list[ObjectKey], is_temporary: object, layout_desc: object, tag: str = ""
 ) -> None:
-    """Give back the pages of a write that LMCache is told to have failed."""
+    """Give back the pages of a write that counts as failed."""
     with manager._lock:
         new, manager._new = manager._new, {}
         for place, one in new.items():
@@ -88,7 +92,10 @@ def _abort_write(
 
 
 def _end_reads(manager: MaruL1Manager, keys: list[ObjectKey], read_locks: int = 1, *args: object) -> None:
-    """Give back the read locks that a call has taken, of which LMCache was not told."""
+    """Give back the read locks of a failed call.
+
+    LMCache was not told of them.
+    """
     with manager._lock:
         taken, manager._taken = manager._taken, []
         manager._unlock(taken, read_locks)
@@ -135,16 +142,18 @@ _HOOKS: Final = {
 
 @guarded(_HOOKS)
 class MaruL1Manager:
-    """LMCache's first level in the page store. For any thread, one call at a time, as LMCache's own.
+    """LMCache's first level in the page store.
+
+    Thread-safe, one call at a time, as LMCache's own.
 
     Args:
         config: LMCache's configuration of a first level; its tag is used.
-        key_names: what objects are called: ``hashed``, or ``published``, to share them with published integrations.
-        weights_version: tells the weights of one model apart; not with published names.
+        key_names: how objects are named: ``hashed``, or ``published``, to share them with published integrations.
+        weights_version: distinguishes the weights of one model; not with published names.
         knobs: of the page store: see :class:`maru.MaruConfig`.
 
     Raises:
-        ValueError: there is no such ``key_names``, or a knob that cannot be.
+        ValueError: ``key_names`` is unknown, or a knob invalid.
     """
 
     def __init__(self, config: Any, *, key_names: KeyNames = "hashed", weights_version: str = "", **knobs: Any) -> None:
@@ -156,8 +165,8 @@ class MaruL1Manager:
         self._lock = threading.RLock()
         self._layout: MemoryLayoutDesc | None = None
         self._staged: dict[tuple[ObjectKey, str], _Staged] = {}
-        self._new: dict[tuple[ObjectKey, str], _Staged] = {}  # of the call that is under way
-        self._taken: list[ObjectKey] = []  # the same of read locks
+        self._new: dict[tuple[ObjectKey, str], _Staged] = {}  # Pages of the current call.
+        self._taken: list[ObjectKey] = []  # Read locks of the current call.
         self._allocated: dict[int, _Staged] = {}
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
@@ -183,10 +192,12 @@ class MaruL1Manager:
             self._listeners.append(listener)
 
     def register_kv_layout(self, layout: MemoryLayoutDesc) -> bool:
-        """Say what an object is made of, which brings the pool up. The first write does so, too; who only reads must.
+        """Set the layout of objects, and bring the pool up.
+
+        The first write does so, too; a process that only reads must call it.
 
         Returns:
-            Whether it was taken: there is one layout, and the server must answer.
+            Whether it was accepted: there is one layout, and the server must answer.
         """
         with self._lock:
             shapes = [tuple(shape) for shape in layout.shapes]
@@ -200,7 +211,10 @@ class MaruL1Manager:
     def reserve_write(
         self, keys: list[ObjectKey], is_temporary: list[bool], layout_desc: MemoryLayoutDesc, tag: str = ""
     ) -> dict[ObjectKey, Answer]:
-        """Take a page for each key that this writer is not writing already, and that is not read here."""
+        """Take a page for each key.
+
+        Keys that this writer is writing already, or that are read here, get none.
+        """
         with self._lock:
             answers: dict[ObjectKey, Answer] = {}
             for key in keys:
@@ -214,11 +228,11 @@ class MaruL1Manager:
                 answers.update({key: (L1Error.SUCCESS, one.item) for (key, _), one in self._new.items()})
             self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
             self._staged.update(self._new)
-            self._new = {}  # LMCache is told of them, and writes to them from now on
+            self._new = {}  # LMCache knows of them now, and writes to them.
             return answers
 
     def finish_write(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
-        """Publish what was written, in one message for pages that were reserved together."""
+        """Publish written pages, with one message for pages that were reserved together."""
         with self._lock:
             answers = self._commit(keys, tag)
             self._tell("on_l1_keys_write_finished", _successful(answers))
@@ -227,14 +241,14 @@ class MaruL1Manager:
     def finish_write_and_reserve_read(
         self, keys: list[ObjectKey], read_locks: int = 1, tag: str = ""
     ) -> dict[ObjectKey, Answer]:
-        """Publish what was written, and pin what is stored then."""
+        """Publish written pages, and pin those that are stored then."""
         with self._lock:
             written = self._commit(keys, tag)
             there = _successful(written)
             read = self._hold(there, read_locks)
             self._tell("on_l1_keys_finish_write_and_reserve_read", [key for key in there if read[key][1] is not None])
             answers = {key: read.get(key, (error, None)) for key, error in written.items()}
-            self._taken = []  # LMCache is told of them, and gives them back
+            self._taken = []  # LMCache knows of them now, and gives them back.
             return answers
 
     def finish_write_and_delete(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
@@ -247,22 +261,23 @@ class MaruL1Manager:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reserve_read(self, keys: list[ObjectKey], read_locks: int = 1) -> dict[ObjectKey, Answer]:
-        """Pin the prefix of each row of keys that is stored, by any process."""
+        """Pin the stored prefix of each row of keys, from any process."""
         with self._lock:
             answers = self._hold(keys, read_locks)
             self._tell("on_l1_keys_reserved_read", [key for key in keys if answers[key][1] is not None])
-            self._taken = []  # LMCache is told of them, and gives them back
+            self._taken = []  # LMCache knows of them now, and gives them back.
             return answers
 
     def unsafe_read(self, keys: list[ObjectKey]) -> dict[ObjectKey, Answer]:
-        """The objects of pinned keys. Sends no message."""
+        """Return the objects of pinned keys. Sends no message."""
         with self._lock:
             return {key: self._held(key) for key in keys}
 
     def read_at(self, region_id: int, page: int) -> TensorMemoryObj | None:
-        """The object in this page of a region, if it is pinned here. Sends no message.
+        """Return the object in a page of a region, if pinned here.
 
-        A place is no name: unless its page is pinned, it may have another object's bytes by the next moment.
+        Sends no message. A place does not identify an object: unless its page is pinned, it may have another object's
+        bytes by the next moment.
         """
         with self._lock:
             for key, reading in self._reading.items():
@@ -287,13 +302,19 @@ class MaruL1Manager:
             return answers
 
     def touch_keys(self, keys: list[ObjectKey]) -> None:
-        """Report a use to the listeners; the server keeps its own order of use."""
+        """Report a use to the listeners.
+
+        The server keeps its own order of use.
+        """
         self._tell("on_l1_keys_accessed", keys)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey], force: bool = False) -> dict[ObjectKey, L1Error]:
-        """Delete keys of any writer. Keys that are read or written, here or elsewhere, stay, also with ``force``."""
+        """Delete keys of any writer.
+
+        Keys that are read or written, here or elsewhere, stay, also with ``force``.
+        """
         with self._lock:
             written = {key for key, _ in self._staged}
             answers = dict.fromkeys(keys, L1Error.KEY_IS_LOCKED)
@@ -304,12 +325,12 @@ class MaruL1Manager:
             return answers
 
     def clear(self, force: bool = False) -> None:
-        """Delete what this instance has written and is not read."""
+        """Delete objects that this instance has written and that are not read."""
         with self._lock:
             self._try("clear", 1, self._l1.clear)
 
     def is_key_evictable(self, key: ObjectKey) -> bool:
-        """Always false: the server evicts by itself."""
+        """Return false: the server evicts by itself."""
         return False
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -334,12 +355,15 @@ class MaruL1Manager:
             return L1Error.SUCCESS
 
     def get_backend_type(self, memory_obj: object) -> L1BackendType:
-        """Always DRAM, since pages are shared memory."""
+        """Return DRAM, since pages are shared memory."""
         return L1BackendType.DRAM
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Used and total bytes of this instance; ``(0, 0)`` before the layout is known."""
-        try:  # sends no message, so that it says nothing of the page store's health
+        """Return used and total bytes of this instance.
+
+        ``(0, 0)`` before the layout is known.
+        """
+        try:  # This sends no message, so it does not affect the page store's health.
             return self._l1.get_memory_usage()
         except Exception as error:
             self.faults.note("status", error)
@@ -353,32 +377,32 @@ class MaruL1Manager:
             return 0
 
     def get_staging_memory_usage(self) -> int:
-        """Bytes of the pages that are being written."""
+        """Return the bytes of the pages that are being written."""
         with self._lock:
             layout = self._l1.layout
             return 0 if layout is None else layout.page_bytes * (len(self._staged) + len(self._allocated))
 
     def get_capacity_bytes_by_backend(self) -> dict[L1BackendType, int]:
-        """The capacity of this instance's regions."""
+        """Return the capacity of this instance's regions."""
         return {L1BackendType.DRAM: self._pool_bytes}
 
     def get_l1_memory_desc(self) -> None:
-        """Always ``None``: there is no arena that one process could register with a device."""
+        """Return ``None``: no arena exists that a process could register."""
 
     def memory_region_count(self) -> int:
-        """Always one."""
+        """Return one."""
         return 1
 
     def owns_device(self, device_path: str) -> bool:
-        """Always false: the pool belongs to the server."""
+        """Return false: the pool belongs to the server."""
         return False
 
     def get_devdax_arena_statuses(self) -> list[Any]:
-        """Always empty: there are no DAX arenas."""
+        """Return an empty list: there are no DAX arenas."""
         return []
 
     def get_devdax_arena_status(self, device_path: str) -> Any:
-        """Always raises ``L1ReconfigureError``: there are no DAX arenas.
+        """Raise ``L1ReconfigureError``: there are no DAX arenas.
 
         Raises:
             L1ReconfigureError: always.
@@ -386,7 +410,7 @@ class MaruL1Manager:
         raise L1ReconfigureError(404, f"{device_path} is no arena: the pool is the page store's")
 
     def add_devdax_device(self, device_path: str, size_in_bytes: int) -> Any:
-        """Always raises ``L1ReconfigureError``: only the server can grow the pool.
+        """Raise ``L1ReconfigureError``: only the server can grow the pool.
 
         Raises:
             L1ReconfigureError: always.
@@ -394,17 +418,20 @@ class MaruL1Manager:
         raise L1ReconfigureError(400, "the pool is the page store's: no device can be added here")
 
     def remove_devdax_device(self, device_path: str, mode: object = None) -> Any:
-        """Always raises ``L1ReconfigureError``: only the server can shrink the pool.
+        """Raise ``L1ReconfigureError``: only the server can shrink the pool.
 
         Raises:
             L1ReconfigureError: always.
         """
         raise L1ReconfigureError(400, "the pool is the page store's: no device can be removed here")
 
-    # --- watching, and the end ------------------------------------------------------------------------------------
+    # --- status, and the end --------------------------------------------------------------------------------------
 
     def report_status(self) -> dict[str, Any]:
-        """The health of the manager, which is whether its last call to the page store went well, and counts of failures."""
+        """Return the manager's health, and counts of failures.
+
+        It is healthy if its last call to the page store succeeded.
+        """
         with self._lock:
             used, total = self.get_memory_usage()
             capacities = self.get_capacity_bytes_by_backend()
@@ -412,7 +439,7 @@ class MaruL1Manager:
             return {
                 "is_healthy": self._is_healthy,
                 "type": type(self).__name__,
-                # Published pages are this instance's; those that are read may be others'.
+                # Published pages belong to this instance; pages that are read may belong to others.
                 "total_object_count": max(self._published_count(), len(self._reading)) + staging,
                 "write_locked_count": len(self._staged),
                 "read_locked_count": len(self._reading),
@@ -428,11 +455,14 @@ class MaruL1Manager:
             }
 
     def memcheck(self) -> bool:
-        """Always true: the server keeps account of pages."""
+        """Return true: the server keeps account of pages."""
         return True
 
     def close(self) -> None:
-        """Release everything and end the session. Published objects stay for other processes. Idempotent."""
+        """Release everything and end the session. Idempotent.
+
+        Published objects stay for other processes.
+        """
         with self._lock:
             self._staged.clear()
             self._allocated.clear()
@@ -442,7 +472,7 @@ class MaruL1Manager:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _reserve(self, names: list[Key]) -> list[_Staged]:
-        """A page for each of the first names that there is room for."""
+        """Reserve a page for each leading name that there is room for."""
         reservation = self._try("write", len(names), lambda: self._l1.reserve_write(names))
         if reservation is None:
             return []
@@ -478,7 +508,7 @@ class MaruL1Manager:
         for row in rows(keys):
             self._hold_row(keys[row.start : row.stop], read_locks)
         answers = {key: self._held(key) for key in keys}
-        # LMCache gives back no lock of what it is told is not readable.
+        # LMCache gives back no lock of an object that is reported as not readable.
         refused = [key for key in self._taken if answers[key][1] is None]
         if refused:
             self._taken = [key for key in self._taken if answers[key][1] is not None]
@@ -495,7 +525,7 @@ class MaruL1Manager:
         self._release(over)
 
     def _hold_row(self, row: Sequence[ObjectKey], read_locks: int) -> None:
-        """What is held already is held once more; of the rest, the prefix that is there."""
+        """Take read locks on a row's held objects and stored prefix."""
         rest = [key for key in row if key not in self._reading]
         for key in row:
             if key in self._reading:
@@ -517,7 +547,7 @@ class MaruL1Manager:
             return L1Error.KEY_NOT_EXIST, None
         try:
             reading.lease.check()
-        except LeaseLost as error:  # the server was silent for longer than it holds a pin: nobody knows what lies there
+        except LeaseLost as error:  # The server was silent for longer than it holds a pin: the page may be another's.
             self.faults.note("read", error)
             return L1Error.KEY_NOT_READABLE, None
         return L1Error.SUCCESS, reading.item
@@ -529,13 +559,13 @@ class MaruL1Manager:
             self._try("read", len(some), lambda k=lease, n=left: self._l1.keep(k, n))  # type: ignore[misc]
 
     def _item(self, page: memoryview) -> TensorMemoryObj:
-        """A page as LMCache's memory object."""
+        """Return a page as LMCache's memory object."""
         import torch  # LMCache has imported it
 
         layout = self._layout
         assert layout is not None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what is read cannot be written, and torch says so
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the page is read-only
             raw = torch.frombuffer(page, dtype=torch.uint8)  # type: ignore[no-untyped-call, unused-ignore]
         metadata = MemoryObjMetadata(
             shape=layout.shapes[0],
@@ -560,7 +590,7 @@ class MaruL1Manager:
                 self.faults.note("notify", error)
 
     def _try(self, operation: str, n: int, function: Callable[[], T]) -> T | None:
-        """Rule 4."""
+        """Return the function's result, or ``None`` if it raises (rule 4)."""
         try:
             answer = function()
         except Exception as error:
@@ -584,7 +614,7 @@ def _successful(answers: dict[ObjectKey, L1Error]) -> list[ObjectKey]:
 
 
 def _by(items: Iterable[T], owner: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
-    """Items by their owner, in the order in which owners come."""
+    """Group items by their owner, in the order of first items."""
     found: dict[Any, list[T]] = {}
     for item in items:
         found.setdefault(owner(item), []).append(item)

@@ -1,12 +1,14 @@
-"""The layout of objects, tried by a pattern before the first of them is stored, looked for or loaded.
+"""The check of object layouts by a pattern, before first use.
 
-An object of LMCache is bytes here, and its key says neither a shape nor a dtype. So two servers may mean different numbers
-by the same object: bfloat16 and float16, another order of axes. What LMCache says of an object's shape is followed to write a
-pattern into memory of ours, which is stored, loaded, and read in the same way (:mod:`offload._engine.layout_check`). LMCache
-tells neither where its own memory has a free object, nor which part of its last axis is a head.
+An object of LMCache is bytes here, and its key contains neither shape nor dtype. So two servers may interpret the same
+object
+differently: bfloat16 and float16, another order of axes. From the shapes and dtypes that LMCache reports, a pattern is
+written into memory of ours, which is stored, loaded, and read in the same way (:mod:`offload._engine.layout_check`).
+LMCache reports neither a free object in its own memory, nor which part of its last axis is a head.
 
-Rule 1. A model's objects of one rank and group are tried once. Where their planes come back in other places, they are refused.
-Rule 2. What could not be tried, since no tier answered, is served, and tried again a while later.
+Rule 1. A model's objects of one rank and group are checked once. If their planes come back in other places, they are
+    refused.
+Rule 2. Objects that could not be checked, since no tier answered, are served, and checked again a while later.
 """
 
 from __future__ import annotations
@@ -32,18 +34,30 @@ if TYPE_CHECKING:
     import torch
 
 _LONGEST_CHECK: Final = 5.0
-"""Seconds that the first request waits for a check, where a tier is slow to answer."""
+"""Seconds that the first request waits for the check of a layout.
+
+It waits that long if a tier is slow to answer.
+"""
 _NEXT_CHECK: Final = 30.0
-"""Seconds from a check that came to no answer to the next one."""
+"""Seconds from an inconclusive check to the next one."""
 _MOST_SPACES: Final = 1_024
-"""Ranks and groups of models that are remembered; behind it the oldest is tried anew."""
+"""Ranks and groups of models that are remembered.
+
+Beyond that, the oldest is checked again.
+"""
 _MOST_PARTS: Final = 16
-"""Parts of the last axis that are read apart: about as many as there are heads."""
+"""Parts of the last axis that are read separately.
+
+There are about as many as heads.
+"""
 
 Space: TypeAlias = "tuple[str, int, int]"
 """Model, rank and group."""
 Describe: TypeAlias = "Callable[[int], tuple[Sequence[Any], Sequence[Any]] | None]"
-"""Says of the key at this position which shapes and dtypes its object has, if that is known."""
+"""Function that returns an object's shapes and dtypes, if known.
+
+Its argument is the position of the key.
+"""
 
 
 class WrongLayout(AdapterError):
@@ -54,17 +68,20 @@ class WrongLayout(AdapterError):
 
 @attrs.frozen
 class ObjectLayout:
-    """What the objects of one space look like."""
+    """The layout of the objects of one space."""
 
     space: Space
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors in an object, one behind the other."""
+    """Shapes of the tensors in an object, in their order in memory."""
     dtypes: tuple[torch.dtype, ...]
-    """The same of their dtypes."""
+    """Dtypes of the tensors in an object."""
 
     @property
     def name(self) -> str:
-        """What all servers whose keys are equal have in common: neither shapes nor dtypes are in a key."""
+        """Name of the layout, equal in all servers whose keys are equal.
+
+        Neither shapes nor dtypes are in a key.
+        """
         model, rank, group = self.space
         numbers = sum(map(math.prod, self.shapes))
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
@@ -73,10 +90,10 @@ class ObjectLayout:
 
 
 class LayoutChecks:
-    """Which layouts have been tried. For any thread.
+    """Record of the checked layouts. Thread-safe.
 
     Args:
-        faults: where it is counted what went wrong.
+        faults: counts failures.
         clock: seconds.
     """
 
@@ -87,7 +104,10 @@ class LayoutChecks:
         self._wrong: dict[Space, WrongLayout] = {}
 
     def due(self, keys: Sequence[ObjectKey], rows: Sequence[range], describe: Describe) -> list[ObjectLayout]:
-        """The layouts of these keys that are to be tried first. A look into a table for each row of keys, mostly."""
+        """Return the layouts of these keys that must be checked first.
+
+        Mostly this is one look into a table for each row of keys.
+        """
         firsts: dict[Space, int] = {}
         for row in rows:
             space = _space(keys[row.start])
@@ -101,15 +121,15 @@ class LayoutChecks:
         return found
 
     def refusal(self, keys: Sequence[ObjectKey]) -> WrongLayout | None:
-        """Why none of these is served: rule 1."""
+        """Return the error that makes these keys unservable (rule 1), if any."""
         if not self._wrong:
             return None
         return next((self._wrong[space] for space in map(_space, keys) if space in self._wrong), None)
 
     def check(self, layouts: Sequence[ObjectLayout], opened: OpenEngine) -> None:
-        """Try these, one by one. Waits, and does not raise."""
+        """Check these layouts, one by one. Waits, and does not raise."""
         for layout in layouts:
-            if not self._is_due(layout.space):  # another task has had it tried meanwhile
+            if not self._is_due(layout.space):  # Another task has had it checked meanwhile.
                 continue
             again_at, why = math.inf, ""
             try:
@@ -133,14 +153,16 @@ class LayoutChecks:
 
 
 class ObjectCanary:
-    """An object in memory of ours; see :class:`backends.abc.Canary`. A context: at its end the object is stored no more.
+    """An object in memory of ours; see :class:`backends.abc.Canary`.
+
+    A context manager: when it exits, the object is no longer being stored.
 
     Args:
         source: of the engine.
         layout: of the object.
 
     Raises:
-        ValueError: the object does not fit a page, or its layout is none.
+        ValueError: the object does not fit a page, or its layout is invalid.
     """
 
     def __init__(self, source: MemoryObjects, layout: ObjectLayout) -> None:
@@ -161,7 +183,7 @@ class ObjectCanary:
     def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
         """Write the pattern into the object."""
         self._take_back()
-        if self._pattern is None:  # one check has one seed, and asks some times
+        if self._pattern is None:  # A check uses one seed, and asks several times.
             [samples] = self._planes.fill([0], seed)
             self._pattern = self._memory.clone(), samples
         self._memory.copy_(self._pattern[0])
@@ -198,7 +220,7 @@ class PlanarPlaces(ObjectPlaces):
         return self._planes.plane_names
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
-        """The samples of the object."""
+        """Return the samples of the object."""
         return list(self._planes.samples([0] * len(positions)))
 
 
@@ -207,7 +229,10 @@ def _space(key: ObjectKey) -> Space:
 
 
 def _tensors(memory: torch.Tensor, layout: ObjectLayout) -> dict[str, torch.Tensor]:
-    """The planes of an object: whatever all axes but the last two tell apart, and each part of the last one."""
+    """Return the planes of an object, by axes.
+
+    A plane is one index of all axes but the last two, and one part of the last axis.
+    """
     found: dict[str, torch.Tensor] = {}
     start = 0
     for at, (shape, dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True)):

@@ -1,4 +1,6 @@
-"""What is used of LMCache 0.5: the classes themselves, and for type checkers what of them is relied on.
+"""The names of LMCache 0.5 that are used here.
+
+They are declared for type checkers.
 
 LMCache is installed where the adapter runs, not where its types are checked.
 """
@@ -11,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
 
     class Bitmap:
-        """One truth for each of so many positions."""
+        """A boolean for each of a number of positions."""
 
         def __init__(self, size: int) -> None: ...
         def set(self, index: int) -> None:
-            """Make one true."""
+            """Set one bit to true."""
 
     class ObjectKey:
         """The key of an object."""
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
         cache_salt: str
 
         def to_encoded_object_key(self) -> object:
-            """The same as JSON has it."""
+            """Return the key in its JSON form."""
 
     class KeyEntry:
         """A key and its size."""
@@ -40,13 +42,13 @@ if TYPE_CHECKING:
         def __init__(self, entries: tuple[KeyEntry, ...], next_page_token: str | None) -> None: ...
 
     class MemoryLayoutDesc:
-        """What an object looks like."""
+        """The layout of an object."""
 
         shapes: Sequence[Any]
         dtypes: Sequence[Any]
 
     class L1MemoryDesc:
-        """Where the first level is, and what it rounds sizes up to."""
+        """The address of the first level, and its alignment."""
 
         align_bytes: int
 
@@ -56,28 +58,28 @@ if TYPE_CHECKING:
         data_ptr: int
 
         def get_size(self) -> int:
-            """How many bytes mean something."""
+            """Return the number of bytes without padding."""
             ...
 
         def get_shapes(self) -> Sequence[Any]:
-            """The shapes of its tensors, one behind the other."""
+            """Return the shapes of its tensors, in their order in memory."""
             ...
 
         def get_dtypes(self) -> Sequence[Any]:
-            """The same of their dtypes."""
+            """Return the dtypes of its tensors, in their order in memory."""
             ...
 
         def get_physical_size(self) -> int:
-            """How many bytes it takes."""
+            """Return the number of allocated bytes."""
             ...
 
     class L2StoreResult:
-        """How a store ended."""
+        """The result of a store."""
 
         def __init__(self, success: bool, bytes_transferred: int) -> None: ...
 
     class AdapterUsage:
-        """What an adapter holds."""
+        """The space that an adapter uses."""
 
         total_bytes_used: int
         total_capacity_bytes: int
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
         affinity_tag: str
 
     class L2AdapterInterface:
-        """An adapter: what it inherits."""
+        """Base class of adapters."""
 
         def __init__(self, max_capacity_bytes: int = 0) -> None: ...
 
@@ -97,7 +99,7 @@ if TYPE_CHECKING:
         def _notify_keys_deleted(self, keys: list[ObjectKey], sizes: list[int]) -> None: ...
 
         def get_usage(self) -> AdapterUsage:
-            """What listeners were told of, in bytes."""
+            """Return the bytes that listeners were notified of."""
             ...
 
     registered_configs: dict[str, type]
@@ -107,7 +109,7 @@ if TYPE_CHECKING:
         """Add a type and its configuration."""
 
     def register_l2_adapter_factory(name: str, factory: Callable[..., Any]) -> None:
-        """Add what makes an adapter of a type."""
+        """Add the function that makes an adapter of a type."""
 
 else:
     from lmcache.lmcache_native import Bitmap as Bitmap

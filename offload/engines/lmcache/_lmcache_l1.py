@@ -1,4 +1,7 @@
-"""What is used of LMCache 0.5 for its first level: the classes themselves, and for type checkers what of them is relied on."""
+"""The names of LMCache 0.5 that the first level uses.
+
+They are declared for type checkers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ if TYPE_CHECKING:
     import enum
 
     class L1Error(enum.Enum):
-        """What became of a key."""
+        """The result for a key."""
 
         SUCCESS = 1
         KEY_NOT_EXIST = 2
@@ -20,12 +23,12 @@ if TYPE_CHECKING:
         OUT_OF_MEMORY = 7
 
     class L1BackendType(enum.Enum):
-        """What objects lie in."""
+        """The kind of memory that holds objects."""
 
         DRAM = "dram"
 
     class L1ReconfigureError(RuntimeError):
-        """A change of the memory that is refused."""
+        """A refused change of the memory."""
 
         def __init__(self, status_code: int, message: str) -> None: ...
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
         UNDEFINED = 0
 
     class MemoryObjMetadata:
-        """What is said of an object besides its bytes."""
+        """The description of an object besides its bytes."""
 
         def __init__(self, **fields: Any) -> None: ...
 
@@ -44,15 +47,15 @@ if TYPE_CHECKING:
 
         def __init__(self, raw_data: Any, metadata: MemoryObjMetadata, parent_allocator: Any) -> None: ...
         def set_l1_manager(self, owner_tag: int) -> None:
-            """Whose it is."""
+            """Set the manager that owns the object."""
 
     class MemoryAllocatorInterface:
-        """An allocator: what it inherits."""
+        """Base class of allocators."""
 
         def _adapt_shapes_and_dtypes(self, shapes: Any, dtypes: Any) -> tuple[list[Any], list[Any]]: ...
 
     class MemoryLayoutDesc:
-        """What an object looks like."""
+        """The layout of an object."""
 
         shapes: Sequence[Any]
         dtypes: Sequence[Any]
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
         def __init__(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> None: ...
 
     def next_l1_manager_id() -> int:
-        """An identity that no other first level of this process has."""
+        """Return an id that no other first level of this process has."""
         ...
 else:
     from lmcache.v1.distributed.api import L1BackendType as L1BackendType

@@ -1,8 +1,8 @@
-"""Locks: which found prefix holds which key, until LMCache unlocks it. Pure; the caller holds its lock.
+"""Locks: the keys that each found prefix holds until LMCache unlocks them.
 
-A lookup pins a prefix as one hit, and LMCache unlocks key by key, in an order of its own. So a hit is released when as many of
-its keys were unlocked as it has. Where several hits hold a key, the oldest is unlocked first: which one makes no difference to
-the block, which stays pinned as long as one of them is left.
+Pure. The caller holds its lock. A lookup pins a prefix as one hit, and LMCache unlocks key by key, in an order of its
+own. So a hit is released when as many of its keys were unlocked as it has. If several hits hold a key, the oldest is
+unlocked first: which one makes no difference to the block, which stays pinned as long as one of them is left.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class LockTable(Generic[H]):
         self._by_key: dict[Key, deque[_Held[H]]] = {}
 
     def __len__(self) -> int:
-        """How many keys are locked."""
+        """Return the number of locked keys."""
         return len(self._by_key)
 
     def lock(self, hit: H, keys: Sequence[Key]) -> None:
-        """A hit holds these keys, one lock each."""
+        """Add one lock of each of these keys, held by a hit."""
         held = _Held(hit, tuple(keys), len(keys))
         for key in keys:
             holders = self._by_key.get(key)
@@ -46,7 +46,9 @@ class LockTable(Generic[H]):
                 holders.append(held)
 
     def unlock(self, keys: Iterable[Key]) -> list[H]:
-        """Drop one lock of each key; one that is not locked is ignored.
+        """Drop one lock of each key.
+
+        One that is not locked is ignored.
 
         Returns:
             The hits that hold nothing any more, for the caller to release.
@@ -65,13 +67,16 @@ class LockTable(Generic[H]):
         return over
 
     def find(self, keys: Sequence[Key]) -> H | None:
-        """A hit of exactly these keys, in this order, that still holds all of them."""
+        """Return a hit that still holds all of exactly these keys.
+
+        The keys are compared in order.
+        """
         holders = self._by_key.get(keys[0], ()) if keys else ()
         wanted = tuple(keys)
         return next((held.hit for held in holders if held.keys == wanted and held.left == len(wanted)), None)
 
     def clear(self) -> list[H]:
-        """Drop all locks; the hits that held something."""
+        """Drop all locks. Returns the hits that held any."""
         hits = {id(held): held.hit for holders in self._by_key.values() for held in holders}
         self._by_key.clear()
         return list(hits.values())

@@ -1,8 +1,9 @@
-"""Memory objects of LMCache as a source and as a destination: columns of addresses in memory that LMCache keeps alive.
+"""Memory objects of LMCache as a source and a destination.
 
-An object that is as large as a page is copied from and to where it lies. A smaller one fills the rest of its page with zeros,
-so that equal objects have equal pages; a page that is loaded into it writes only as much as it has. The padding of an object is
-cleared before it is stored: it may hold what another request left there.
+They are columns of addresses in memory that LMCache keeps alive. An object that is as large as a page is copied from
+and to its own memory. A smaller one fills the rest of its page with zeros, so that equal objects have equal pages; a
+page that is loaded into it writes only the object's size. The padding of an object is cleared before it is stored: it
+may hold data of another request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class ObjectTooLarge(AdapterError):
-    """An object does not fit a page. The text names the knob."""
+    """An object that does not fit a page.
+
+    The text names the knob.
+    """
 
     fault_name = "object too large"
 
@@ -38,33 +42,33 @@ class ObjectTooLarge(AdapterError):
         )
 
 
-@attrs.define(eq=False)  # not frozen: five fields would take twice the time to set, for each object of each task
+@attrs.define(eq=False)  # Not frozen: setting five fields would take twice the time, for each object of each task.
 class Span:
-    """Where an object lies."""
+    """The memory of an object."""
 
     address: int
-    """Where it starts, in host memory."""
+    """Address in host memory."""
     size: int
-    """How many bytes of it may be read and written: what its allocation has, padding included."""
+    """Bytes that may be read and written: the whole allocation, padding included."""
     used: int
-    """How many of them mean anything."""
+    """Bytes without padding."""
     owner: object = None
-    """What keeps the memory."""
+    """Object that keeps the memory alive."""
     dtype: torch.dtype | None = None
-    """Of its numbers, if they have one and it is known."""
+    """Dtype of its numbers, if there is one and it is known."""
 
     @classmethod
     def of(cls, buffer: memoryview) -> Span:
-        """Of a writable buffer."""
+        """Return the span of a writable buffer."""
         flat = buffer.cast("B")
         address = ctypes.addressof(ctypes.c_char.from_buffer(flat)) if flat.nbytes else 0
         return cls(address, flat.nbytes, flat.nbytes, buffer)
 
     def within(self, page_bytes: int) -> Span:
-        """The same, without padding that a page has no place for.
+        """Return the span without padding that does not fit a page.
 
         Raises:
-            ObjectTooLarge: what means something does not fit either.
+            ObjectTooLarge: the object does not fit even without padding.
         """
         if self.size <= page_bytes:
             return self
@@ -73,7 +77,10 @@ class Span:
         return Span(self.address, page_bytes, self.used, self.owner, self.dtype)
 
     def samples(self) -> array[float] | None:
-        """Some numbers of each of its :data:`PARTS`; ``None`` if its dtype is not known, or it has too few."""
+        """Return some numbers of each of the object's :data:`PARTS`.
+
+        ``None`` if its dtype is not known, or it has too few numbers.
+        """
         import torch  # whoever knows a dtype has imported it
 
         if self.dtype is None or self.used < len(PARTS) * self.dtype.itemsize:
@@ -84,21 +91,27 @@ class Span:
 
 
 PARTS: Final = tuple(f"part {at}" for at in range(64))
-"""An object is compared in so many equal parts: which of its bytes are a head, and whether keys or values, LMCache says only to
-its kernels. Keys and values in each other's places are other parts, and heads other numbers in each."""
+"""Names of the equal parts in which objects are compared.
+
+LMCache reports only to its kernels which bytes are a head, and whether keys or values. If keys and values have swapped
+places, the parts differ; if heads have, the numbers in each part do.
+"""
 
 
-@lru_cache(maxsize=16)  # objects of one model and group have one size
+@lru_cache(maxsize=16)  # Objects of one model and group have one size.
 def _sampled(n: int) -> list[int]:
-    """Which of ``n`` numbers are read: some of each part, at no distance that rows of tokens or heads could have."""
+    """Return the indexes of ``n`` numbers to sample: some in each part.
+
+    Their distances match no distance between rows of tokens or heads.
+    """
     rng, width = random.Random(n), n // len(PARTS)
     return [part * width + at for part in range(len(PARTS)) for at in sorted(rng.choices(range(width), k=SAMPLES))]
 
 
 class MemoryObjects:
-    """The source that an engine stores from: objects of LMCache that have a store under way.
+    """The source that an engine stores from: objects under store.
 
-    It has nothing that is found by key, since LMCache keeps its objects until their store has ended.
+    Nothing is found by key, since LMCache keeps its objects until their store has ended.
 
     Args:
         block_bytes: the size of a page.
@@ -113,7 +126,7 @@ class MemoryObjects:
         return f"<MemoryObjects: {len(self._spans)} of at most {self.block_bytes} bytes are being stored>"
 
     def __len__(self) -> int:
-        """How many are being stored."""
+        """Return the number of objects that are being stored."""
         return len(self._spans)
 
     @property
@@ -122,7 +135,7 @@ class MemoryObjects:
         return self._block_bytes
 
     def lend(self, keys: Sequence[Key], spans: Sequence[Span]) -> ExternalBlocks:
-        """Objects for one store, which are there until they are returned. In any thread.
+        """Lend objects for one store, until they are taken back. Thread-safe.
 
         Raises:
             ObjectTooLarge: one of them is larger than a page.
@@ -138,11 +151,14 @@ class MemoryObjects:
         return blocks
 
     def take_back(self, blocks: ExternalBlocks) -> None:
-        """Their store has ended: LMCache may reuse the memory. In any thread."""
+        """Take objects back when their store has ended. Thread-safe.
+
+        LMCache may reuse their memory.
+        """
         for ref in blocks.refs or ():
             self._spans.pop(ref, None)
 
-    # --- whether it is what was stored ---------------------------------------------------------------------------
+    # --- samples --------------------------------------------------------------------------------------------------
 
     @property
     def plane_names(self) -> Sequence[str]:
@@ -150,32 +166,36 @@ class MemoryObjects:
         return PARTS
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
-        """The samples of objects that are being stored."""
+        """Return the samples of objects that are being stored."""
         return [self._spans[ref].samples() for ref in refs]
 
     # --- the contract of a source ---------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Nothing is found by key here."""
+        """Return only misses: nothing is found by key here."""
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Nothing is held by count here."""
+        """Do nothing: nothing is held by count here."""
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """Of none is a sum known."""
-        # Said, since a missing method costs more: it is looked for through a proxy (:mod:`offload._health.attribution`).
+        """Return no checksums: none are known."""
+        # Defined, since a missing method costs more: it is looked for through a proxy
+        # (:mod:`offload._health.attribution`).
         return [None] * len(refs)
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """None is found damaged, as no sum is known."""
+        """Do nothing: without checksums no object is found damaged."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Where these lie, if each fills its page."""
+        """Return the addresses of these objects, if each fills its page."""
         return _pages([self._spans[ref] for ref in refs], self.block_bytes)
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each object into a page, with zeros behind it. In a copy thread."""
+        """Copy each object into a page, followed by zeros.
+
+        Runs in a copy thread.
+        """
         size = pages.page_bytes
         for ref, address in zip(refs, pages.addresses, strict=True):
             span = self._spans[ref]
@@ -184,14 +204,14 @@ class MemoryObjects:
 
 
 class ObjectPlaces(Destination):
-    """The destination that an engine loads into: objects of LMCache, each in the place of a page.
+    """The destination of loads: objects of LMCache, one per page.
 
     Args:
-        spans: where they are.
+        spans: the memory of the objects.
         block_bytes: the size of a page.
 
     Raises:
-        ObjectTooLarge: one of them means more than a page holds.
+        ObjectTooLarge: an object without its padding is larger than a page.
     """
 
     def __init__(self, spans: Sequence[Span], block_bytes: int) -> None:
@@ -208,11 +228,14 @@ class ObjectPlaces(Destination):
         return self._block_bytes
 
     def views(self) -> Pages | None:
-        """Where they lie, if each takes a whole page."""
+        """Return the addresses of the objects, if each takes a whole page."""
         return self._views
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Copy pages into objects, as much as each has. In a copy thread."""
+        """Copy pages into objects, up to each object's size.
+
+        Runs in a copy thread.
+        """
         for span, address in zip(self._spans[start:], pages.addresses, strict=False):
             ctypes.memmove(span.address, address, span.size)
 
@@ -222,7 +245,7 @@ class ObjectPlaces(Destination):
         return PARTS
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
-        """The samples of objects that were loaded."""
+        """Return the samples of objects that were loaded."""
         return [self._spans[at].samples() for at in positions]
 
 

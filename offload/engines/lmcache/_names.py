@@ -1,7 +1,7 @@
-"""Names: the key of an object of LMCache, in our tiers and as published integrations write it. Pure.
+"""Names of LMCache's objects, our own and the published. Pure.
 
-Every field of LMCache's key is part of ours, the salt included: two users with the same prompt and different salts share
-nothing.
+Every field of LMCache's key is part of ours, the salt included: two users with the same prompt and different salts
+share nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..._keys import BlockKey, block_key
 
 
 class ObjectKey(Protocol):
-    """LMCache's key of an object, as far as it is used here."""
+    """LMCache's key of an object: the fields that are used here."""
 
     @property
     def chunk_hash(self) -> bytes: ...
@@ -34,16 +34,23 @@ class ObjectKey(Protocol):
 
 
 _REMEMBERED: Final = 8192
-"""Keys whose names are remembered: LMCache looks one up, loads it and unlocks it within a request."""
+"""Number of keys whose names are remembered.
+
+LMCache looks a key up, loads it and unlocks it within a request.
+"""
 
 KeyNames: TypeAlias = Literal["hashed", "published"]
-"""How an object is called in a tier: by a hash of all fields of its key, or by the text that published integrations write."""
+"""Naming of objects in a tier.
+
+``hashed``: by a hash of all fields of their key; ``published``: by their published name.
+"""
 
 
 def object_key_to_string(key: ObjectKey) -> str:
-    """The text by which published integrations name an object: ``model@rank@group@hash``, with ``@salt`` where there is one.
+    """Return the name by which published integrations identify an object.
 
-    The rank has eight hexadecimal digits, the group as many as it needs. LMCache lets no model name and no salt contain ``@``.
+    It is ``model@rank@group@hash``, with ``@salt`` if there is one. The rank has eight hexadecimal digits, the group as
+    many as it needs. LMCache lets no model name and no salt contain ``@``.
     """
     name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
     return f"{name}@{key.cache_salt}" if key.cache_salt else name
@@ -51,49 +58,60 @@ def object_key_to_string(key: ObjectKey) -> str:
 
 @attrs.frozen
 class ParsedKey:
-    """A key of an object that was made of its published name: for connectors, which are given nothing else."""
+    """The key of an object, parsed from its published name.
+
+    It is for connectors, which get only the name.
+    """
 
     chunk_hash: bytes
-    """The content hash of a chunk; the whole name where it is not of the published form."""
+    """The content hash of a chunk.
+
+    The whole name if it has not the published form.
+    """
     model_name: str = ""
-    """Whose blocks these are."""
+    """Name of the model."""
     kv_rank: int = 0
-    """Which part of the cache, of several ranks."""
+    """Part of the cache, one for each rank."""
     object_group_id: int = 0
-    """Which group of layers."""
+    """Group of layers."""
     cache_salt: str = ""
-    """Whose. Other salts share nothing."""
+    """Salt of the user. Objects with different salts are not shared."""
 
 
 def parse_object_key(name: str) -> ParsedKey:
-    """The key that has this published name. What is not of that form, to the letter, is a name all the same."""
+    """Return the key with this published name.
+
+    A name that does not have that form exactly is a key, too: the whole name is its hash.
+    """
     model, *rest = name.split("@")
     if model and 3 <= len(rest) <= 4 and "-" not in (rest[0] + rest[1]):
         rank, group, chunk, *salt = rest
         with contextlib.suppress(ValueError):
             key = ParsedKey(bytes.fromhex(chunk), model, int(rank, 16), int(group, 16), "".join(salt))
-            if object_key_to_string(key) == name:  # Python reads more than one text as the same number
+            if object_key_to_string(key) == name:  # Python reads more than one text as the same number.
                 return key
     return ParsedKey(name.encode())
 
 
 def hashed_key(key: ObjectKey, weights_version: str = "") -> Key:
-    """32 bytes, from all fields of the key: the default."""
+    """Return the hashed key: 32 bytes from all fields, the default."""
     salt = _salt(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, weights_version)
     return block_key(key.chunk_hash, salt=salt)
 
 
 def published_key(key: ObjectKey) -> Key:
-    """The published text in UTF-8; a hash of it where it is longer than a tier takes."""
+    """Return the published name in UTF-8, or its hash if too long."""
     name = object_key_to_string(key).encode()
     return name if len(name) <= MAX_KEY_BYTES else block_key(name, salt=_LONG)
 
 
 def naming(names: KeyNames, weights_version: str = "") -> Callable[[ObjectKey], Key]:
-    """The function that names objects this way. It remembers names, so keys have to be hashable.
+    """Return the function that names objects this way.
+
+    It remembers names, so keys have to be hashable.
 
     Raises:
-        ValueError: there is no such way, or published names are to have a version of weights.
+        ValueError: there is no such way, or a version of weights is given for published names.
     """
     if weights_version and names == "published":
         raise ValueError(
@@ -107,10 +125,11 @@ def naming(names: KeyNames, weights_version: str = "") -> Callable[[ObjectKey], 
 
 
 def rows(keys: Sequence[ObjectKey]) -> list[range]:
-    """The positions of neighbouring keys that differ in the chunk alone: the prefixes that one request asks for.
+    """Return the positions of neighbouring keys that differ only in the chunk.
 
-    LMCache asks for all ranks and groups of a request in one list, one row of chunks behind the other. A gap in one row says
-    nothing about the next, so that a prefix is looked for in each.
+    These are the prefixes that one request asks for. LMCache asks for all ranks and groups of a request in one list,
+    one row of chunks after the other. A gap in one row implies nothing about the next, so a prefix is looked for in
+    each.
     """
     found: list[range] = []
     before = None
@@ -127,7 +146,8 @@ def rows(keys: Sequence[ObjectKey]) -> list[range]:
 _LONG: Final = "lmcache: a published name that is longer than a key may be"
 
 
-# A salt costs as much as the hash of a key, and a process serves few models, ranks and groups; salts of users may be many.
+# A salt costs as much as the hash of a key, and a process serves few models, ranks and groups; salts of users may be
+# many.
 @lru_cache(maxsize=4096)
 def _salt(model: str, rank: int, group: int, cache_salt: str, weights_version: str) -> bytes:
     # A rank of LMCache packs four counts into 32 bits; BlockKey takes any that is not negative.

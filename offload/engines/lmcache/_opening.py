@@ -1,15 +1,18 @@
-"""An engine that is opened when it is first needed, in a thread of its own: LMCache's threads never wait for a server.
+"""An engine that opens at the first task, in its own thread.
+
+So LMCache's threads never wait for a server.
 
     closed --(first task)--> opening --> open, until the end
       ^                        | ^        |
       |      does not open     | |        | a lookup has guessed its page, and an object is larger
       `--(a while later)-------' `--------'
 
-Rule 1. What comes while it opens waits in line, and is begun in the order in which it came.
-Rule 2. An engine opens although its tiers are away (``on_enter_failure``), so one that does not open is set wrongly, or has no
-        resources. It is tried again by a later task, and until then every task is refused at once.
-Rule 3. What is stored or loaded says how large a page is. A lookup that comes before can only guess: by the layout that it is
-        for, or by what it finds. A guess is put right by the first object that does not fit, in a new engine.
+Rule 1. Tasks that come while it opens are queued, and begun in the order in which they came.
+Rule 2. An engine opens although its tiers are away (``on_enter_failure``), so one that does not open is misconfigured,
+    or has no resources. A later task tries again, and until then every task is refused at once.
+Rule 3. Objects that are stored or loaded determine the page size. A lookup that comes before can only guess: by the
+    layout that it is for, or by the pages that it finds. The first object that does not fit corrects the guess, in a
+    new engine.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from .._faults import AdapterError
 from ._memory import MemoryObjects
 
 _FIRST_WAIT: Final = 1.0
-"""Seconds after an opening that failed in which no other is tried. It doubles with each that fails."""
+"""Seconds after a failed opening without another try. Doubles with each failure."""
 _LONGEST_WAIT: Final = 30.0
 
 _log = logging.getLogger("offload.engines.lmcache")
 
 
 class PageSizeUnknown(AdapterError):
-    """Nothing has said yet how large a page is, so nothing can be found either."""
+    """The page size is not known yet, so nothing can be found."""
 
     fault_name = "page size unknown"
 
@@ -47,31 +50,37 @@ class PageSizeUnknown(AdapterError):
 
 @attrs.frozen(eq=False)
 class OpenEngine:
-    """An engine that is open, and what it stores from."""
+    """An open engine, and the source that it stores from."""
 
     engine: Engine
     source: MemoryObjects
 
     @property
     def page_bytes(self) -> int:
-        """The size of a page."""
+        """Size of a page, in bytes."""
         return self.source.block_bytes
 
 
 @attrs.frozen(eq=False)
 class Task:
-    """Something to be done in the engine. Its functions must not raise."""
+    """A task for the engine. Its functions must not raise."""
 
     begin: Callable[[OpenEngine], None]
-    """Called once it is open, in the thread of the task or in the one that opens it."""
+    """Called when the engine is open, in the task's or opening thread."""
     refuse: Callable[[Exception], None]
-    """Called instead where it does not open, or was closed."""
+    """Called instead if the engine does not open, or was closed."""
     page_bytes: Callable[[], int]
-    """How large a page is, if this opens the engine; asked in the thread that does. 0: not to be known."""
+    """Returns the page size if this task opens the engine.
+
+    It is 0 if unknown. Called in the thread that opens it.
+    """
     object_bytes: int = 0
-    """The largest object that it brings; 0 for a lookup, which brings none."""
+    """Size of the task's largest object.
+
+    It is 0 for a lookup, which has none.
+    """
     prepare: Callable[[OpenEngine], None] | None = None
-    """Called before it is begun, in the thread that opens the engine, where it may wait."""
+    """Called before ``begin``, in the opening thread, and may wait."""
 
 
 class LazyEngine:
@@ -91,13 +100,13 @@ class LazyEngine:
         self._opened: OpenEngine | None = None
         self._guessed = False
         self._ended = False
-        self._left_behind = False  # by a close that ran out of time
+        self._left_behind = False  # By a close that ran out of time.
         self._wait = _FIRST_WAIT
         self._again_at = 0.0
         self.failure: Exception | None = None
-        """Why it did not open the last time."""
+        """Error of the last failed opening."""
         self.on_replaced: Callable[[], None] = lambda: None
-        """Called when the engine has been closed to be opened anew: what it held is let go of."""
+        """Called when an engine was closed for reopening, to release its hits."""
 
     @property
     def opened(self) -> OpenEngine | None:
@@ -106,7 +115,7 @@ class LazyEngine:
 
     @property
     def state(self) -> str:
-        """In a word, for a status: ``not connected``, ``opening``, ``open``, ``failed`` or ``closed``."""
+        """State for a status: ``not connected``, ``opening``, ``open``, ``failed`` or ``closed``."""
         if self._ended:
             return "closed"
         if self._opener is not None:
@@ -116,9 +125,10 @@ class LazyEngine:
         return "not connected" if self.failure is None else "failed"
 
     def ready(self, object_bytes: int = 0) -> OpenEngine | None:
-        """The engine, for a task that needs no :meth:`run`: it is open, nothing waits in line, and such an object fits a page.
+        """Return the engine for a task that can begin without :meth:`run`.
 
-        Without the lock: what is put in line meanwhile has come at the same time, and not before.
+        The engine must be open, no task queued, and such an object must fit a page. This needs no lock: a task that is
+        queued meanwhile came at the same time, not before.
         """
         return self._suitable(self._opened, object_bytes) if self._opener is None else None
 
@@ -134,7 +144,7 @@ class LazyEngine:
                     opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
                     try:
                         start_thread(opener)
-                    except OSError as exc:  # there is none: else this task, and all behind it, would wait for ever
+                    except OSError as exc:  # There is no thread: else this task, and all after it, would wait for ever.
                         self._waiting.pop()
                         error = exc
                     else:
@@ -145,7 +155,9 @@ class LazyEngine:
             task.refuse(error)
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the engine, behind one that is opening; later tasks are refused. Idempotent.
+        """Close the engine, after an opening that is under way. Idempotent.
+
+        Later tasks are refused.
 
         Raises:
             Exception: as closing an engine raises.
@@ -164,7 +176,10 @@ class LazyEngine:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _suitable(self, opened: OpenEngine | None, object_bytes: int) -> OpenEngine | None:
-        """This engine, unless its page is a guess that is too small for an object."""
+        """Return this engine, unless its guessed page is too small.
+
+        Such a page does not hold the object.
+        """
         if opened is not None and self._guessed and object_bytes > opened.page_bytes:
             return None
         return opened
@@ -177,9 +192,12 @@ class LazyEngine:
         return None
 
     def _open(self) -> None:
-        """In a thread of its own: open it, and begin or refuse what waits."""
+        """Open the engine, and begin or refuse the queued tasks.
+
+        Runs in its own thread.
+        """
         while self._waiting:
-            # The first stays in line until it is begun: the line is empty when the engine is open, and not before.
+            # The first task stays queued until it is begun: the queue is empty when the engine is open, and not before.
             task = self._waiting[0]
             opened = self._suitable(self._opened, task.object_bytes)
             if opened is None:
@@ -211,14 +229,14 @@ class LazyEngine:
             if not self._left_behind:
                 return False
             opened, self._opened, self._opener = self._opened, None, None
-        if opened is not None:  # else that close has found it in the last moment
+        if opened is not None:  # Otherwise that close took it at the last moment.
             opened.engine.close()
         while self._waiting:
             self._waiting.popleft().refuse(RuntimeError("the adapter was closed"))
         return True
 
     def _replace(self, task: Task) -> OpenEngine:
-        """An engine for this task, in place of one whose page is too small."""
+        """Open an engine for this task, replacing one with smaller pages."""
         page_bytes = task.page_bytes()
         if not page_bytes:
             raise PageSizeUnknown
@@ -229,10 +247,10 @@ class LazyEngine:
         return self._make(page_bytes)
 
     def _end_if_idle(self) -> bool:
-        """Whether nothing waits any more."""
+        """End the opening if no task is queued; return whether it did."""
         with self._lock:
-            # Together with the look at the line: what comes after it finds the engine open and begins by itself, so that
-            # nothing is begun before what came earlier.
+            # Checked under the lock: a task that comes after it finds the engine open and begins by itself, so that
+            # no task begins before an earlier one.
             if self._waiting:
                 return False
             self._opener = None

@@ -1,7 +1,7 @@
-"""Operations: what one store, one lookup and one load of LMCache is made of, in the engine that is open.
+"""Operations: one store, lookup or load of LMCache, in the open engine.
 
-Each is begun once and ends once, by a call of what it was given: in the thread that begins it where it needs no message, else
-in the engine's thread. It has a part for each row of keys, or for each salt; the last part to end ends it.
+Each is begun once and ends once, by a call of its callback: in the thread that begins it if it needs no message,
+otherwise in the engine's thread. It has a part for each row of keys, or for each salt; the last part to end ends it.
 """
 
 from __future__ import annotations
@@ -35,57 +35,63 @@ Waited: TypeAlias = LookupFuture | LoadFuture
 
 
 FEW_KEYS: Final = 64
-"""Keys in the next lookup of a load after a gap. The number doubles with each lookup that finds all of them."""
+"""Keys in the next lookup of a load after a gap.
+
+The number doubles with each lookup that finds all of them.
+"""
 
 
 @attrs.frozen
 class StoreOutcome:
-    """How a store ended."""
+    """The result of a store."""
 
     there: Sequence[bool]
-    """Of each object, whether it is in the tier."""
+    """Whether each object is in the tier."""
     written: Sequence[bool]
-    """Of each object, whether this store has put it there."""
+    """Whether this store wrote each object."""
 
     @property
     def success(self) -> bool:
-        """Whether all of them are there."""
+        """Whether all objects are in the tier."""
         return all(self.there)
 
 
 @attrs.frozen
 class LookupOutcome:
-    """How a lookup ended."""
+    """The result of a lookup."""
 
     found: Sequence[bool]
-    """Of each key, whether it was found and is locked now: a prefix of each row."""
+    """Whether each key was found and locked: a prefix of each row."""
     gone: Sequence[bool]
-    """Of each key, whether it is known not to be there: every tier was asked."""
+    """Whether each key is known to be absent: every tier was asked."""
 
 
 class Operation(ABC):
     """One operation on some keys."""
 
     name: ClassVar[str]
-    """What it is called in the log of faults."""
+    """Name of the operation in the log of faults."""
 
     def __init__(self, cache: ObjectCache, keys: Sequence[ObjectKey]) -> None:
         self.cache = cache
         self.keys: Sequence[ObjectKey] = list(keys)
-        """The keys, row behind row."""
+        """The keys, row after row."""
         self.rows: Sequence[range] = rows(self.keys)
-        """Where each row is."""
+        """The positions of each row."""
 
     @abstractmethod
     def end(self) -> None:
-        """Tell how it has ended."""
+        """Report the result to the callback."""
 
     @abstractmethod
     def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
-        """Return what begins each part. None of them raises."""
+        """Return a function for each part that begins it.
+
+        None of them raises.
+        """
 
     def begin(self, opened: OpenEngine) -> None:
-        """Begin it, unless the layout of one of its objects is wrong."""
+        """Begin the operation, unless an object's layout is wrong."""
         wrong: Exception | None
         try:
             wrong = self.cache.layouts.refusal(self.keys)
@@ -100,8 +106,8 @@ class Operation(ABC):
             part()
 
     def refuse(self, error: Exception) -> None:
-        """End it before it has begun."""
-        with contextlib.suppress(Exception):  # without memory for a count, it ends all the same
+        """End the operation before it has begun."""
+        with contextlib.suppress(Exception):  # Without memory for a count, it still ends.
             self.cache.faults.note(self.name, error, len(self.keys))
         insist(self.end)
 
@@ -110,16 +116,22 @@ class Operation(ABC):
             self.cache.faults.note(self.name, error, n)
 
     def names(self) -> list[Key]:
-        """What the keys are called in the tiers."""
+        """Return the names of the keys in the tiers."""
         return self.cache.name(self.keys)
 
     def parts(self, n: int) -> Callable[[], None]:
-        """What each of so many parts calls at its end, in any thread."""
+        """Return the function that each of ``n`` parts calls at its end.
+
+        Parts end in any thread.
+        """
         return partial(insist, self.end if n == 1 else _Parts(n, self.end).end_one)
 
 
 class _Parts:
-    """Counts the parts of an operation; the last to end ends it. Parts end in any thread."""
+    """Counts the parts of an operation, which end in any thread.
+
+    The last to end ends the operation.
+    """
 
     def __init__(self, n: int, end: Callable[[], None]) -> None:
         self._left = n
@@ -135,7 +147,7 @@ class _Parts:
 
 
 class Storing(Operation):
-    """One store: a part for each salt, since a store has one tenant."""
+    """One store, in a part for each salt (a store's tenant)."""
 
     name = "store"
 
@@ -153,11 +165,11 @@ class Storing(Operation):
         self._written = [False] * len(keys)
 
     def end(self) -> None:
-        """Tell which objects are there, and which were written."""
+        """Report which objects are in the tier, and which were written."""
         self._finish(StoreOutcome(self._there, self._written))
 
     def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
-        """Store them, salt by salt."""
+        """Return a part for each salt."""
         by_salt: dict[str, dict[Key, list[int]]] = {}
         for at, (key, name) in enumerate(zip(self.keys, self.names(), strict=True)):
             # A key that is named twice is stored once: blocks of one store have different keys.
@@ -234,15 +246,18 @@ class Looking(Operation):
         self._gone = [False] * len(keys)
 
     def end(self) -> None:
-        """Tell which keys were found, and which are known to be gone."""
+        """Report which keys were found, and which are known to be gone."""
         self._finish(LookupOutcome(self._found, self._gone))
 
     def first_of_rows(self) -> list[Key]:
-        """The keys without which nothing is found."""
+        """Return the first key of each row.
+
+        Without it nothing of the row is found.
+        """
         return self.cache.name([self.keys[row.start] for row in self.rows])
 
     def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
-        """Look up each row."""
+        """Return a part for each row."""
         names, end = self.names(), self.parts(len(self.rows))
         return [partial(self._start_row, opened, names[row.start : row.stop], row, end) for row in self.rows]
 
@@ -277,7 +292,8 @@ class Looking(Operation):
         self.cache.note_unavailable(hit.unavailable, len(row) - len(hit))
         found = row.start + len(hit)
         self._found[row.start : found] = [True] * len(hit)
-        # Of the key behind the prefix it is known that no tier has it, if every tier was asked; of those behind it nothing is.
+        # If every tier was asked, the key after the prefix is in none of them; nothing is known of the keys after that
+        # one.
         if found < row.stop and not hit.unavailable:
             self._gone[found] = True
         if len(hit):
@@ -287,10 +303,10 @@ class Looking(Operation):
 
 
 class Loading(Operation):
-    """One load: a part for each row, in steps from one gap to the next.
+    """One load: a part per row, in steps from gap to gap.
 
-    A step takes the hit of the lookup where that has locked just these keys. LMCache often wants fewer, as some are in its
-    first level already, and then they are looked up once more, in a hit that ends with the step.
+    A step takes the hit of the lookup if that has locked exactly these keys. LMCache often wants fewer, as some are in
+    its first level already, and then they are looked up again, in a hit that ends with the step.
     """
 
     name = "load"
@@ -309,16 +325,19 @@ class Loading(Operation):
         self._loaded = [False] * len(keys)
 
     def end(self) -> None:
-        """Tell which objects were loaded."""
+        """Report which objects were loaded."""
         self._finish(self._loaded)
 
     def prepare(self, opened: OpenEngine) -> Sequence[Callable[[], None]]:
-        """Load each row."""
+        """Return a part for each row."""
         self._names, end = self.names(), self.parts(len(self.rows))
         return [_Steps(self._load_row(opened, row, end)).start for row in self.rows]
 
     def _load_row(self, opened: OpenEngine, row: range, end: Callable[[], None]) -> Iterator[Waited]:
-        """Load a row, and end its part unless a copy may still be under way."""
+        """Load a row, and end its part.
+
+        The part does not end if a copy may still be under way.
+        """
         rest, most = row, len(row)
         own: Hit | None = None
         try:
@@ -332,10 +351,11 @@ class Loading(Operation):
                 else:
                     self.cache.note_unavailable(hit.unavailable, len(rest))
                 if hit.unavailable and not len(hit):
-                    # Without its tiers every further question would be answered as this one, and each may take a timeout.
+                    # Without its tiers every further question would be answered like this one, and each may take a
+                    # timeout.
                     rest = rest[len(rest) :]
                 elif len(hit) < len(asked):
-                    rest = rest[len(hit) + 1 :]  # behind the hit is a key that no tier has
+                    rest = rest[len(hit) + 1 :]  # After the hit is a key that no tier has.
                     # Few at a time, so that many gaps cost a lookup of few keys each, and not of all that is left.
                     most = FEW_KEYS
                 else:
@@ -344,8 +364,8 @@ class Loading(Operation):
                     own.release()
                 hit = own = None
         except DrainUnproven as error:
-            # No end of this part, and so none of the task (rule 4 of the package): LMCache gives the memory of a load that has
-            # ended to another request, and this copy may still write into it.
+            # No end of this part, and so none of the task (rule 4 of the package): LMCache gives the memory of a load
+            # that has ended to another request, and this copy may still write into it.
             self._note(error, len(rest))
             return
         except Exception as error:
@@ -356,17 +376,17 @@ class Loading(Operation):
         end()
 
     def _look(self, opened: OpenEngine, rest: range) -> Generator[Waited, None, Hit]:
-        """Look for what is left of a row; its first key may be missing, and then for what is behind that."""
+        """Look up the remaining keys of a row."""
         future = self.cache.ask(opened, self._names[rest.start : rest.stop], self.keys[rest.start].cache_salt)
         try:
             yield future
             return future.result(0)
         except BaseException:
-            future.request_cancel()  # releases what it has found
+            future.request_cancel()  # Releases the blocks that it has found.
             raise
 
     def _copy(self, opened: OpenEngine, rest: range, hit: Hit) -> Generator[Waited, None, None]:
-        """Load the blocks of a hit into the first places of what is left."""
+        """Load the blocks of a hit into the first remaining places."""
         here = rest[: len(hit)]
         places = ObjectPlaces(self._spans[here.start : here.stop], opened.page_bytes)
         future = opened.engine.begin_load(hit, places)
@@ -381,9 +401,10 @@ class Loading(Operation):
 
 
 class _Steps:
-    """Steps that follow each other, each begun when the future that the one before waits for has ended.
+    """Steps, each begun when the future of the one before has ended.
 
-    A future that has ended already calls back at once. So a step is begun by a loop, and never by the callback of the step
+    A future that has ended already calls back at once. So a step is begun by a loop, and never by the callback of the
+    step
     before: a load of many missing keys has one for each, more than Python has frames.
     """
 
@@ -404,7 +425,7 @@ class _Steps:
 
     def _go_on(self, future: Waited) -> None:
         with self._lock:
-            if self._is_running:  # the loop of `start` finds it ended
+            if self._is_running:  # The loop of `start` finds it ended.
                 self._has_ended = True
                 return
             self._is_running = True

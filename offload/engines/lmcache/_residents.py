@@ -1,8 +1,8 @@
-"""Resident objects: what this process has stored, or found, and not seen go. Pure; the caller holds its lock.
+"""Resident objects: stored or found, and not seen deleted. Pure.
 
-LMCache counts bytes and chooses victims by what an adapter tells it, and lists keys page by page. Other processes store and
-delete in the same place, and places evict by themselves; so this is what was last seen, put right where a lookup or a delete
-finds a key gone.
+The caller holds its lock. LMCache counts bytes, chooses victims and lists keys page by page from an adapter's reports.
+Other processes store and delete in the same tier, and tiers evict by themselves; so this is the last known state,
+corrected when a lookup or a delete finds a key gone.
 """
 
 from __future__ import annotations
@@ -18,30 +18,35 @@ K = TypeVar("K", bound=Hashable)
 
 _PART: Final = 512
 _LOOKED_AT: Final = 8192
-"""Objects that one page looks at, most of which may be of another model: some milliseconds."""
+"""Objects that one page looks at, some milliseconds' worth.
+
+Most of them may be of another model.
+"""
 MOST_RESIDENTS: Final = 1 << 20
-"""Objects that are remembered: about 250 MiB of keys. At 4 MiB an object that is a pool of 4 TiB; behind it, the oldest are
-forgotten, and are not LMCache's to evict any more."""
+"""Number of objects that are remembered: about 250 MiB of keys.
+
+At 4 MiB an object that is a pool of 4 TiB. Beyond it, the oldest are forgotten, and LMCache cannot evict them any more.
+"""
 
 
 @attrs.frozen
 class Page(Generic[K]):
-    """A part of the list."""
+    """A page of the list."""
 
     entries: list[tuple[K, int]]
     """Keys and their sizes in bytes, the oldest first."""
     cursor: str | None
-    """Where the next page begins; ``None`` after the last."""
+    """Position of the next page; ``None`` after the last."""
 
 
 class Residents(Generic[K]):
     """Sizes of objects by key, oldest first.
 
-    They lie in parts by their serials, so that a page begins in its part: nothing walks over the objects before it, since the
-    engine's thread waits for the lock meanwhile.
+    They lie in parts by their serials, so that a page begins in its part: nothing walks over the objects before it,
+    since the engine's thread waits for the lock meanwhile.
 
     Args:
-        most: how many are remembered.
+        most: number of objects that are remembered.
     """
 
     def __init__(self, most: int = MOST_RESIDENTS) -> None:
@@ -57,15 +62,19 @@ class Residents(Generic[K]):
         return key in self._serials
 
     def mark(self) -> int:
-        """Now, for :meth:`remove`: what is added later is newer."""
+        """Return the current position, for :meth:`remove`.
+
+        Objects that are added later are newer.
+        """
         return self._next
 
     def add(self, objects: Iterable[tuple[K, int]]) -> tuple[list[tuple[K, int]], list[tuple[K, int]]]:
-        """Note what is stored.
+        """Record stored objects.
 
         Returns:
-            What is new, and what was forgotten to make room for it. A key that was known keeps its size: stored again, it
-            takes no further bytes.
+            The new objects, and those that were forgotten to make room for them. A key that was known keeps its size:
+                stored again,
+            it takes no further bytes.
         """
         new: list[tuple[K, int]] = []
         for key, size in objects:
@@ -74,7 +83,7 @@ class Residents(Generic[K]):
                 new.append((key, size))
             else:
                 size = known
-            # Written again it is the newest, since it must have gone before: whoever finds that it was gone is late then.
+            # Written again it is the newest, since it must have gone before: a report of that deletion comes late then.
             self._serials[key] = self._next
             self._parts.setdefault(self._next // _PART, {})[key] = size
             self._next += 1
@@ -83,11 +92,12 @@ class Residents(Generic[K]):
         return new, self.remove(list(oldest))
 
     def remove(self, keys: Iterable[K], before: int | None = None) -> list[tuple[K, int]]:
-        """Note what has gone; those of it that were known, with their sizes.
+        """Remove deleted objects. Returns those that were known, with their sizes.
 
         Args:
-            keys: what has gone.
-            before: only what was added before this :meth:`mark`: a lookup does not know of what was stored behind its back.
+            keys: the deleted objects.
+            before: remove only objects that were added before this :meth:`mark`: a lookup does not know of later
+                stores.
         """
         gone: list[tuple[K, int]] = []
         for key in keys:
@@ -109,10 +119,14 @@ class Residents(Generic[K]):
         return size
 
     def page(self, most: int, cursor: str | None = None, model_name: str | None = None) -> Page[K]:
-        """At most so many objects behind the cursor, of one model if it is named. Fewer, or none, may be followed by others.
+        """Return a page of objects after the cursor.
+
+        They are of one model if it is named.
+
+        A page that is not full, or empty, may be followed by others.
 
         Raises:
-            ValueError: ``most`` is not positive, or the cursor is none of ours.
+            ValueError: ``most`` is not positive, or the cursor is invalid.
         """
         if most < 1:
             raise ValueError(f"page_size = {most!r}: must be at least 1")
@@ -129,7 +143,7 @@ class Residents(Generic[K]):
         return Page(entries, None)
 
     def _behind(self, serial: int) -> Iterator[tuple[int, K, int]]:
-        """Yield the serial, key and size of each object that was added after this one, in order."""
+        """Yield serial, key and size of each object added after this serial."""
         parts = list(self._parts)
         for number in parts[bisect_left(parts, serial // _PART) :]:
             for key, size in self._parts[number].items():

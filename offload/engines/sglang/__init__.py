@@ -1,18 +1,22 @@
-"""A storage backend for SGLang's HiCache: its pages of KV go into the tiers of an engine, and come back in another process.
+"""A storage backend that keeps the KV pages of SGLang's HiCache.
 
-SGLang loads :class:`HiCacheOffload` by its type ``dynamic``; what is set stands in
-``--hicache-storage-backend-extra-config``, beside an ``engine`` table that names the tiers. SGLang is imported when the class
-is asked for, not before: everything else here runs, and is tested, without it.
+It stores them in the tiers of an engine.
 
-Rule 1. SGLang sees no fault of ours. What cannot be had is not cached, what cannot be stored is not: it is counted by its name,
-        and said in the log once. Only what is set wrongly raises, when SGLang attaches the backend.
-Rule 2. Every call ends within its timeout, and when it has ended nothing of ours touches SGLang's memory any more: a copy that
-        is late finds its pages revoked.
+Another process can load them from there. SGLang loads :class:`HiCacheOffload` by its type ``dynamic``; its settings are
+in ``--hicache-storage-backend-extra-config``, next to an ``engine`` table that names the tiers. SGLang is imported when
+the class is first accessed, not before: everything else here runs, and is tested, without it.
+
+Rule 1. SGLang sees no fault of ours. A page that cannot be loaded counts as not cached, one that cannot be stored is
+    not; the fault is counted by its name, and logged once. Only a wrong setting raises, when SGLang attaches the
+    backend.
+Rule 2. Every call ends within its timeout, and when it has ended nothing of ours touches SGLang's memory any more: a
+    copy that is late finds its pages revoked.
 Rule 3. A page is one block, whatever number of runs it has in SGLang's memory, and is copied once each way.
-Rule 4. The bytes of a page are named by all that they depend on: two layouts, dtypes or ranks have no key in common.
+Rule 4. A page's key depends on everything that its bytes depend on: two layouts, dtypes or ranks have no key in common.
 
-``_naming`` says what a page is called, and is pure; ``_settings`` what can be set; ``_pages`` is SGLang's memory as source and
-destination; ``_storage`` asks the engine and makes answers of what it says. Of SGLang, ``_hicache`` knows what ``_sglang`` has.
+``_naming`` makes the keys of pages, and is pure; ``_settings`` are the settings; ``_pages`` is SGLang's memory as
+source and destination; ``_storage`` asks the engine and converts its results. ``_hicache`` uses only the names of
+SGLang in ``_sglang``.
 """
 
 from typing import TYPE_CHECKING

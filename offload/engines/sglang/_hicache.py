@@ -1,10 +1,10 @@
-"""What SGLang calls. Of SGLang it knows what :mod:`._sglang` has.
+"""The backend class that SGLang calls.
 
-In SGLang's configuration it is a ``dynamic`` backend::
+It uses only the names of SGLang that :mod:`._sglang` lists. In SGLang's configuration it is a ``dynamic`` backend::
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-        "backend_name": "offload", "module_path": "offload.engines.sglang", "class_name": "HiCacheOffload", "interface_v1": 1,
-        "engine": {"tiers": {"maru": {"type": "maru", "pool_size": "4 GiB"}}}}'
+        "backend_name": "offload", "module_path": "offload.engines.sglang", "class_name": "HiCacheOffload",
+        "interface_v1": 1, "engine": {"tiers": {"maru": {"type": "maru", "pool_size": "4 GiB"}}}}'
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from ._storage import PageStorage
 _log = logging.getLogger("offload.engines.sglang")
 
 _LONGEST_CHECK: Final = 5.0
-"""Seconds that SGLang's start waits for the check of the layout, where a tier is slow to answer."""
+"""Seconds that SGLang's start waits for the layout check.
+
+It waits that long if a tier is slow to answer.
+"""
 
 
 class NoPool(AdapterError):
-    """SGLang has not said where its pages are, or has closed the backend."""
+    """SGLang has not registered its pool, or has closed the backend."""
 
     fault_name = "no pool"
 
@@ -53,7 +56,7 @@ class WrongLayout(AdapterError):
 
 @attrs.frozen(eq=False)
 class _Pool:
-    """SGLang's pool, and the storage behind it."""
+    """SGLang's pool, and the storage for it."""
 
     memory: HostKVCache
     planes: TensorPlanes | None
@@ -61,13 +64,13 @@ class _Pool:
     storage: PageStorage
 
     def lend(self, keys: Sequence[str], indices: torch.Tensor) -> LentPages:
-        """Pages of the pool, by the numbers of all their tokens."""
+        """Return pages of the pool, by the numbers of all their tokens."""
         if len(indices) != len(keys) * self.memory.page_size:
             raise WrongPages(f"{len(indices)} tokens are not {len(keys)} pages of {self.memory.page_size}")
         return self.lend_pages(len(keys), indices)
 
     def lend_pages(self, n: int, indices: torch.Tensor) -> LentPages:
-        """``n`` pages of the pool, by the numbers of all their tokens."""
+        """Return ``n`` pages of the pool, by the numbers of their tokens."""
         size = self.memory.page_size
         addresses, sizes = self.memory.get_page_buffer_meta(indices)
         numbers = [] if self.planes is None else [first // size for first in indices[::size].tolist()]
@@ -75,7 +78,7 @@ class _Pool:
         return LentPages(addresses, sizes, n, block_bytes, self.memory, planes=self.planes, numbers=numbers)
 
     def lend_tensors(self, tensors: Sequence[torch.Tensor]) -> LentPages:
-        """Flat pages, each in a tensor of its own."""
+        """Return flat pages, each in a tensor of its own."""
         for tensor in tensors:
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise WrongPages(
@@ -95,7 +98,7 @@ def _no_pool(backend: HiCacheOffload, *args: Any) -> None:
 
 
 _HOOKS: Final = {
-    # What is set wrongly ends SGLang's attaching, with a text that names it. Other faults: no page is there.
+    # A wrong setting ends SGLang's attaching, with a text that names it. Other faults: no page is there.
     "register_mem_pool_host": Hook(nothing, _no_pool, passes=(ValueError,)),
     "register_mem_host_pool_v2": Hook(nothing, passes=(ConfigError,)),
     "close": Hook(nothing, _no_pool),
@@ -114,17 +117,17 @@ _HOOKS: Final = {
 
 @guarded(_HOOKS, _log)
 class HiCacheOffload(HiCacheStorage):
-    """SGLang's HiCache in the tiers of an engine. For any thread.
+    """SGLang's HiCache in the tiers of an engine. Thread-safe.
 
-    The engine is opened when SGLang registers its pool, which says how large a page is. It opens although a tier is away, and
-    finds it again later.
+    The engine is opened when SGLang registers its pool, which determines the size of a page. It opens although a tier
+    is away, and finds it again later.
 
     Args:
-        storage_config: which process this is for, and what a user has said.
-        kwargs: what later versions of SGLang hand in, which is not used.
+        storage_config: the process's ranks and model, and the user's settings.
+        kwargs: unused; accepts arguments that later versions of SGLang pass.
 
     Raises:
-        offload.ConfigError: an unknown name, or a value that cannot be; the text names it.
+        offload.ConfigError: a name is unknown, or a value invalid; the text names it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
@@ -132,23 +135,24 @@ class HiCacheOffload(HiCacheStorage):
         self.settings: Settings = Settings.read(extra)
         self.faults: FaultLog = FaultLog("HiCache", _log)
         self._config = storage_config
-        self.settings.model_name(storage_config.model_name)  # what cannot be is said now, and not when a pool is known
+        self.settings.model_name(storage_config.model_name)  # Check the model now, not when a pool is known.
         self._pool: _Pool | None = None
         self._why_not: AdapterError = NoPool()
         if not extra.get("interface_v1"):
             _log.warning("interface_v1 is not set in %s: each page is copied once more, through a tensor", SECTION)
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- start and end --------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Open the engine for the pages of this pool. Waits for its tiers, each until it is there or known to be away.
+        """Open the engine for the pages of this pool.
 
-        Before any request a pattern is stored from a free page and loaded into it. Where its planes come back in other places,
-        that is logged, and nothing is stored nor loaded: whatever came back would be wrong.
+        Waits until each tier is there or known to be away. Before any request a pattern is stored from a free page and
+        loaded into it. If its planes come back in other places, that is logged, and nothing is stored nor loaded: any
+        page that came back would be wrong.
 
         Raises:
-            offload.ConfigError: what was set cannot be for such pages.
-            ValueError: the same. Where the engine does not open for another reason, that is logged, and no page is there.
+            offload.ConfigError: a setting is invalid for such pages.
+            ValueError: the same. If the engine does not open for another reason, that is logged, and no page is there.
         """
         super().register_mem_pool_host(mem_pool_host)
         self.close()
@@ -178,7 +182,9 @@ class HiCacheOffload(HiCacheStorage):
             self._pool = pool
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
-        """Only pages of KV can be offloaded: the pool that is registered as such is known already.
+        """Accept the pool of KV pages, which is registered already.
+
+        Refuse all others.
 
         Raises:
             offload.ConfigError: it is another one, such as the states of a hybrid model.
@@ -192,7 +198,7 @@ class HiCacheOffload(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def close(self) -> None:
-        """Close the engine. Calls find nothing from then on, until a pool is registered again."""
+        """Close the engine. Calls find nothing until a pool is registered again."""
         pool, self._pool = self._pool, None
         self._why_not = NoPool()
         if pool is not None:
@@ -200,7 +206,7 @@ class HiCacheOffload(HiCacheStorage):
             _log.info("HiCache: %s", self.faults)
 
     def clear(self) -> None:
-        """Forgetting everything is not supported, since others find what is stored here, too.
+        """Raise: clearing is not supported, as others use the pages, too.
 
         Raises:
             NotImplementedError: always. SGLang then answers that it has cleared nothing.
@@ -208,24 +214,24 @@ class HiCacheOffload(HiCacheStorage):
         raise NotImplementedError("what is in the tiers is others' as well: it is not cleared from here")
 
     def report_status(self) -> dict[str, Any]:
-        """What was done, what went wrong, and which tiers are away."""
+        """Return counts of completed work and of failures, and the unavailable tiers."""
         if self._pool is None:
             return {"is_open": False, "counts": self.faults.snapshot(), **self.faults.report()}
         return {"is_open": True, **self._pool.storage.report()}
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Return whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there."""
+        """Return the number of leading pages that are stored."""
         pool = self._pool
         if pool is None:
             self.faults.note("lookup", self._why_not, len(keys))
             return 0
-        # SGLang asks for pages and then reads them by the interface that was set, and so are they named.
+        # SGLang asks for pages and then reads them by the configured interface, so they are named for it.
         return pool.storage.find(pool.naming.keys(keys, self._form)) if keys else 0
 
     # --- pages of the pool ----------------------------------------------------------------------------------------
@@ -233,7 +239,13 @@ class HiCacheOffload(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Copy pages into the pool; of each, whether it has come. Behind the first that is not there, none does."""
+        """Copy pages into the pool.
+
+        No page after a missing one is copied.
+
+        Returns:
+            Whether each page was copied.
+        """
         try:
             pool = self._open_pool()
             return pool.storage.load(pool.naming.keys(keys), pool.lend(keys, host_indices)) if keys else []
@@ -244,7 +256,7 @@ class HiCacheOffload(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Copy pages out of the pool; of each, whether it is stored."""
+        """Copy pages out of the pool. Returns whether each page is stored."""
         try:
             pool = self._open_pool()
             return pool.storage.store(pool.naming.keys(keys), pool.lend(keys, host_indices)) if keys else []
@@ -255,13 +267,20 @@ class HiCacheOffload(HiCacheStorage):
     # --- flat pages -----------------------------------------------------------------------------------------------
 
     def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
-        """Copy a page into this tensor, and return that; ``None`` if it is not there."""
+        """Copy a page into this tensor, and return that.
+
+        ``None`` if it is not stored.
+        """
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        """Copy pages into these tensors; of each, the tensor, or ``None`` if it is not there or behind one that is not."""
+        """Copy pages into these tensors.
+
+        Returns:
+            The tensor of each page, or ``None`` if the page, or one before it, is missing.
+        """
         try:
             tensors = list(target_locations or ())
             if len(tensors) != len(keys):
@@ -280,7 +299,7 @@ class HiCacheOffload(HiCacheStorage):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store what is in this tensor; whether it is there."""
+        """Store the content of this tensor. Returns whether it is stored."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -290,7 +309,7 @@ class HiCacheOffload(HiCacheStorage):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store what is in these tensors; whether all of it is there."""
+        """Store the contents of these tensors. Returns whether all are stored."""
         try:
             tensors = list(values or ())
             if len(tensors) != len(keys):
@@ -316,7 +335,7 @@ class HiCacheOffload(HiCacheStorage):
         """Send a pattern through a store and a load.
 
         Raises:
-            offload.LayoutCheckFailed: its planes came back in other places. What could not be tried is only logged.
+            offload.LayoutCheckFailed: its planes came back in other places. A check without a result is only logged.
         """
         layout = pool.naming.title(self._form)
         try:
@@ -330,7 +349,10 @@ class HiCacheOffload(HiCacheStorage):
             self.faults.count("start", "layout not checked", why)
 
     def _try_page(self, pool: _Pool, engine: from_thread.Engine, page: torch.Tensor | None, layout: str) -> str:
-        """Try it with a free page; returns why it has not been tried to the end."""
+        """Check the layout with a free page.
+
+        Returns why the check has no result, or nothing.
+        """
         if pool.planes is None:
             return f"the axes of a pool with layout {getattr(pool.memory, 'layout', None)} are not known"
         if page is None:
@@ -352,5 +374,8 @@ class HiCacheOffload(HiCacheStorage):
 
 
 def _flat(pool: _Pool, first: int) -> LentPages:
-    """The page with this first token, as SGLang hands it in without its zero-copy interface."""
+    """Return the page with this first token as a flat page.
+
+    SGLang passes pages like this without its zero-copy interface.
+    """
     return pool.lend_tensors([pool.memory.get_data_page(first, flat=True).contiguous()])

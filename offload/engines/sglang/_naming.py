@@ -1,7 +1,7 @@
-"""What a page is called. Pure.
+"""Keys of SGLang's pages. Pure.
 
-SGLang's hash of a page covers every token before it, the adapter and the cache salt of the request. Everything else that the
-bytes of a page depend on is said here: model, dtype, layout of the pool, ranks.
+SGLang's hash of a page covers every token before it, the adapter and the cache salt of the request. Everything else
+that the bytes of a page depend on is added here: model, dtype, layout of the pool, ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from backends.abc import Key
 from ..._keys import BlockKey, block_key
 
 Form: TypeAlias = Literal["runs", "flat"]
-"""In which order the bytes of a page stand in a block: run behind run as a pool lists them, or as its flat page has them.
+"""Order of a page's bytes in a block.
 
-The two differ where a pool keeps layers apart: it lists K and V of each layer, and its flat page has all of K first.
+``runs``: run after run, as a pool lists them; ``flat``: as its flat page has them. The two differ if a pool keeps
+layers apart: it lists K and V of each layer, and its flat page has all of K first.
 """
 
 
 class Ranks(Protocol):
-    """Which part of a model's KV a process holds, as SGLang's configuration of a storage backend says it."""
+    """The part of a model's KV that a process holds.
+
+    The attributes are those of SGLang's configuration of a storage backend.
+    """
 
     @property
     def tp_rank(self) -> int: ...
@@ -42,7 +46,7 @@ class Ranks(Protocol):
 
 
 _GEOMETRY: Final = (
-    # What a pool says of itself. Two pools may have pages of one size, and differ in any of these.
+    # The pool's own attributes. Two pools may have pages of one size, and differ in any of these.
     "layout",
     "page_size",
     "layer_num",
@@ -60,7 +64,7 @@ _GEOMETRY: Final = (
 
 
 def layout_text(pool: object, run_bytes: Sequence[int]) -> str:
-    """All that says what the bytes of a page of this pool mean.
+    """Return a text of everything that gives a page's bytes meaning.
 
     Args:
         pool: SGLang's host pool.
@@ -71,9 +75,10 @@ def layout_text(pool: object, run_bytes: Sequence[int]) -> str:
 
 
 def untagged(model: str | None, pool: object) -> str | None:
-    """Return the model's name as a user has said it: SGLang appends the format of a pool to it, which :func:`layout_text` has.
+    """Return the model's configured name, without the tag of the pool.
 
-    With it, the path of a checkpoint leads nowhere, and its weights would have no fingerprint.
+    SGLang appends the format of a pool, which :func:`layout_text` has. With the tag, the path of a checkpoint leads
+    nowhere, and its weights would have no fingerprint.
     """
     tag = getattr(pool, "storage_format_tag", None)
     if not model or not tag:
@@ -83,26 +88,29 @@ def untagged(model: str | None, pool: object) -> str | None:
 
 @attrs.frozen
 class PageNaming:
-    """How the pages of one process are named: a value, the same in every process that has the same model, layout and ranks."""
+    """The naming of one process's pages.
+
+    It is a value, equal in every process that has the same model, layout and ranks.
+    """
 
     model: str
-    """A name with its revision."""
+    """Name of the model, with its revision."""
     dtype: str
-    """Of the stored KV."""
+    """Dtype of the stored KV."""
     layout: str
-    """How the bytes of a page are arranged: :func:`layout_text`."""
+    """Arrangement of a page's bytes: :func:`layout_text`."""
     ranks: Ranks
-    """Which part of the model's KV it is."""
+    """Part of the model's KV."""
     tenant: str = ""
-    """Who may find it."""
+    """Tenant that may find the pages."""
 
     def keys(self, hashes: Sequence[str], form: Form = "runs") -> list[Key]:
-        """One key for each page, by SGLang's hash of it."""
+        """Return one key for each page, by SGLang's hash of it."""
         salt = self._salt(form)
         return [block_key(one.encode(), salt=salt) for one in hashes]
 
     def title(self, form: Form = "runs") -> str:
-        """All of it in words: what two processes whose pages have the same names agree on."""
+        """Return a readable text that all processes with equal keys share."""
         naming = self._block_key(form)
         return f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
 
@@ -112,10 +120,11 @@ class PageNaming:
     def _block_key(self, form: Form) -> BlockKey:
         ranks = self.ranks
         parts = f"pp {ranks.pp_rank}/{ranks.pp_size} cp {ranks.attn_cp_rank}/{ranks.attn_cp_size}"
-        # With context parallelism of decoding, which releases before 0.5.23 may lack, ranks hold the tokens of a page in turn.
+        # With context parallelism of decoding, which releases before 0.5.23 may lack, ranks hold the tokens of a page
+        # in turn.
         if getattr(ranks, "dcp_size", 1) > 1:
             parts += f" dcp {getattr(ranks, 'dcp_rank', 0)}/{getattr(ranks, 'dcp_size', 1)}"
-        # Ranks of tensor parallelism hold the same where attention is latent (MLA): one of them stores, and all find it.
+        # If attention is latent (MLA), ranks of tensor parallelism hold the same: one of them stores, and all find it.
         if not ranks.is_mla_model:
             parts += f" tp {ranks.tp_size}"
         return BlockKey(

@@ -1,9 +1,12 @@
-"""Pages in SGLang's memory as a source and as a destination: columns of runs, which are taken away again.
+"""Pages in SGLang's memory as a source and a destination.
 
-SGLang gives the memory of a call that has ended to another request. So pages are lent for one call, and revoked at its end: a
-copy that is late, in a thread that nobody could end, finds nothing to read or to write. That is why neither shows where its
-pages lie: whoever knew would copy without asking. What the bytes of a page mean (:mod:`._planes`) may be read as well, while it
-is lent.
+They are columns of runs, revoked after use.
+
+SGLang gives the memory of a call that has ended to another request. So pages are lent for one call, and revoked at its
+end: a late copy, in a thread that nobody could end, finds nothing to read or to write. That is why neither shows the
+addresses of its
+pages: a holder of addresses would copy without asking. The meaning of a page's bytes (:mod:`._planes`) may be read as
+well, while it is lent.
 """
 
 from __future__ import annotations
@@ -34,25 +37,27 @@ class Revoked(AdapterError):
 
 
 class WrongPages(AdapterError):
-    """What SGLang has handed in is not what its pool has said of its pages."""
+    """Pages that SGLang passes differ from the description of its pool."""
 
     fault_name = "wrong pages"
 
 
 class LentPages(Destination):
-    """Pages for one call, as a context: revoked when it is left. Also the destination of a load.
+    """Pages for one call, as a context: revoked at its exit.
+
+    Also a load's destination.
 
     Args:
-        addresses: where each run starts, page behind page.
+        addresses: start of each run, page after page.
         sizes: of each run, in bytes.
-        n: how many pages.
+        n: number of pages.
         block_bytes: the size of a page, all its runs together.
-        owner: what keeps the memory.
-        planes: of the pages of the pool, where they lie in it and its layout is known.
-        numbers: which pages of the pool these are.
+        owner: object that keeps the memory alive.
+        planes: of the pages of the pool, if they lie in it and its layout is known.
+        numbers: numbers of these pages in the pool.
 
     Raises:
-        WrongPages: they are not so many pages of that size.
+        WrongPages: they are not ``n`` pages of that size.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class LentPages(Destination):
         runs = len(addresses) // n if n else 0
         if len(addresses) != runs * n or len(sizes) != len(addresses):
             raise WrongPages(f"{len(addresses)} runs of {len(sizes)} sizes are not {n} pages")
-        self._runs: list[list[tuple[int, int, int]]] = []  # of each page: address, offset in the block, size
+        self._runs: list[list[tuple[int, int, int]]] = []  # For each page: address, offset in the block, size.
         for start in range(0, len(addresses), runs or 1):
             here = sizes[start : start + runs]
             if sum(here) != block_bytes:
@@ -95,7 +100,10 @@ class LentPages(Destination):
     # --- lending --------------------------------------------------------------------------------------------------
 
     def revoke(self) -> None:
-        """Nothing is read or written any more when this returns. It waits for the pages that are being copied, one a thread."""
+        """Revoke the pages: nothing reads or writes them after the return.
+
+        It waits for the pages that are being copied, one per thread.
+        """
         with self._copies:
             self._revoked = True
             self._copies.wait_for(lambda: not self._copying)
@@ -122,7 +130,7 @@ class LentPages(Destination):
                 ctypes.memmove(address + offset, run, size)
 
     def write(self, at: int, address: int) -> None:
-        """Copy what is at this address into a page.
+        """Copy the bytes at this address into a page.
 
         Raises:
             Revoked: it is not lent any more.
@@ -133,7 +141,7 @@ class LentPages(Destination):
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """For as long, nobody else gets these pages.
+        """Keep the pages lent until the context exits.
 
         Raises:
             Revoked: they are not lent any more.
@@ -152,14 +160,14 @@ class LentPages(Destination):
     # --- the contract of a destination ----------------------------------------------------------------------------
 
     def views(self) -> None:
-        """Nobody is told where they lie."""
+        """Return nothing: the addresses are not revealed."""
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Copy pages into these, from ``start`` on. In a copy thread."""
+        """Copy pages into these, from ``start`` on. Runs in a copy thread."""
         for at, address in enumerate(pages.addresses, start):
             self.write(at, address)
 
-    # --- whether it is what was stored, in any thread -------------------------------------------------------------
+    # --- samples, in any thread ------------------------------------------------------------------------------------
 
     @property
     def is_readable(self) -> bool:
@@ -167,17 +175,26 @@ class LentPages(Destination):
         return True
 
     def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
-        """Copy the pages at these positions: what stands there is compared with what a tier gives."""
+        """Copy the pages at these positions.
+
+        They are compared with the content of a tier.
+        """
         for at, address in zip(positions, pages.addresses, strict=True):
             self.read(at, address)
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The planes of a page, where it lies in a pool whose layout is known; see :class:`backends.abc.PlanarPlace`."""
+        """The planes of a page in a pool of known layout.
+
+        See :class:`backends.abc.PlanarPlace`.
+        """
         return self._planes.plane_names if self._planes is not None and self._numbers else ()
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
-        """The samples of the pages at these positions; ``None`` where they are not lent any more."""
+        """Return the samples of the pages at these positions.
+
+        ``None`` if they were revoked.
+        """
         planes, numbers = self._planes, self._numbers
         if planes is None or not numbers:
             return [None] * len(positions)
@@ -189,13 +206,13 @@ class LentPages(Destination):
 
 
 class HostPages:
-    """The source that an engine stores from: pages that are lent for a store.
+    """The source that an engine stores from: pages lent for stores.
 
-    It has nothing that is found by key, since SGLang keeps its pages until their store has ended.
+    Nothing is found by key, since SGLang keeps its pages until their store has ended.
 
     Args:
         block_bytes: the size of a page.
-        plane_names: the planes of a page, where the layout of the pool is known.
+        plane_names: the planes of a page, if the layout of the pool is known.
     """
 
     def __init__(self, block_bytes: int, plane_names: Sequence[str] = ()) -> None:
@@ -209,7 +226,7 @@ class HostPages:
         return f"<HostPages: {len(self._lent)} of {self.block_bytes} bytes are being stored>"
 
     def __len__(self) -> int:
-        """How many are being stored."""
+        """Return the number of pages that are being stored."""
         return len(self._lent)
 
     @property
@@ -218,7 +235,7 @@ class HostPages:
         return self._block_bytes
 
     def lend(self, keys: Sequence[Key], pages: LentPages, positions: Sequence[int]) -> ExternalBlocks:
-        """Some of these pages, for one store. In any thread."""
+        """Lend some of these pages for one store. Thread-safe."""
         # Steps of the counter and of the dict are atomic, so two threads may lend at once.
         refs = [next(self._refs) for _ in positions]
         blocks = ExternalBlocks(self, keys, refs)
@@ -226,24 +243,24 @@ class HostPages:
         return blocks
 
     def take_back(self, blocks: ExternalBlocks, _: Any = None) -> None:
-        """Their store has ended. In any thread."""
+        """Take pages back when their store has ended. Thread-safe."""
         for ref in blocks.refs or ():
             self._lent.pop(ref, None)
 
     # --- the contract of a source ---------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Nothing is found by key here."""
+        """Return only misses: nothing is found by key here."""
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Nothing is held by count here."""
+        """Do nothing: nothing is held by count here."""
 
     def views(self, refs: Sequence[int]) -> None:
-        """Nobody is told where they lie."""
+        """Return nothing: the addresses are not revealed."""
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each page. In a copy thread.
+        """Copy each page. Runs in a copy thread.
 
         Raises:
             Revoked: the call that lent one of them has ended.
@@ -256,7 +273,10 @@ class HostPages:
             there.read(at, address)
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
-        """The samples of pages that are being stored; ``None`` of one whose call has ended."""
+        """Return the samples of pages that are being stored.
+
+        ``None`` if their call has ended.
+        """
         found: list[array[float] | None] = []
         for ref in refs:
             lent = self._lent.get(ref)

@@ -1,9 +1,9 @@
-"""What the bytes of SGLang's pages mean: the axes of its pool, read from its tensors by their names.
+"""The axes of SGLang's pool, which give its pages' bytes their meaning.
 
-A page is stored and loaded as runs of bytes, whose addresses SGLang's pool computes. Whether they end where a kernel reads
-them, only its tensors can tell: which layer, head, and whether a key or a value. So a pattern is written into a free page by
-the axes, stored and loaded as any other page, and read by the axes (:class:`PageCanary`); and pages that are loaded are
-compared by them now and then (``plane_samples`` of :mod:`._pages`).
+A page is stored and loaded as runs of bytes, whose addresses SGLang's pool computes. Whether they end where a kernel
+reads them, only its tensors show: which layer, head, and whether a key or a value. So a pattern is written into a free
+page by the axes, stored and loaded as any other page, and read by the axes (:class:`PageCanary`); and pages that are
+loaded are compared by them now and then (``plane_samples`` of :mod:`._pages`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._sglang import HostKVCache
 
 _AXES: Final = {
-    # By the pool's layout: the axes of its keys, and of its values; behind them, the numbers of one head.
+    # By the pool's layout: the axes of its keys, and of its values, followed by the numbers of one head.
     "layer_first": ("layer", "token", "head"),
     "page_first": ("token", "layer", "head"),
     "page_first_direct": ("page", "layer", "token", "head"),
@@ -36,7 +36,12 @@ _AXES: Final = {
 
 
 def pool_planes(pool: HostKVCache) -> TensorPlanes | None:
-    """The planes of the pages of a pool: keys or values of one head in one layer. ``None`` for a layout that is not known."""
+    """Return the planes of a pool's pages.
+
+    A plane has the keys or values of one head in one layer.
+
+    ``None`` for an unknown layout.
+    """
     axes = _AXES.get(getattr(pool, "layout", ""))
     if axes is None:
         return None
@@ -55,9 +60,9 @@ def pool_planes(pool: HostKVCache) -> TensorPlanes | None:
 
 
 def _tensors(pool: Any) -> dict[str, torch.Tensor]:
-    """Keys and values, or both in one where attention is latent."""
+    """Return keys and values, or one latent tensor (MLA)."""
     both = pool.kv_buffer
-    if isinstance(both, tuple | list):  # heads of values are of another size than those of keys
+    if isinstance(both, tuple | list):  # Heads of values have another size than those of keys.
         keys, values = both
         return {"key": keys, "value": values}
     if both.ndim == len(_AXES[pool.layout]) + 2:
@@ -67,7 +72,10 @@ def _tensors(pool: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def free_page(pool: HostKVCache) -> Iterator[torch.Tensor | None]:
-    """The tokens of a page that SGLang does not use for as long; ``None`` if there is none."""
+    """Allocate a page, and yield its tokens.
+
+    ``None`` if no page is free. The page is given back when the context exits.
+    """
     tokens = pool.alloc(pool.page_size)
     try:
         yield tokens
@@ -84,9 +92,9 @@ class PageCanary:
     _planes: TensorPlanes
     _page: int
     _stored_from: Callable[[], LentPages]
-    """What SGLang would hand in to store the page."""
+    """Returns the pages that SGLang would pass to store the page."""
     _loaded_into: Callable[[], LentPages]
-    """What SGLang would hand in to load it."""
+    """Returns the pages that SGLang would pass to load it."""
     _blocks: ExternalBlocks | None = None
 
     def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
@@ -103,14 +111,14 @@ class PageCanary:
         return self._loaded_into()
 
     def end(self) -> None:
-        """The store of the page has ended: one check stores after the other. Idempotent."""
+        """End the store of the page, before the next one. Idempotent."""
         if self._blocks is not None:
             self._source.take_back(self._blocks)
             self._blocks = None
 
 
 class FlatPage(LentPages):
-    """A flat page to load into, which is put into the pool before its planes are read.
+    """A flat page to load into, copied to the pool for sampling.
 
     Args:
         pool: SGLang's pool.
@@ -127,6 +135,6 @@ class FlatPage(LentPages):
         self._put = partial(pool.set_from_flat_data_page, first, flat)
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
-        """Put it there, and read it."""
+        """Put the page into the pool, and return its samples."""
         self._put()
         return super().plane_samples(refs)

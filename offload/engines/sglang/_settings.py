@@ -1,4 +1,4 @@
-"""What can be set in ``--hicache-storage-backend-extra-config``, and the engine that this describes. Pure."""
+"""The settings in ``--hicache-storage-backend-extra-config``, and the engine that they describe. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from .._weights import CHECK_REASON, VERSION_KNOB, WeightsCheck, weights_text
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
 SECTION: Final = "hicache_storage_backend_extra_config"
-"""Where a user has said it."""
+"""Name of the section that has the settings."""
 
 _OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
-"""Keys that SGLang reads itself, for backends of any type; it leaves them in what it hands on."""
+"""Keys that SGLang reads itself for any backend, but passes on."""
 
 _ANSWER: Final = 0.8
-"""How much of a call's time one tier has for its part: the engine is then in time to answer with what the others have."""
+"""Share of a call's time that one tier may take.
+
+So the engine has time to answer with the results of the others.
+"""
 
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -37,7 +40,7 @@ def _check_table(instance: object, attribute: attrs.Attribute[Any], value: objec
 
 @attrs.frozen
 class Settings:
-    """What can be set on the backend."""
+    """The settings of the backend."""
 
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
@@ -72,24 +75,25 @@ class Settings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any] | None) -> Settings:
-        """From the configuration that SGLang hands on.
+        """Read the settings from the configuration that SGLang passes on.
 
         Raises:
-            ConfigError: an unknown name, a value that cannot be, or neither tiers nor a daemon.
+            ConfigError: a name is unknown, a value invalid, or there are neither tiers nor a daemon.
         """
         said = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         settings = _knob.from_mapping(said, cls, section=SECTION)
         settings = attrs.evolve(settings, engine=located(settings.engine, settings.daemon_url, SECTION))
-        settings.engine_config(1)  # what the table says is checked now, and not when a pool is known
+        settings.engine_config(1)  # Check the table now, not when a pool is known.
         return settings
 
     def engine_config(self, block_bytes: int) -> EngineConfig:
-        """The engine, for blocks of this size.
+        """Return the engine's configuration for blocks of this size.
 
-        A page of the page store is as large as a block, unless its tier says how large, or has wrappers, which make it larger.
+        A page of the page store is as large as a block, unless its tier has its own size, or has wrappers, which make
+        it larger.
 
         Raises:
-            ConfigError: an unknown name, or a value that cannot be.
+            ConfigError: a name is unknown, or a value invalid.
         """
         table = as_batch_cache(self.engine, self.lookup_timeout * _ANSWER, self.store_timeout * _ANSWER)
         tiers = table.get("tiers")
@@ -98,10 +102,12 @@ class Settings:
         return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
 
     def model_name(self, told: str | None) -> str:
-        """Name what computes the KV: the model that is set, or the weights at SGLang's path.
+        """Return the identity of the model.
+
+        It is its configured name, or the fingerprint of the weights at SGLang's path.
 
         Raises:
-            ConfigError: nobody says so, and pages of two models would have one name.
+            ConfigError: there is neither, and pages of two models would have one name.
         """
         name = self.model or told or ""
         if not name:
@@ -112,10 +118,10 @@ class Settings:
         return name if text == f"{name}@" else text
 
     def dtype_name(self, pool_dtype: object) -> str:
-        """What the KV is.
+        """Return the dtype of the KV.
 
         Raises:
-            ConfigError: the pool says only bytes, and what they are is not said.
+            ConfigError: the pool has only bytes, and their dtype is not configured.
         """
         told = str(pool_dtype).removeprefix("torch.")
         if told in ("uint8", "int8") and not self.kv_dtype:

@@ -1,7 +1,9 @@
-"""What is used of SGLang, by name: the class that a backend derives from, and what it is configured with.
+"""The names of SGLang that are used here.
 
-For a type checker, which does not have SGLang, what is used of them is written down here; the signatures are compared with
-those of the released package.
+These are the backend's base class and its configuration.
+
+For a type checker, which does not have SGLang, the parts of them that are used are declared here; the signatures are
+compared with those of the released package.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     class HiCacheStorageConfig:
-        """Which process a backend is for, and what a user has said."""
+        """Configuration of a backend: ranks, model, and the user's settings."""
 
         tp_rank: int
         tp_size: int
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
         extra_config: dict[str, Any] | None
 
     class HiCacheStorageExtraInfo:
-        """What a call is told beside its keys, which is not used."""
+        """Further arguments of a call, which are not used."""
 
     class HostKVCache:
         """SGLang's pool of pages in host memory."""
@@ -44,28 +46,28 @@ if TYPE_CHECKING:
             ...
 
         def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-            """The page that starts with this token."""
+            """Return the page that starts with this token."""
             ...
 
         def get_dummy_flat_data_page(self) -> torch.Tensor:
-            """A flat page to load into."""
+            """Return a flat page to load into."""
             ...
 
         def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-            """Put a flat page where it belongs."""
+            """Put a flat page into the pool."""
 
         def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-            """Where the runs of these pages start, and how large they are."""
+            """Return the addresses and the sizes of the runs of these pages."""
             ...
 
     class HiCacheStorage:
-        """A storage backend: what it inherits."""
+        """Base class of storage backends."""
 
         def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-            """Told of the pool once, before all calls."""
+            """Register the pool, once, before all other calls."""
 
         def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
-            """Told of each pool, where there are several."""
+            """Register a further pool, if there are several."""
 
         def batch_get_v1(
             self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -112,15 +114,15 @@ if TYPE_CHECKING:
             ...
 
         def exists(self, key: str) -> bool:
-            """Whether a page is there."""
+            """Return whether a page is stored."""
             ...
 
         def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-            """How many leading pages are there."""
+            """Return the number of leading pages that are stored."""
             ...
 
         def clear(self) -> None:
-            """Forget everything."""
+            """Delete everything."""
 
 else:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as HiCacheStorage

@@ -1,6 +1,8 @@
-"""What a storage backend does: it asks the engine, waits no longer than it may, and answers in truths. Without SGLang.
+"""The calls of the backend, with timeouts and boolean results.
 
-Called by SGLang's threads for prefetch and backup, which have nothing else to do meanwhile.
+They ask the engine.
+
+They need no SGLang. SGLang's threads for prefetch and backup call them, which have nothing else to do meanwhile.
 """
 
 from __future__ import annotations
@@ -23,27 +25,30 @@ _log = logging.getLogger("offload.engines.sglang")
 
 
 class PageStorage:
-    """Pages in the tiers of one engine. For any thread; no call raises.
+    """Pages in the tiers of one engine. Thread-safe; no call raises.
 
     Args:
-        engine: is open, and stores from ``source``.
+        engine: an open engine that stores from ``source``.
         source: SGLang's pages.
-        settings: how long a call may take, and whose pages these are.
-        faults: what went wrong.
+        settings: the timeouts of the calls, and the tenant of the pages.
+        faults: counts failures.
     """
 
     def __init__(self, engine: from_thread.Engine, source: HostPages, settings: Settings, faults: FaultLog) -> None:
         self.unavailable: Mapping[str, str] = {}
-        """Tiers that the last lookup was answered without, and why."""
+        """Tiers that the last lookup could not ask, and why."""
         self.source: HostPages = source
         self._engine = engine
         self._settings = settings
         self._faults = faults
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[Key]) -> int:
-        """How many leading pages are there. Nothing keeps them there until they are loaded."""
+        """Return the number of leading pages that are stored.
+
+        Nothing keeps them stored until they are loaded.
+        """
         try:
             with self._look(keys) as hit:
                 return len(hit)
@@ -68,15 +73,19 @@ class PageStorage:
     # --- back -----------------------------------------------------------------------------------------------------
 
     def load(self, keys: Sequence[Key], pages: LentPages) -> list[bool]:
-        """Copy the leading pages that are there; of each, whether it has come. The pages are the caller's again behind it.
+        """Copy the leading pages that are stored.
 
-        What did not come may hold anything, as SGLang takes it for: it computes such a page. Behind the first page that did
-        not come no other has: SGLang's callers differ in whether they stop there.
+        The caller owns the pages again after it. A page that did not come may have any content, as SGLang assumes: it
+        computes such a page. No page after the first missing one counts as loaded: SGLang's callers differ in whether
+        they stop there.
+
+        Returns:
+            Whether each page was loaded.
         """
         loaded = [False] * len(keys)
         with pages:
             try:
-                with self._look(keys) as hit:  # what is being loaded stays pinned
+                with self._look(keys) as hit:  # Blocks that are being loaded stay pinned.
                     timeout = self._settings.load_timeout
                     future = self._engine.begin_load(hit, pages, timeout=timeout) if len(hit) else None
             except Exception as error:
@@ -88,7 +97,8 @@ class PageStorage:
 
     def _wait_for(self, future: from_thread.LoadFuture, loaded: list[bool]) -> None:
         try:
-            # Not for longer, although its end may not be proven yet: what it would write to is revoked.
+            # No longer than this, although the load's end may not be proven yet: the pages it would write to are
+            # revoked.
             outcomes = future.result(self._settings.load_timeout).outcomes
         except BaseException as error:
             future.request_cancel()
@@ -111,7 +121,13 @@ class PageStorage:
     # --- down -----------------------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Key], pages: LentPages) -> list[bool]:
-        """Copy pages into the first tier; of each, whether it is there. The pages are the caller's again behind it."""
+        """Copy pages into the first tier.
+
+        The caller owns the pages again after it.
+
+        Returns:
+            Whether each page is stored.
+        """
         with pages:
             # A key that is named twice is stored once: blocks of one store have different keys.
             positions: dict[Key, int] = {}
@@ -149,7 +165,7 @@ class PageStorage:
                 self._faults.count("store", reason)
         for error in result.failed.values():
             self._faults.note("store", error)
-        if result.error is not None:  # of those that have none of their own
+        if result.error is not None:  # The error of the blocks that have no error of their own.
             rest = n - len(result.completed) - len(result.filtered) - len(result.failed)
             self._faults.note("store", result.error, rest)
         return there
@@ -157,7 +173,7 @@ class PageStorage:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """For a status: what was done, what went wrong, what is away."""
+        """Return the status: completed work, failures, and unavailable tiers."""
         return {
             "counts": self._faults.snapshot(),
             "unavailable_tiers": dict(self.unavailable),
@@ -166,7 +182,7 @@ class PageStorage:
         }
 
     def close(self) -> None:
-        """Close the engine. What is under way ends, or is cut off."""
+        """Close the engine. Running operations end, or are cut off."""
         try:
             self._engine.close()
         except Exception as error:
