@@ -1,14 +1,18 @@
-"""Host memory that a scheduler and its workers share: rows, one for each chunk, with a part for each worker.
+"""Host memory that a scheduler and its workers share.
 
-The engine beside the scheduler stores from it and loads into it; workers copy between it and their cache. It is one memfd, so
-that nothing of it stays when the last of them has ended, however that was. While an instance starts, a link in a directory of
-this user's in /dev/shm leads to it. Its size is sealed: a daemon maps it as well, and copies in place.
+It has a row for each chunk.
 
-Rule 1. Two instances never share rows. The name of a link has a hash of the instance's name, the arena has that hash as its
-        identity, and each process of an instance locks its own byte in it: a second one of the same name and rank is refused.
+Each row has a part for each worker. The engine in the scheduler's process stores from it and loads into it; workers
+copy between it and their cache. It is one memfd, so that nothing of it remains when the last of them has ended, however
+that was. While an instance starts, a link in a directory of this user's in /dev/shm leads to it. Its size is sealed: a
+daemon maps it as well, and copies in place.
+
+Rule 1. Two instances never share rows. The name of a link has a hash of the instance's name, the arena has that hash as
+    its identity, and each process of an instance locks its own byte in it: a second one of the same name and rank is
+    refused.
 Rule 2. A row that a worker could not write is marked, since vLLM has no way to report that to the scheduler.
 
-Behind the rows lie a mark for each of them and, in the last page, the identity. So rows begin where pages do.
+After the rows come a mark for each of them and, in the last page, the identity. So rows begin where pages do.
 """
 
 from __future__ import annotations
@@ -34,22 +38,29 @@ from ._naming import arena_digest, arena_link
 _NAME: Final = "offload-arena"
 _PAGE: Final = 4096
 _IDENTITY: Final = struct.Struct("=32sQQ")
-"""In the last page: the hash of the name, how many rows, and the size of each."""
+"""Content of the last page: hash of the name, rows' number and size."""
 _LOCKS: Final = 1024
-"""Where the bytes that processes lock begin in the last page: the scheduler's, then those of the workers by rank. Locks may lie
-behind the end of a file."""
+"""Offset in the last page of the bytes that processes lock.
+
+The scheduler's comes first, then those of the workers by rank. Locks may lie behind the end of a file.
+"""
 _LOCK_TIMEOUT: Final = 30.0
-"""Seconds that a start waits for the lock of the directory. Others keep it for milliseconds, unless they are stopped."""
+"""Seconds that a start waits for the lock of the directory.
+
+Others keep it for milliseconds, unless they are stopped.
+"""
 _LOCK_POLL: Final = 0.01
 _FLOCK: Final = struct.Struct("hhqqi")
 
 
 class Arena(SharedBlocks):
-    """The rows: blocks of shared memory that the table of rows keeps alive.
+    """The rows: blocks of shared memory.
+
+    The table of rows keeps them alive.
 
     Args:
         name: the same in all processes of an instance, and in no other instance of this user.
-        n: how many rows.
+        n: number of rows.
         block_bytes: size of each.
         rank: of the worker; ``None`` for the scheduler.
 
@@ -87,8 +98,8 @@ class Arena(SharedBlocks):
     def unlink(self) -> None:
         """Remove the link, since all processes have opened the arena. Never waits.
 
-        If another process has the lock, or the directory cannot be opened now, the link stays until a later call. Whatever
-        becomes of it, it leads nowhere once this process has ended.
+        If another process has the lock, or the directory cannot be opened now, the link stays until a later call. In
+        any case it leads nowhere once this process has ended.
         """
         if self._may_be_linked:
             with contextlib.suppress(OSError), _links() as links:
@@ -96,19 +107,21 @@ class Arena(SharedBlocks):
                 self._may_be_linked = False
 
     def mark_unwritten(self, rows: Sequence[int]) -> None:
-        """Mark rows that a worker was to write and did not, or not wholly."""
+        """Mark rows that a worker did not write, or not completely."""
         for row in rows:
             self._marks[row] = 1
 
     def take_unwritten(self, rows: Sequence[int]) -> set[int]:
-        """Return those of these rows that are marked, and remove their marks."""
+        """Return the marked rows among these, and remove their marks."""
         marked = {row for row in rows if self._marks[row]}
         for row in marked:
             self._marks[row] = 0
         return marked
 
     def pages(self, ids: Sequence[int], offset: int = 0, nbytes: int | None = None) -> Pages:
-        """Where these rows lie, or ``nbytes`` of each from ``offset`` on.
+        """Return the addresses of these rows, or of parts of them.
+
+        A part has ``nbytes`` from ``offset`` on.
 
         Raises:
             ValueError: there is no such row.
@@ -121,10 +134,12 @@ class Arena(SharedBlocks):
 
 @contextmanager
 def _links(timeout: float = 0.0) -> Iterator[int]:
-    """The directory of links, locked: the workers of an instance start together, and one of them makes what all share.
+    """Open and lock the directory of links.
+
+    The workers of an instance start together, and one of them makes the shared arena.
 
     Raises:
-        BlockingIOError: another process has kept the lock for so many seconds.
+        BlockingIOError: another process has kept the lock for ``timeout`` seconds.
         OSError: the directory cannot be opened.
     """
     path = f"/dev/shm/offload-{os.geteuid()}"
@@ -145,9 +160,10 @@ def _links(timeout: float = 0.0) -> Iterator[int]:
 
 
 def _opened(link: str, links: int, identity: bytes) -> int | None:
-    """A descriptor of the arena that this link leads to. None where it leads to none of ours: its maker has died.
+    """Return a descriptor of the arena that this link leads to.
 
-    Another process may have the number of one that has died, and another arena under the same descriptor.
+    ``None`` if it leads to none of ours: its maker has died. Another process may have the number of one that has died,
+    and another arena under the same descriptor.
     """
     try:
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC, dir_fd=links)
@@ -173,7 +189,7 @@ def _opened(link: str, links: int, identity: bytes) -> int | None:
 
 
 def _made(link: str, links: int, size: int) -> int:
-    """A descriptor of a new arena, which the link leads to from now on."""
+    """Make an arena, and link it. Returns its descriptor."""
     _sweep(links)
     fd = sealed_memfd(_NAME, size)
     try:
@@ -186,7 +202,7 @@ def _made(link: str, links: int, size: int) -> int:
 
 
 def _lock(fd: int, last_page: int, rank: int | None, name: str) -> None:
-    """Lock the byte of a process, as long as it has the arena.
+    """Lock the byte of a process, until it closes the arena.
 
     Raises:
         ValueError: another process has locked it.
@@ -202,7 +218,7 @@ def _lock(fd: int, last_page: int, rank: int | None, name: str) -> None:
 
 
 def _sweep(links: int) -> None:
-    """Remove the links that lead nowhere: the process that made them was killed while it started."""
+    """Remove links that lead nowhere: their maker was killed while it started."""
     for link in os.listdir(links):
         try:
             os.stat(link, dir_fd=links)

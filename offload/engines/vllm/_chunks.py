@@ -1,13 +1,13 @@
-"""The bytes: chunks of blocks of vLLM's KV cache, as a source to store from and places to load into.
+"""Chunks of blocks of vLLM's KV cache as source and destination.
 
-A chunk is some blocks of the cache, wherever they lie, in all layers. Its bytes go to and from a page of a tier in one copy:
-group by group where a model has several groups of KV caches, block by block, and of each block layer by layer. vLLM owns the
-cache; which blocks a chunk has is known only while it is being stored.
+A chunk is some blocks of the cache, wherever they lie, in all layers. Its bytes go to and from a page of a tier in one
+copy: group by group if a model has several groups of KV caches, block by block, and of each block layer by layer. vLLM
+owns the cache; the blocks of a chunk are known only while it is being stored.
 
-Rule 1. vLLM's tensors are asked where they lie, and for nothing else: what copies them on a device needs no torch.
-Rule 2. On a device all that is copied together is one batch, of all groups.
-Rule 3. A block whose layers are interleaved is copied as it lies, and the name of the layout says in which order. No other
-        block: the name of its layout is older than this rule.
+Rule 1. vLLM's tensors are used for their addresses only: copies on a device need no torch.
+Rule 2. All copies of a device that belong together are one batch, of all groups.
+Rule 3. A block whose layers are interleaved is copied as it lies, and the name of the layout includes the order. No
+    other block: the name of its layout is older than this rule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 Cache: TypeAlias = "torch.Tensor | TensorMemory"
-"""A tensor that vLLM has registered, or where it lies."""
+"""A tensor that vLLM has registered, or its address and layout."""
 Block = TypeVar("Block")
 Copied = TypeVar("Copied")
 
@@ -45,7 +45,9 @@ class Withdrawn(RuntimeError):
 
 
 def check_kept(chunks: Iterable[int], kept: Container[int]) -> None:
-    """Raise unless vLLM has kept these chunks until now: behind their copy.
+    """Raise unless vLLM has kept these chunks until now.
+
+    Called after their copy.
 
     Raises:
         Withdrawn: one of them was withdrawn meanwhile.
@@ -62,30 +64,30 @@ class NoChunks:
         self.block_bytes: int = block_bytes
         """Size of a page: a chunk of all layers, or of one."""
         self.pages_per_chunk: int = 1
-        """Pages that a chunk has."""
+        """Pages per chunk."""
 
     def __repr__(self) -> str:
         return f"<NoChunks of {self.block_bytes} bytes>"
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """None is there."""
+        """Return only misses."""
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """There is none to release."""
+        """Do nothing: no block is held."""
 
     def withdraw(self) -> None:
         """Do nothing: no store is to be withdrawn."""
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
-        """What is to be stored once ``stored`` has ended, and these keys are there: nothing."""
+        """Return ``None``: nothing remains to be stored after ``stored``."""
         return None
 
     def views(self, refs: Sequence[int]) -> None:
-        """No block lies in host memory."""
+        """Return nothing: no block lies in host memory."""
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Never called: there is none."""
+        """Raise: never called, as there is no block."""
         raise AssertionError("a scheduler stores nothing")
 
 
@@ -93,9 +95,9 @@ class GroupCaches:
     """The caches of one group: layers whose blocks have one number.
 
     Args:
-        caches: the tensors that vLLM has registered, or where they lie, by layer. Their first axis counts blocks, or a whole
-            number of rows for each.
-        n_blocks: how many blocks vLLM counts.
+        caches: the tensors that vLLM has registered, or their addresses, by layer. Their first axis counts blocks, or a
+            whole number of rows for each.
+        n_blocks: number of blocks that vLLM counts.
         blocks_per_chunk: blocks in a chunk.
 
     Raises:
@@ -107,7 +109,8 @@ class GroupCaches:
         together, _ = _as_copied(list(layers.values()))
         self.blocks = DeviceTier(together)
         self.per_chunk: int = blocks_per_chunk
-        # A plane for each layer: what the axes of a block mean is the kernel's. Keys that are read as values are other numbers.
+        # A plane for each layer: the kernel defines the axes of a block. Keys that are read as values are other
+        # numbers.
         self.planes = TensorPlanes(layers)
 
     @property
@@ -117,11 +120,17 @@ class GroupCaches:
 
     @property
     def warm_blocks(self) -> int:
-        """Blocks that are copied and summed together, so that they are read for the second time from the cache."""
+        """Number of blocks that are copied and summed together.
+
+        They are summed while they are in the CPU's cache.
+        """
         return max(1, WARM_BYTES // self.blocks.block_bytes)
 
     def copy_in(self, blocks: Sequence[int | None], parts: Pages) -> None:
-        """Copy each part of a page into the block at the same position, ``None`` left out."""
+        """Copy each part of a page into the block at its position.
+
+        ``None`` blocks are skipped.
+        """
         ids = [block for block in blocks if block is not None]
         if len(ids) < len(blocks):
             parts = parts.at([at for at, block in enumerate(blocks) if block is not None])
@@ -130,12 +139,18 @@ class GroupCaches:
 
 
 class ChunkSource(NoChunks):
-    """Chunks of a KV cache. The blocks of a chunk are named group by group."""
+    """Chunks of a KV cache.
+
+    The blocks of a chunk are named group by group.
+    """
 
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
         self.device: int | None = groups[0].blocks.device
-        """Number of the CUDA device that has the cache; ``None`` for host memory."""
+        """Number of the CUDA device that has the cache.
+
+        ``None`` for host memory.
+        """
         self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
@@ -158,24 +173,30 @@ class ChunkSource(NoChunks):
     # --- down -----------------------------------------------------------------------------------------------------
 
     def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int | None]], first: int) -> ExternalBlocks:
-        """Chunks to store. vLLM keeps their blocks as they are until the store has ended; then :meth:`forget`."""
+        """Return chunks to store. Call :meth:`forget` when the store has ended.
+
+        vLLM keeps their blocks unchanged until then.
+        """
         numbers = list(itertools.islice(self._numbers, len(keys)))
         self._chunks.update(zip(numbers, blocks, strict=True))
         return ExternalBlocks(self, keys, numbers, range(first, first + len(keys)))
 
     def forget(self, refs: Sequence[int]) -> None:
-        """The store of these has ended."""
+        """Forget chunks whose store has ended."""
         for ref in refs:
             self._chunks.pop(ref, None)
 
     def withdraw(self) -> None:
-        """Let no store under way go well: the blocks may be overwritten from now on."""
+        """Fail all running stores: the blocks may be overwritten from now on."""
         self._chunks.clear()
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each chunk into the page at the same position. A block that it does not have is zeros there."""
+        """Copy each chunk into the page at its position.
+
+        Missing blocks become zeros.
+        """
         chunks = [self._chunks[ref] for ref in refs]
-        # What a page held before is another request's, perhaps another tenant's.
+        # The old bytes of a page belong to another request, perhaps another tenant.
         for address, chunk in zip(pages.addresses, chunks, strict=True):
             if None in chunk:
                 ctypes.memset(address, 0, self.block_bytes)
@@ -183,17 +204,20 @@ class ChunkSource(NoChunks):
         check_kept(refs, self._chunks)
 
     def copy_blocks_out(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
-        """Copy the blocks at each position into the page there, ``None`` left out."""
+        """Copy the blocks at each position into the page there; skip ``None``."""
         copy_chunks_out([(self, blocks, pages)])
 
-    # --- whether it is what was stored ----------------------------------------------------------------------------
+    # --- samples --------------------------------------------------------------------------------------------------
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
-        """The samples of chunks that are being stored; see :class:`backends.abc.PlanarPlace`."""
+        """Return the samples of chunks that are being stored; see :class:`backends.abc.PlanarPlace`."""
         return self.samples_of([self._chunks[ref] for ref in refs])
 
     def samples_of(self, chunks: Sequence[Sequence[int | None]]) -> list[array[float] | None]:
-        """The samples of each of these chunks; ``None`` for one of which some blocks are left out."""
+        """Return the samples of each of these chunks.
+
+        ``None`` if some blocks are left out.
+        """
         found: list[array[float] | None] = []
         for chunk in chunks:
             blocks = [block for block in chunk if block is not None]
@@ -207,13 +231,19 @@ class ChunkSource(NoChunks):
         )
 
     def canary(self, blocks: Sequence[int]) -> ChunkCanary:
-        """A chunk of free blocks, for :meth:`offload.from_thread.Engine.check_layout`: they are overwritten."""
+        """Return a canary of free blocks, which are overwritten.
+
+        It is for :meth:`offload.from_thread.Engine.check_layout`.
+        """
         return ChunkCanary(self, [group.planes for group in self._groups], blocks)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
     def into(self, blocks: Sequence[Sequence[int | None]]) -> ChunkDestination:
-        """Chunks to load into. Of a chunk of which vLLM has some blocks already, only the others are written."""
+        """Return the chunks as a destination.
+
+        If vLLM has some blocks of a chunk already, only the others are written.
+        """
         return ChunkDestination(self, blocks)
 
     def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
@@ -221,8 +251,8 @@ class ChunkSource(NoChunks):
         copy_chunks_in([(self, blocks, pages)])
 
     def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
-        """Like :meth:`copy_in`; returns the xxh3-64 of each page, whatever of it is copied."""
-        if self.on_device:  # a transfer for each few blocks takes longer than to read pages once more
+        """Copy like :meth:`copy_in`; return the xxh3-64 of each whole page."""
+        if self.on_device:  # A transfer for each few blocks takes longer than to read pages once more.
             with run_beside(checksums, pages) as sums:
                 self.copy_in(blocks, pages)
                 return sums()
@@ -235,13 +265,19 @@ class ChunkSource(NoChunks):
         blocks: Sequence[Sequence[int | None]],
         pages: Pages,
     ) -> tuple[Copied, Copied | None]:
-        """Do this with all of them, or, where it is much, with either half in a thread of its own."""
+        """Call ``copy`` with everything, or with two halves in threads.
+
+        It is split if there is much to copy.
+        """
         if len(blocks) < 2 or len(blocks) * self.block_bytes < BESIDE_BYTES:
             return copy(blocks, pages), None
         return run_halves(lambda start, stop: copy(blocks[start:stop], pages.part(start, stop)), len(blocks))
 
     def copy_in_host(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
-        """Copy pages into blocks of host memory; where it is much, in two threads."""
+        """Copy pages into blocks of host memory.
+
+        In two threads if there is much.
+        """
         self._by_halves(self._copy_in, blocks, pages)
 
     def _copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
@@ -249,7 +285,10 @@ class ChunkSource(NoChunks):
             group.into(ids).copy_in(0, parts)
 
     def _copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
-        """A few blocks at a time: each is summed while it is in cache behind its copy, so that memory is read once."""
+        """Copy and sum a few blocks at a time.
+
+        Each is summed while it is in the CPU's cache after its copy, so that memory is read once.
+        """
         sums = []
         for at, chunk in zip(pages.addresses, blocks, strict=True):
             page_sum = PageSum()
@@ -265,7 +304,7 @@ class ChunkSource(NoChunks):
         return sums
 
     def by_group(self, chunk: Sequence[Block]) -> Iterator[Sequence[Block]]:
-        """The blocks of a chunk, apart."""
+        """Yield the blocks of a chunk, group by group."""
         at = 0
         for group in self._groups:
             yield chunk[at : at + group.per_chunk]
@@ -274,7 +313,7 @@ class ChunkSource(NoChunks):
     def wanted(
         self, blocks: Sequence[Sequence[int | None]], pages: Pages
     ) -> Iterator[tuple[DeviceTier, list[int], Pages]]:
-        """Of each group the blocks that are to be copied, and the part of a page for each."""
+        """Yield each group's blocks to copy, with their parts of pages."""
         start = 0
         for group, columns in zip(self._groups, zip(*map(self.by_group, blocks), strict=True), strict=True):
             ids = [block for column in columns for block in column]
@@ -287,7 +326,10 @@ class ChunkSource(NoChunks):
                 yield group.blocks, ids, parts
 
     def _parts(self, pages: Pages, start: int, group: GroupCaches) -> Pages:
-        """The part of each page that one block has, where those of the group begin at ``start``."""
+        """Return a part of each page for each block of a group.
+
+        The parts of the group begin at ``start``.
+        """
         size, addresses = group.blocks.block_bytes, pages.addresses
         if isinstance(addresses, range) and addresses.step == pages.page_bytes == group.chunk_bytes:
             return Pages(range(addresses.start, addresses.stop, size), size, pages.owner)
@@ -296,11 +338,17 @@ class ChunkSource(NoChunks):
 
 
 Parts: TypeAlias = Sequence[tuple[ChunkSource, Sequence[Sequence[int | None]], Pages]]
-"""Chunks of one or more sources over one cache, by their blocks (``None``: not to be copied), with a page for each."""
+"""Chunks of sources over one cache, with a page for each.
+
+A chunk is given by its blocks; ``None`` is not copied.
+"""
 
 
 def copy_chunks_out(parts: Parts, after: Sequence[Event] = ()) -> None:
-    """Copy chunks into pages: those of a device in one batch, once these of its events hold."""
+    """Copy chunks into pages, on a device in one batch.
+
+    A device waits for all ``after`` events first.
+    """
     copies = [copy for source, blocks, pages in parts for copy in source.wanted(blocks, pages)]
     device = parts[0][0].device if parts else None
     if device is not None:
@@ -311,7 +359,10 @@ def copy_chunks_out(parts: Parts, after: Sequence[Event] = ()) -> None:
 
 
 def copy_chunks_in(parts: Parts, after: Sequence[Event] = ()) -> None:
-    """Copy pages into chunks: those of a device in one batch, once these of its events hold."""
+    """Copy pages into chunks, on a device in one batch.
+
+    A device waits for all ``after`` events first.
+    """
     device = parts[0][0].device if parts else None
     if device is not None:
         copies = [copy for source, blocks, pages in parts for copy in source.wanted(blocks, pages)]
@@ -327,7 +378,7 @@ class ChunkDestination(Destination):
 
     _source: ChunkSource
     blocks: Sequence[Sequence[int | None]]
-    """The block numbers of each."""
+    """The block numbers of each chunk."""
 
     @property
     def block_bytes(self) -> int:
@@ -343,7 +394,7 @@ class ChunkDestination(Destination):
         return len(self.blocks)
 
     def views(self) -> None:
-        """No chunk is one run of memory: its blocks lie anywhere, and each in every layer."""
+        """Return nothing: a chunk's blocks are scattered over the layers."""
 
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy pages into the chunks from ``start`` on."""
@@ -355,7 +406,7 @@ class ChunkDestination(Destination):
         return True
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Like :meth:`copy_in`; returns checksums."""
+        """Copy like :meth:`copy_in`; return checksums."""
         return self._source.copy_in_and_sum(self.blocks[start : start + len(pages)], pages)
 
     @property
@@ -367,7 +418,7 @@ class ChunkDestination(Destination):
         """Copy whole chunks into pages.
 
         Raises:
-            ValueError: of one of them only some blocks were loaded.
+            ValueError: only some blocks of one of them were loaded.
         """
         chunks = [self.blocks[at] for at in positions]
         if any(None in chunk for chunk in chunks):
@@ -380,7 +431,10 @@ class ChunkDestination(Destination):
         return self._source.plane_names
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
-        """The samples of these chunks; ``None`` for one of which only some blocks were loaded."""
+        """Return the samples of these chunks.
+
+        ``None`` if only some blocks were loaded.
+        """
         return self._source.samples_of([self.blocks[at] for at in positions])
 
 
@@ -390,7 +444,7 @@ class ChunkCanary:
 
     _source: ChunkSource
     _planes: Sequence[TensorPlanes]
-    """Of each group."""
+    """The planes of each group."""
     _blocks: Sequence[int]
     _stored: Sequence[int] = ()
 
@@ -414,14 +468,17 @@ class ChunkCanary:
         return zip(self._planes, self._source.by_group(self._blocks), strict=True)
 
     def _forget(self) -> None:
-        self._source.forget(self._stored)  # one check stores one chunk after the other
+        self._source.forget(self._stored)  # a check stores one chunk after the other
 
 
-# --- where vLLM's tensors lie -------------------------------------------------------------------------------------------
+# --- the memory of vLLM's tensors -----------------------------------------------------------------------------------
 
 
 def layout_of_caches(groups: Sequence[Mapping[str, Cache]], n_blocks: int, chunk_tokens: int) -> str:
-    """Name what the bytes of a chunk mean: of each group, the layers with dtype, shape and strides of a block in each."""
+    """Return a text for the meaning of a chunk's bytes.
+
+    It has the layers of each group, with dtype, shape and strides of a block in each.
+    """
     texts = []
     for caches in groups:
         layers = _by_blocks(caches, n_blocks)
@@ -432,7 +489,10 @@ def layout_of_caches(groups: Sequence[Mapping[str, Cache]], n_blocks: int, chunk
 
 
 def _by_blocks(caches: Mapping[str, Cache], n_blocks: int) -> dict[str, TensorMemory]:
-    """Return where the layers lie, with vLLM's blocks on their first axis: some kernels count smaller ones."""
+    """Return the layers' memory with vLLM's blocks on the first axis.
+
+    Some kernels count smaller blocks.
+    """
     layers = {}
     for name, cache in caches.items():
         memory = memory_of(name, cache)
@@ -450,16 +510,21 @@ def _by_blocks(caches: Mapping[str, Cache], n_blocks: int) -> dict[str, TensorMe
 
 
 def _apart(layers: Mapping[str, TensorMemory]) -> dict[str, TensorMemory]:
-    """Return those that do not share their memory: vLLM gives one cache to several layers where a model lets it."""
+    """Return one layer of each that share their memory.
+
+    vLLM gives one cache to several layers if a model lets it.
+    """
     seen = {(layer.address, tuple(layer.shape), tuple(layer.strides)): name for name, layer in layers.items()}
     return {name: layers[name] for name in seen.values()}
 
 
 def _as_copied(layers: Sequence[TensorMemory]) -> tuple[Sequence[TensorMemory], Sequence[int]]:
-    """Return the layers as one tensor, if all of them together have each block in one run of memory.
+    """Return the layers as one tensor, if each block is one run.
+
+    All layers together must have each block in one run of memory.
 
     Returns:
-        That tensor, or the layers. And the order in which the pieces of a block lie, if its bytes have that order: rule 3.
+        That tensor, or the layers. And the order of the pieces of a block, if its bytes have that order: rule 3.
     """
     pieces = _pieces(layers)
     order = sorted(range(len(pieces)), key=lambda at: pieces[at][0] + pieces[at][1].offset)
@@ -483,7 +548,10 @@ def _pieces(layers: Sequence[TensorMemory]) -> list[tuple[int, Plane]]:
 
 
 def _strides_of_block(layer: TensorMemory) -> Sequence[int]:
-    """Return the strides of a block as its bytes are stored: in a tier, its pieces follow each other."""
+    """Return the strides of a block as stored.
+
+    In a tier, its pieces follow each other.
+    """
     strides = list(layer.strides[1:])
     if len(_pieces([layer])) > 1:
         n = 1

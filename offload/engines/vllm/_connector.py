@@ -1,10 +1,11 @@
-"""What vLLM sees: a connector of its own kind, in either role, over the two halves.
+"""The connector that vLLM calls, in either role, over the two halves.
 
 Only this module, ``_spec`` and ``_kernels`` import vLLM.
 
-Tried with vLLM 0.32.0. vLLM makes the worker's connector first, registers the cache with it, then makes the scheduler's and
-hands it what the workers have said of themselves (the handshake): how each names its chunks, and in which process it is.
-Where that is the scheduler's own process, both halves use one engine; else the scheduler opens one that only looks up.
+Tried with vLLM 0.32.0. vLLM makes the worker's connector first, registers the cache with it, then makes the scheduler's
+and passes it the workers' descriptions of themselves (the handshake): how each names its chunks, and in which process
+it is. If that is the scheduler's own process, both halves use one engine; otherwise the scheduler opens one that only
+looks up.
 """
 
 from __future__ import annotations
@@ -56,22 +57,22 @@ from ._worker import WorkerHalf, check_layout, close_engine
 
 _log = logging.getLogger(
     "vllm.offload"
-)  # below vLLM's own, so that an operator sees it without a word of configuration
+)  # Below vLLM's own logger, so that an operator sees it without any configuration.
 
 _WORKERS: Final[dict[str, WorkerHalf]] = {}
-"""The workers' halves of this process, by the id of vLLM's engine and their rank."""
+"""The workers' halves in this process, by engine id and rank."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """A step's plan, as vLLM carries it from its scheduler to its workers."""
+    """A step's plan, which vLLM carries from scheduler to workers."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What a worker says of itself."""
+    """A worker's description of itself, for the handshake."""
 
     names: Sequence[Naming]
     chunk_bytes: int
@@ -113,11 +114,11 @@ def _close_all(connector: OffloadConnector) -> None:
 
 
 _HOOKS: Final = {
-    # What is set wrongly ends vLLM's start, with a text that names it. Other faults of a start: nothing is offloaded. A copy
-    # without a proven end might write to a block that vLLM gives out, or fall into a capture.
+    # A wrong setting ends vLLM's start, with a text that names it. Other faults of a start: nothing is offloaded. A
+    # copy without a proven end might write to a block that vLLM gives out, or fall into a capture.
     "register_kv_caches": Hook(nothing, passes=(ValueError, DrainUnproven)),
     "set_xfer_handshake_metadata_pp_aware": Hook(nothing, passes=(ValueError,)),
-    # Their memory goes next, so that a copy which is under way has to end here.
+    # Their memory goes next, so that a running copy has to end here.
     "unregister_kv_caches": Hook(nothing, _withdraw),
     "restore_kv_caches": NOTHING,
     "get_handshake_metadata": NOTHING,
@@ -126,7 +127,7 @@ _HOOKS: Final = {
     "wait_for_layer_load": NOTHING,
     "save_kv_layer": NOTHING,
     "wait_for_save": NOTHING,
-    # What is over is told in the next step.
+    # Finished requests are reported in the next step.
     "get_finished": Hook(lambda *args: (None, set())),
     "get_transfer_results": Hook(lambda *args: KVConnectorTransferResults()),
     "get_block_ids_with_load_errors": Hook(lambda one: set() if one._worker is None else one._worker.failed),
@@ -134,7 +135,7 @@ _HOOKS: Final = {
     "get_num_new_matched_tokens": Hook(lambda *args: (0, False), _forget),
     "update_state_after_alloc": Hook(nothing, _refuse_load),
     "get_external_cache_hit_sources": Hook(lambda *args: {}),
-    # What is to be loaded is planned in the next step.
+    # Loads are planned in the next step.
     "build_connector_meta": Hook(lambda *args: StepMetadata(StepPlan(all_overwritten=True))),
     "update_connector_output": Hook(nothing, _drop),
     "request_finished_all_groups": Hook(lambda *args: (False, None), _forget),
@@ -172,19 +173,22 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts: WorkerFacts | None = None
         self._events: KeyEvents | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            # A cache that cannot bring a block is a miss. vLLM's default, which suits the hand-over between prefill and decode,
-            # would end the request with an error.
+            # A block that a cache cannot bring is a miss. vLLM's default, which suits the hand-over between prefill and
+            # decode, would end the request with an error.
             _log.info("kv_load_failure_policy: recompute, since what a cache does not bring is computed")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Always false: a store that is dropped is a later miss, no error."""
+        """False: a store that is dropped is a later miss, no error."""
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Yes: before the cache goes, what is being stored of it is ended. Asked from vLLM 0.33 on."""
+        """Return true: before the cache goes, its stores are ended.
+
+        vLLM asks from 0.33 on.
+        """
         return True
 
     # --- the worker's half ----------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             for group in self._kv_cache_config.kv_cache_groups
         ]
         naming = self._naming(layout_of_caches(caches, n_blocks, chunk_tokens))
-        pages = self._pages.of_worker(caches, n_blocks, naming)  # all blocks are free: no request has come yet
+        pages = self._pages.of_worker(caches, n_blocks, naming)  # All blocks are free: no request has come yet.
         engine = from_thread.open_engine(pages.source, self._settings.engine_config(), when_full="drop").start()
         try:
             self._open_worker(kv_caches, engine, pages, naming)
@@ -227,16 +231,22 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             check_layout(engine, pages.canary, naming)
 
     def unregister_kv_caches(self) -> None:
-        """Before sleep, from vLLM 0.33 on: nothing reads the cache any more. Idempotent."""
+        """Stop reading the cache before sleep. Idempotent.
+
+        vLLM calls it from 0.33 on.
+        """
         if self._worker is not None:
             self._worker.leave_cache()
 
     def restore_kv_caches(self) -> None:
-        """Behind sleep: the cache is at the same addresses, and vLLM has forgotten what was in it."""
+        """Do nothing after sleep: vLLM's cache is empty.
+
+        It is at the same addresses.
+        """
 
     def _naming(self, layout: str) -> ChunkNaming:
         model, parallel, settings = self._vllm_config.model_config, self._vllm_config.parallel_config, self._settings
-        # What a commit is called in the configuration of a model that comes from the hub.
+        # The name of a commit in the configuration of a model that comes from the hub.
         commit = getattr(model.hf_config, "_commit_hash", None) or ""
         weights = weights_text(
             model.model,
@@ -248,7 +258,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             ranks += f"x{parallel.prefill_context_parallel_size}"
-        # Of these files, but computed otherwise: a scaling of its positions, say.
+        # From these files, but computed differently: with scaled positions, for example.
         configs = {id(one): one.to_dict() for one in (model.hf_config, model.hf_text_config)}
         computed = f"{model.quantization or ''}{config_text(*configs.values(), tokens=model.max_model_len)}"
         return ChunkNaming(
@@ -261,7 +271,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The worker's data for the scheduler's half."""
+        """Return the worker's data for the scheduler's half."""
         return self._facts
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -286,16 +296,21 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.store(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose loads are over. Blocks that are being stored are not held back, but watched; see rule 3."""
+        """Return the requests whose loads are over.
+
+        Blocks that are being stored are not held back, but watched; see rule 3.
+        """
         if self._worker is None:
             return None, None
         self._worker.finished(frozenset(finished_req_ids))
         return None, self._worker.received(frozenset(finished_req_ids))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The requests whose loads are over, and those among them that have to be computed from the start.
+        """Return the requests whose loads are over, and the failed ones.
 
-        With several groups vLLM cannot be told of single blocks, and raises where it is.
+        Those have to be computed from the start.
+
+        With several groups vLLM does not accept single failed blocks: it raises.
         """
         if self._worker is None:
             return KVConnectorTransferResults()
@@ -306,7 +321,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that could not be loaded and have to be computed: where there is one group, the others are kept."""
+        """Return the blocks that were not loaded and must be computed.
+
+        If there is one group, the others are kept.
+        """
         failed: set[int] = set()
         if self._worker is not None:
             # Nothing is called here: if it failed, vLLM would take these blocks for loaded.
@@ -353,7 +371,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
-        """Watch the keys in the tiers of a worker in this process, if vLLM is to publish them. Elsewhere nobody takes them."""
+        """Watch the keys in this process's worker's tiers, for vLLM's events.
+
+        Returns nothing if vLLM does not publish them, or nobody would take them.
+        """
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events or not self._pages.names_blocks:
             return None
@@ -371,14 +392,17 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.added(request.request_id, hashes, request.num_tokens, adapter)
 
     def _adapter(self, request: Any) -> str:
-        """Return the identity of the adapter of a request; empty if it has none."""
+        """Return the identity of the adapter of a request.
+
+        Empty if it has none.
+        """
         lora = request.lora_request
         if lora is None:
             return ""
         return self._adapters.text(lora.lora_int_id, lora.lora_name, lora.lora_path, is_replaced=lora.load_inplace)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens that can be loaded after those computed already."""
+        """Return the number of loadable tokens after those computed already."""
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.matched(
@@ -398,7 +422,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """The tokens that a request is to load, by the kind of the tier that has them; for vLLM's metrics."""
+        """Return the number of tokens to load, by kind of tier.
+
+        It is for vLLM's metrics.
+        """
         found: dict[CacheHitSource, int] = {}
         if self._scheduler is not None:
             for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
@@ -422,15 +449,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. Its blocks may be freed at once; see rule 3."""
+        """End a request.
+
+        Its blocks may be freed at once; see rule 3.
+        """
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id, request.status.name == "FINISHED_ABORTED")
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Whatever was stored until now is not found any more by this engine. Other engines keep what they have stored.
+        """Make this engine find nothing that was stored until now.
 
-        Not so where names have no place for that, as those of published pages: false.
+        Other engines keep their stored blocks. If names have no place for a generation, as those of published pages, it
+        returns false.
         """
         if self._scheduler is None or not self._pages.has_generations:
             return False
@@ -440,7 +471,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What came into the tiers of the worker in this process, and went, since the last call."""
+        """Return the changes in the worker's tiers since the last call.
+
+        The worker must be in this process.
+        """
         return [] if self._events is None else [self._event(one) for one in self._events.take()]
 
     def _event(self, event: KeyEvent) -> KVCacheEvent:
@@ -460,7 +494,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # --- both -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Wait for stores under way, and close the engine."""
+        """Wait for running stores, and close the engine."""
         if self._scheduler is not None:
             self._scheduler.close()
             _log.info("offload, scheduler: %s", self._scheduler.counts)
@@ -479,7 +513,9 @@ class MaruKVConnector(OffloadConnector):
 
 
 def _check_parallel(parallel: Any) -> None:
-    """Refuse blocks that have the tokens of one rank only: a chunk would have other tokens than its key says.
+    """Refuse blocks with the tokens of one rank only.
+
+    A chunk would have other tokens than its key stands for.
 
     Raises:
         ValueError: decode context parallelism is on.
@@ -493,7 +529,7 @@ def _check_parallel(parallel: Any) -> None:
 
 
 def _block_group(group: Any) -> BlockGroup:
-    """What the scheduler's half knows of a group of KV caches.
+    """Return the scheduler half's description of a group of KV caches.
 
     Raises:
         ValueError: its blocks are not those of tokens, one after the other, as with a state of Mamba.
@@ -511,14 +547,14 @@ def _block_group(group: Any) -> BlockGroup:
 
 
 def _block_bytes(group: Any) -> int:
-    """Bytes of a block in all layers of a group."""
+    """Return the bytes of a block in all layers of a group."""
     spec = group.kv_cache_spec
     n: int = spec.page_size_bytes
     return n if isinstance(spec, UniformTypeKVCacheSpecs) else n * len(group.layer_names)
 
 
 def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
-    """What vLLM's scheduler has decided."""
+    """Return the decisions of vLLM's scheduler."""
     computed: dict[str, int] = {}
     overwritten: set[int] = set()
     for new in output.scheduled_new_reqs:
@@ -528,7 +564,7 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
     cached = output.scheduled_cached_reqs
     for request_id, before, given in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
         computed[request_id] = before + output.num_scheduled_tokens[request_id]
-        if given is not None:  # for a resumed request these are all its blocks, and the first ones hold what it had
+        if given is not None:  # For a resumed request these are all its blocks, and the first hold its earlier tokens.
             had = before if request_id in cached.resumed_req_ids else 0
             for group, blocks in zip(groups, given, strict=True):
                 overwritten.update(blocks[had // group.block_size :])
@@ -542,7 +578,7 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
 
 
 def _forward_pass() -> PreconditionLike:
-    """Return a precondition that holds once what this thread's stream was given until now is over.
+    """Return a precondition for the end of this thread's stream's work.
 
     One for all stores or loads of a step, so that they share one wait.
     """

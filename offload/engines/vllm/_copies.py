@@ -1,12 +1,15 @@
-"""What a worker of vLLM's own offloading copies: chunks between its cache and places that it shares with the scheduler.
+"""A worker's copies between its cache and shared places.
 
-A place is a row of host memory, or a page of a tier where the scheduler is in this process. The scheduler names one only where
-it may be written, or where its bytes are verified and held. So what is copied here is
-memory to memory, and cannot fail for want of a block. What raises all the same is a fault of this host: a load that fails ends
-vLLM, which would compute with other bytes else, and rows that were not written are marked as such. A copy whose end is not
-proven ends vLLM either way: its rows, or blocks, would be given out again while it may still write them.
+They serve vLLM's own offloading.
 
-A copy of a device waits on the device for all that vLLM has started there before its job: no thread waits for that.
+A place is a row of host memory, or a page of a tier if the scheduler is in this process. The scheduler names a place
+only if it may be written, or its bytes are verified and held. So these copies are memory to memory, and cannot fail for
+want of a block. An error is a fault of this host: a load that fails ends vLLM, which would otherwise compute with wrong
+bytes, and rows that were not written are marked as such. A copy whose end is not proven ends vLLM either way: its rows,
+or blocks, would be given out again while it may still write them.
+
+A copy of a device waits on the device for all work that vLLM has started there before its job: no thread waits for
+that.
 """
 
 from __future__ import annotations
@@ -32,27 +35,39 @@ from ._chunks import ChunkSource, Parts, copy_chunks_in, copy_chunks_out
 from ._placed import Placed
 
 ATTEMPTS: Final = 3
-"""Attempts at a copy. vLLM ends where a load fails, and memory that is short is there again a moment later."""
+"""Attempts at a copy.
+
+vLLM ends if a load fails, and memory that is short may be available a moment later.
+"""
 _log = logging.getLogger("vllm.offload")
 
 IDLE_WAIT: Final = 0.005
-"""Seconds that a step without a forward pass waits for a copy, instead of turning round at once and taking the interpreter."""
+"""Seconds that a step without a forward pass waits for a copy.
+
+Otherwise vLLM would return at once and keep the interpreter from the copying threads.
+"""
 
 Columns = Sequence[tuple[ChunkSource, list[list[int | None]], list[int]]]
-"""Of each group of KV caches: its chunks, their blocks (``None``: not to be copied), and their places."""
+"""Chunks of each group of KV caches, their blocks and places.
+
+A block that is ``None`` is not copied.
+"""
 InPlace = Mapping[int, tuple[Placed, int]]
-"""Of the places that are pages of a tier, where they lie."""
+"""Blocks, and position in them, of each place in a tier."""
 NOWHERE: Final[InPlace] = {}
 Copy: TypeAlias = Callable[[Parts, Sequence[Event]], None]
 
 
 class LostInPlace(RuntimeError):
-    """Pages of a tier were given out anew while they were copied, since its server was silent for longer than its lease."""
+    """Pages of a tier were reassigned while they were copied.
+
+    Its server was silent for longer than its lease.
+    """
 
 
 @attrs.frozen
 class Copied:
-    """A job that is over."""
+    """The result of a job."""
 
     job_id: int
     error: BaseException | None
@@ -61,14 +76,15 @@ class Copied:
 
 
 class RowCopies:
-    """One worker's copies. Loads and stores have a thread each, in which they follow each other.
+    """The copies of one worker: a thread for loads, one for stores.
 
     Args:
         arena: the rows.
-        offset: where this worker's part of each row starts.
+        offset: start of this worker's part of each row.
         groups: of each group of KV caches, the chunks of its blocks.
-        computed: returns events of the device, as ``torch.cuda.Event`` is one, that hold once all that was started there until
-            now is over; called when a job is begun. None in host memory: there a forward pass is over when it returns.
+        computed: returns events of the device, as ``torch.cuda.Event`` is one, that hold once all work that was started
+            there until now is over; called when a job is begun. None in host memory: there a forward pass is over when
+            it returns.
     """
 
     def __init__(
@@ -78,13 +94,13 @@ class RowCopies:
         self._stores = ThreadPoolExecutor(1, "offload-store")
         self._loads = ThreadPoolExecutor(1, "offload-load")
         for thread in (self._stores, self._loads):
-            # Started here: a job that finds no thread raises, and is done all the same by the thread that a later one finds. By
-            # then its rows and blocks are others'.
+            # Started here: a job that finds no thread raises, and is done all the same by the thread that a later one
+            # finds. By then its rows and blocks belong to others.
             thread.submit(bool)
         self._jobs: dict[int, Future[Copied]] = {}
         self._stored_rows: dict[int, Sequence[int]] = {}  # of each store, until it has ended
         self.ended: list[Copied] = []
-        """The jobs that have ended and were not returned by :meth:`finished` yet."""
+        """Jobs that have ended, and that :meth:`finished` has not returned yet."""
 
     def store(
         self, job_id: int, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
@@ -94,14 +110,17 @@ class RowCopies:
         self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), copy_chunks_out)
 
     def fail_store(self, job_id: int, rows: Sequence[int]) -> None:
-        """End a store that could not be begun: its rows are marked as not written, and it is over."""
+        """End a store that could not begin; mark its rows unwritten."""
         self._arena.mark_unwritten(rows)
         if job_id not in self._jobs:
             self._stored_rows.pop(job_id, None)
             self.ended.append(Copied(job_id, None, 0, 0.0))
 
     def distrust(self, job_ids: Iterable[int]) -> None:
-        """Mark what these stores write as not written: their blocks may be overwritten before they end."""
+        """Mark the rows of these stores as unwritten.
+
+        Their blocks may be overwritten before the stores end.
+        """
         for job_id in job_ids:
             self._arena.mark_unwritten(self._stored_rows.get(job_id, ()))
 
@@ -114,18 +133,21 @@ class RowCopies:
         places: Sequence[int],
         in_place: InPlace,
     ) -> None:
-        """Begin to copy from places into blocks. ``in_place``: where those lie that are no rows."""
+        """Begin to copy from places into blocks.
+
+        ``in_place`` has the addresses of the places that are no rows.
+        """
         columns = self.columns(blocks, sizes, firsts, places)
         self._begin(self._loads, job_id, columns, copy_chunks_in, in_place)
 
     def columns(
         self, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
     ) -> Columns:
-        """The chunks of a job.
+        """Return the chunks of a job.
 
         Args:
             blocks: numbers of the blocks to be copied, group by group.
-            sizes: how many of them each group has.
+            sizes: number of blocks in each group.
             firsts: the position in the sequence of each group's first one: a chunk may begin before it.
             rows: of the chunks, group by group.
 
@@ -146,7 +168,10 @@ class RowCopies:
         return columns
 
     def finished(self, *, idle: bool) -> list[Copied]:
-        """The jobs that have ended since the last call. Where the step is ``idle``, it waits a little for the first one."""
+        """Return the jobs that have ended since the last call.
+
+        If the step is ``idle``, it waits a little for the first one.
+        """
         if idle and self._jobs and not self.ended and not any(job.done() for job in self._jobs.values()):
             wait(self._jobs.values(), IDLE_WAIT, return_when="FIRST_COMPLETED")
         # One by one, so that an error in between loses none: vLLM would wait for it for ever.
@@ -159,11 +184,11 @@ class RowCopies:
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Wait until these have ended; :meth:`finished` tells of them later."""
+        """Wait until these jobs have ended; :meth:`finished` returns them later."""
         wait([self._jobs[job_id] for job_id in job_ids if job_id in self._jobs])
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel the queued copies, and wait for the running ones."""
         self._stores.shutdown(cancel_futures=True)
         self._loads.shutdown(cancel_futures=True)
 
@@ -177,11 +202,11 @@ class RowCopies:
         error: BaseException | None = None
         for _ in range(ATTEMPTS):
             try:
-                # Until the copy is over, the events are kept, and what it reads and writes is held.
+                # Until the copy is over, the events, the source and the target are kept.
                 with kept_if_unproven((self._arena, events, columns, in_place)):
                     nbytes = self._copy_all(columns, copy, in_place, [Event(event.cuda_event) for event in events])
                 _check_unchanged(in_place)
-            except LostInPlace as raised:  # they will not be what they were
+            except LostInPlace as raised:  # Another attempt would read changed pages, too.
                 error = raised
                 break
             except BaseException as raised:
@@ -192,14 +217,14 @@ class RowCopies:
                 error = None
                 break
         if error is not None and copy is copy_chunks_out:
-            # vLLM cannot be told that a store has failed; the scheduler looks at the marks.
+            # A failed store cannot be reported to vLLM; the scheduler checks the marks.
             self._arena.mark_unwritten([row for _, _, rows in columns for row in rows])
             _log.error("copy %d from the cache to host memory has failed: %r", job_id, error)
             error, nbytes = error if holds(error, Unproven) else None, 0
         return Copied(job_id, error, nbytes, time.perf_counter() - began)
 
     def _copy_all(self, columns: Columns, copy: Copy, in_place: InPlace, after: Sequence[Event]) -> int:
-        """Make the copies of a job; returns their bytes."""
+        """Make the copies of a job; return their bytes."""
         if copy is copy_chunks_out:
             self._clear_ends(columns)
         parts = [
@@ -209,7 +234,10 @@ class RowCopies:
         return sum(len(pages) * pages.page_bytes for _, _, pages in parts)
 
     def _clear_ends(self, columns: Columns) -> None:
-        """Clear the end of each row behind a narrower chunk: what another request left there would be stored with it."""
+        """Clear the end of each row after a narrower chunk.
+
+        Otherwise it would store the old bytes of another request with it.
+        """
         widest = max(group.block_bytes for group in self._groups)
         for group, _, rows in columns:
             unused = widest - group.block_bytes
@@ -218,7 +246,7 @@ class RowCopies:
                     ctypes.memset(address, 0, unused)
 
     def _pages(self, places: Sequence[int], in_place: InPlace, nbytes: int) -> Pages:
-        """This worker's part of these places."""
+        """Return this worker's part of these places."""
         if not in_place:
             return self._arena.pages(places, self._offset, nbytes)
         rows = self._arena.pages([place for place in places if place >= 0], self._offset, nbytes)
@@ -233,7 +261,10 @@ class RowCopies:
 
 
 def _check_unchanged(in_place: InPlace) -> None:
-    """Raise unless what was read in place was what had been verified: behind the copy."""
+    """Raise unless the bytes that were read in place are unchanged.
+
+    Called after the copy, with the places that were verified before.
+    """
     by_pin: dict[int, tuple[Placed, list[int]]] = {}
     for blocks, position in in_place.values():
         by_pin.setdefault(id(blocks), (blocks, []))[1].append(position)

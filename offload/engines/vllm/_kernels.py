@@ -1,6 +1,7 @@
-"""Arrangement of a cache by the kernels of this host, which neither its shape nor its strides show. Imports vLLM.
+"""Arrangement of a cache by the kernels of this host. Imports vLLM.
 
-Tried with vLLM 0.32.0: of one bfloat16 cache, the kernels for AMX write other bytes than those for other processors.
+Neither its shape nor its strides show it. Tried with vLLM 0.32.0: of one bfloat16 cache, the kernels for AMX write
+other bytes than those for other processors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from vllm.platforms import current_platform
 
 
 def kernel_text(dtype: object) -> str:
-    """Return what stands for the kernels in the layout of a key; empty for most.
+    """Return the kernels' part of a key's layout; empty for most.
 
     Args:
         dtype: of the model.

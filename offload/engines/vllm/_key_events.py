@@ -1,9 +1,12 @@
-"""What routers are told of the tiers of an instance: which of vLLM's blocks came into which tier, and went. Pure.
+"""KV events for routers: vLLM's blocks that come and go. Pure.
 
-The keys of a tier say more than vLLM's hashes, and routers know only these. So a key is told where its hash is known: once the
-chunk was stored or loaded by this instance. What a tier held from an earlier run is told when somebody loads it.
+They are about the tiers of an instance.
 
-Rule 1. A removal is told exactly where the arrival was.
+The keys of a tier cover more than vLLM's hashes, and routers know only these. So a key is announced once its hash is
+known: when the chunk was stored or loaded by this instance. Chunks that a tier held from an earlier run are announced
+when somebody loads them.
+
+Rule 1. A removal is announced exactly if the arrival was.
 Rule 2. Nothing is remembered of a key that no tier holds, once its store has ended.
 """
 
@@ -20,42 +23,48 @@ from backends.abc import Key
 
 @attrs.frozen
 class KeyEvent:
-    """Chunks came into a tier, or went."""
+    """An event: chunks came into a tier, or went."""
 
     medium: str
     """The name of the tier."""
     hashes: list[bytes]
-    """vLLM's hash of the last block of each chunk, which covers all tokens before it."""
+    """vLLM's hash of the last block of each chunk.
+
+    It covers all tokens before it.
+    """
     stored: bool
     """Whether they came."""
 
 
 @attrs.define(eq=False)
 class KeyEvents:
-    """What is told of one worker's chunks. Tiers are watched in the engine's thread, the rest is vLLM's."""
+    """The events of one worker's chunks.
+
+    Tiers are watched in the engine's thread, all other calls are in vLLM's.
+    """
 
     _lock: AbstractContextManager[object]
     """Held for each call."""
-    _media: dict[Key, set[str]] = attrs.Factory(dict)  # what tiers hold
-    _hashes: dict[Key, bytes] = attrs.Factory(dict)  # of keys that are told, or will be when they arrive
+    _media: dict[Key, set[str]] = attrs.Factory(dict)  # the tiers that hold each key
+    _hashes: dict[Key, bytes] = attrs.Factory(dict)  # of keys that were announced, or will be when they arrive
     _events: list[KeyEvent] = attrs.Factory(list)
     _storing: Counter[Key] = attrs.Factory(Counter)
 
-    # --- what tiers tell ------------------------------------------------------------------------------------------
+    # --- changes in tiers -----------------------------------------------------------------------------------------
 
     def watcher(self, medium: str) -> TierWatcher:
-        """What a tier of this name tells: a :class:`maru.kv_events.KeyWatcher`."""
+        """Return a :class:`maru.kv_events.KeyWatcher` for the tier of this name."""
         return TierWatcher(self, medium)
 
     def came(self, medium: str, keys: Sequence[Key]) -> None:
-        """These can be found there from now on."""
+        """Record that keys can be found in a tier from now on."""
         with self._lock:
             for key in keys:
                 self._media.setdefault(key, set()).add(medium)
             self._tell(medium, keys, stored=True)
 
     def went(self, medium: str, keys: Sequence[Key]) -> None:
-        """These cannot be found there any more."""
+        """Record that keys cannot be found in a tier any more."""
         with self._lock:
             self._tell(medium, keys, stored=False)
             for key in keys:
@@ -65,10 +74,10 @@ class KeyEvents:
                     self._media.pop(key, None)
                     self._hashes.pop(key, None)
 
-    # --- what vLLM does -------------------------------------------------------------------------------------------
+    # --- calls of vLLM --------------------------------------------------------------------------------------------
 
     def storing(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
-        """These are being stored, until :meth:`settled`."""
+        """Record that keys are being stored, until :meth:`settled`."""
         with self._lock:
             self._storing.update(keys)
             self._name(keys, hashes)
@@ -84,13 +93,13 @@ class KeyEvents:
                         self._hashes.pop(key, None)
 
     def found(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
-        """These are being loaded."""
+        """Record that keys are being loaded."""
         with self._lock:
             there = [at for at, key in enumerate(keys) if key in self._media]
             self._name([keys[at] for at in there], [hashes[at] for at in there])
 
     def reset(self) -> None:
-        """This instance finds none of them any more."""
+        """Announce the removal of all keys: they are not found any more."""
         with self._lock:
             for key in list(self._hashes):
                 for medium in sorted(self._media.get(key, ())):
@@ -98,7 +107,7 @@ class KeyEvents:
             self._hashes.clear()
 
     def take(self) -> list[KeyEvent]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         with self._lock:
             events, self._events = self._events, []
             return events
@@ -131,9 +140,9 @@ class TierWatcher:
     _medium: str
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """These can be found from now on."""
+        """Record that keys can be found from now on."""
         self._events.came(self._medium, keys)
 
     def removed(self, keys: Sequence[Key]) -> None:
-        """These cannot be found any more."""
+        """Record that keys cannot be found any more."""
         self._events.went(self._medium, keys)

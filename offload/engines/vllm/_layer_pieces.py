@@ -1,4 +1,9 @@
-"""List the copies between chunks of a layer on a device and published pages. Pure; numpy is imported at the first use."""
+"""Copies between a layer's chunks on a device and published pages.
+
+Pure; numpy is imported at the first use.
+
+numpy is imported at the first use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ class LayerPieces:
 
     Args:
         memory: its cache, the axes in the order of a page.
-        block_axis: the axis that counts blocks: the first, or the second behind that of keys and values.
+        block_axis: the axis that counts blocks: the first, or the second after that of keys and values.
     """
 
     def __init__(self, memory: TensorMemory, block_axis: int) -> None:
@@ -35,15 +40,18 @@ class LayerPieces:
             host = (host[:, None] + steps * numpy.uint64(behind * item)).ravel()
         self._run_bytes = run * item
         self._device, self._host = device, host
-        """Offsets of the runs of a block: on the device, and in its row of a page."""
+        """Offsets of a block's runs on the device, and in its page."""
         self._block_stride = strides[block_axis] * item
         outer = numpy.arange(shape[0] if block_axis else 1, dtype=numpy.uint64).reshape(-1, 1, 1)
         self._outer = outer
-        """The numbers of keys and values, each of which has a row for each block."""
+        """The numbers of keys and values, each with a row per block."""
         self._starts = outer * numpy.uint64(strides[0] * item) + numpy.uint64(memory.address)
 
     def of(self, chunks: Iterable[tuple[Sequence[int | None], int]]) -> Pieces:
-        """List the copies between chunks and the pages at these addresses. A ``None`` among the blocks is left out."""
+        """List the copies between chunks and the pages at these addresses.
+
+        ``None`` blocks are left out.
+        """
         import numpy
 
         rows = [

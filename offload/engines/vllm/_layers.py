@@ -1,13 +1,14 @@
-"""The bytes of published connectors' pages: one layer of a chunk, token by token; see :mod:`._published` for their names.
+"""The bytes of published connectors' pages: one layer of a chunk each.
 
-A page has what a layer's cache holds of the chunk's tokens, in order, and each token's numbers as they lie in the cache::
+For their names see :mod:`._published`. A page has the bytes of a layer's cache for the chunk's tokens, in order, and
+each token's numbers as they lie in the cache::
 
     (blocks, tokens of a block, ...)         -> (tokens, ...)         latent caches
     (blocks, heads or K and V, tokens, ...)  -> (tokens, heads or K and V, ...)
     (K and V, blocks, tokens, ...)           -> (K and V, tokens, ...)
 
-On a device all layers and chunks of a call are one batch of its copier (:mod:`._layer_pieces`); in host memory torch copies
-each.
+On a device all layers and chunks of a call are one batch of its copier (:mod:`._layer_pieces`); in host memory torch
+copies each.
 """
 
 from __future__ import annotations
@@ -35,20 +36,25 @@ if TYPE_CHECKING:
 
 _NUMBER: Final = re.compile(r"layers\.(\d+)")
 _NO_BYTES: Final = EVICTED - 1
-"""The ref of a marker, whose page says nothing but that it is there."""
+"""The ref of a marker: its page has no content.
+
+Only its presence counts.
+"""
 
 
 class LayerChunks(NoChunks):
-    """Layers of chunks of a KV cache, as a source to store from and places to load into. A page is named by chunk and layer.
+    """Layers of chunks of a KV cache, as source and as destination.
+
+    A page is named by chunk and layer.
 
     Args:
         caches: the tensors that vLLM has registered, by layer.
-        n_blocks: how many blocks vLLM counts.
+        n_blocks: number of blocks that vLLM counts.
         block_size: tokens in a block.
         blocks_per_chunk: blocks in a chunk.
 
     Raises:
-        ValueError: a layer without a number, or of another size than the others; or a tensor in no order of the above.
+        ValueError: a layer has no number, or another size than the others; or a tensor has none of the above orders.
     """
 
     def __init__(
@@ -61,7 +67,7 @@ class LayerChunks(NoChunks):
             raise ValueError(f"published pages have one size, and blocks of these layers have {sorted(sizes)} bytes")
         super().__init__(sizes.pop() * blocks_per_chunk)
         self.naming: LayerNaming = LayerNaming(tuple(map(_number, caches)))
-        """What pages are called."""
+        """The names of pages."""
         self.pages_per_chunk: int = len(memories)
         self._device = next(iter(memories.values())).device
         self.on_device: bool = self._device is not None
@@ -83,7 +89,7 @@ class LayerChunks(NoChunks):
     # --- down -----------------------------------------------------------------------------------------------------
 
     def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int | None]], first: int) -> ExternalBlocks:
-        """Chunks to store, all layers of one behind the other; see :meth:`ChunkSource.chunks`."""
+        """Return chunks to store, layer by layer; see :meth:`ChunkSource.chunks`."""
         n = self.pages_per_chunk
         numbers = list(itertools.islice(self._numbers, len(blocks)))
         self._chunks.update(zip(numbers, blocks, strict=True))
@@ -91,20 +97,20 @@ class LayerChunks(NoChunks):
         return ExternalBlocks(self, keys, refs, [first + at // n for at in range(len(keys))])
 
     def forget(self, refs: Sequence[int]) -> None:
-        """The store of these has ended."""
+        """Forget chunks whose store has ended."""
         for ref in refs:
             self._chunks.pop(ref // self.pages_per_chunk, None)
 
     def withdraw(self) -> None:
-        """Let no store under way go well; see :meth:`ChunkSource.withdraw`."""
+        """Fail all running stores; see :meth:`ChunkSource.withdraw`."""
         self._chunks.clear()
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each layer of a chunk into the page at the same position."""
+        """Copy each layer of a chunk into the page at its position."""
         n, wanted = self.pages_per_chunk, []
         for ref, address in zip(refs, pages.addresses, strict=True):
             chunk = [] if ref == _NO_BYTES else self._chunks[ref // n]
-            if not chunk or None in chunk:  # what a page held before is another request's
+            if not chunk or None in chunk:  # The old bytes of a page belong to another request.
                 ctypes.memset(address, 0, self.block_bytes)
             wanted.append((ref % n, chunk, address))
         if self._device is not None:
@@ -116,7 +122,10 @@ class LayerChunks(NoChunks):
         check_kept([ref // self.pages_per_chunk for ref in refs if ref != _NO_BYTES], self._chunks)
 
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
-        """What is to be stored once these are: a marker for each chunk of which all layers are there."""
+        """Return a marker for each chunk all of whose layers are stored.
+
+        The markers are stored after ``stored``.
+        """
         keys, n = stored.keys, self.pages_per_chunk
         done = [done_key(keys[at]) for at in range(0, len(keys), n) if there.issuperset(keys[at : at + n])]
         return ExternalBlocks(self, done, [_NO_BYTES] * len(done)) if done else None
@@ -124,7 +133,7 @@ class LayerChunks(NoChunks):
     # --- back -----------------------------------------------------------------------------------------------------
 
     def into(self, blocks: Sequence[Sequence[int | None]]) -> LayerPlaces:
-        """All layers of these chunks to load into."""
+        """Return all layers of these chunks as a destination."""
         return LayerPlaces(self, blocks)
 
     def copy_in(self, places: LayerPlaces, start: int, pages: Pages) -> None:
@@ -144,7 +153,7 @@ class LayerPlaces(Destination):
 
     _source: LayerChunks
     blocks: Sequence[Sequence[int | None]]
-    """The block numbers of each chunk; ``None`` for one that is there already."""
+    """The block numbers of each chunk; ``None`` for a block already there."""
 
     @property
     def block_bytes(self) -> int:
@@ -160,7 +169,7 @@ class LayerPlaces(Destination):
         return len(self.blocks) * self._source.pages_per_chunk
 
     def views(self) -> None:
-        """A layer of a chunk is no run of memory."""
+        """Return nothing: a layer of a chunk is no run of memory."""
 
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy pages into the places from ``start`` on."""
@@ -169,7 +178,7 @@ class LayerPlaces(Destination):
 
 @attrs.frozen(eq=False)
 class _TokenMajor:
-    """One layer's cache in host memory, its axes in the order of a page."""
+    """One layer's cache in host memory, with a page's order of axes."""
 
     cache: torch.Tensor
     """(blocks, tokens, ...), or (K and V, blocks, tokens, ...)."""
@@ -184,7 +193,10 @@ class _TokenMajor:
         self.cache.index_copy_(self.block_axis, ids, page.index_select(self.block_axis, wanted))
 
     def _wanted(self, blocks: Sequence[int | None], address: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return which blocks of the page are copied, their numbers, and the page in the cache's order of axes."""
+        """Return the copied blocks' positions and numbers, and the page.
+
+        The page has the cache's order of axes.
+        """
         import torch
 
         shape = list(self.cache.shape)
@@ -197,7 +209,10 @@ class _TokenMajor:
 
 
 def _as_numbers(cache: Any) -> Any:
-    """Return a cache as integers of its size: torch copies rows of float8 and of unsigned integers by no index."""
+    """Return a cache as integers of its size.
+
+    torch copies rows of float8 and of unsigned integers by no index.
+    """
     import torch
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -210,7 +225,10 @@ def _permuted(memory: TensorMemory, order: Sequence[int]) -> TensorMemory:
 
 
 def _by_tokens(name: str, shape: Sequence[int], n_blocks: int, block_size: int) -> tuple[tuple[int, ...], int]:
-    """Return the axes of a cache in the order of a page, and which of those counts blocks."""
+    """Return a cache's axes in a page's order, and its block axis.
+
+    The latter is its position in that order.
+    """
     shape = tuple(shape)
     if len(shape) >= 3 and shape[0] == n_blocks:
         tokens = 1 if len(shape) == 3 else 2

@@ -1,10 +1,11 @@
-"""What vLLM's own offloading asks beside its scheduler: which chunks lie in host memory, and room for others.
+"""The state behind vLLM's own offloading: chunks in host memory, and room.
 
-A chunk that the tiers have is verified in host memory first; only then vLLM is told that it is a hit. It is verified where it
-lies, and copied from there, if that is in memory of this process and the worker is in this process, too. Else it is copied into
-a row. What vLLM has stored lies in a row, where it is a hit at once, and is copied into the tiers behind its back.
+It runs in the scheduler's process. A chunk that the tiers have is verified in host memory first; only then it is
+reported to vLLM as a hit. It is verified in place, and copied from there, if that is in memory of this process and the
+worker is in this process, too. Otherwise it is copied into a row. Chunks that vLLM has stored lie in a row, are hits at
+once, and are copied into the tiers in the background.
 
-All of it is called by vLLM's thread. What ends in the engine's thread is put down there, and taken in by a later call.
+vLLM's thread makes all calls. Results from the engine's thread are queued there, and applied by a later call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ._settings import SpecSettings
 _log = logging.getLogger("vllm.offload")
 
 DRAIN_TIMEOUT: Final = 10.0
-"""Seconds that the end of an instance waits for what is being stored to arrive."""
+"""Seconds that the end of an instance waits for running stores."""
 STORED_TOGETHER: Final = 256
 """Chunks in one store: far fewer than the budget of an engine."""
 
@@ -47,10 +48,12 @@ def open_host_memory(
     settings: SpecSettings,
     in_place: Callable[[], bool] = lambda: False,
 ) -> HostMemory:
-    """Make or open the arena of this name, and open the engine over it. ``in_place``: see :class:`HostMemory`.
+    """Make or open the arena of this name, and open its engine.
+
+    ``in_place``: see :class:`HostMemory`.
 
     Raises:
-        ConfigError: an unknown name, or a value that cannot be, in the table of the engine.
+        ConfigError: a name is unknown, or a value invalid, in the table of the engine.
         OSError: the memory cannot be had.
         ValueError: there is an arena of this name and of another size.
     """
@@ -71,14 +74,14 @@ class HostMemory:
     """The rows of an instance, and the tiers behind them.
 
     Args:
-        engine: stores from ``arena``, and drops what there is no room for.
+        engine: stores from ``arena``, and drops blocks that there is no room for.
         arena: the rows.
         naming: of the chunks, by the keys that vLLM has for them.
         lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that it may take to fill rows from the tiers.
-        tenant: who may find it.
-        in_place: whether those who copy are in this process, so that they can read pages of tiers where they lie.
-        version_file: has the version of the weights behind a reset; see :class:`Generation`.
+        load_timeout: seconds that filling rows from the tiers may take.
+        tenant: tenant that may find the chunks.
+        in_place: whether the workers are in this process, so that they can read pages of tiers in place.
+        version_file: has the version of the weights after a reset; see :class:`Generation`.
     """
 
     def __init__(
@@ -104,34 +107,48 @@ class HostMemory:
         self._generation = Generation(version_file)
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.has_lost_track: bool = False
-        """Whether an error came between what ended and what is known of it, so that a request could wait for ever."""
+        """Whether an error has lost a result.
+
+        A request could then wait for ever.
+        """
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def begin(self, request_id: str) -> None:
-        """A request has come, or was preempted: nothing is known of it."""
+        """Forget a request that is new or was preempted."""
         self._cancel_lookups(request_id)
         self._sources[request_id] = {}
         self.table.begin(request_id)
 
     def end(self, request_id: str) -> None:
-        """A request is over. vLLM says so at the end of the step behind it: where all others wait for the tiers, wait here."""
+        """End a request.
+
+        vLLM calls it at the end of the step after it: if all others wait for the tiers, wait here.
+        """
         self._cancel_lookups(request_id)
         self._sources.pop(request_id, None)
         self.table.end(request_id)
         self._wait_for_the_tiers()
 
     def where(self, request_id: str, key: Key, position: int) -> Answer:
-        """Where a chunk is. At the end of the step, the tiers are asked for what is not known."""
+        """Return the state of a chunk.
+
+        At the end of the step, the tiers are asked for unknown ones.
+        """
         self._take_in()
         return self.table.where(request_id, key, position)
 
     def source(self, request_id: str, key: Key) -> str:
-        """The tier that a row was filled from for this request, by name; nothing for one that was there."""
+        """Return the tier that a row was filled from for this request.
+
+        Empty for a row that was there already.
+        """
         return self._sources.get(request_id, {}).get(key, "")
 
     def planned(self, preempted: Iterable[str], started: Iterable[str] = ()) -> None:
-        """A step is planned: ask the tiers for what came up in it. Where all requests wait for them, wait a little as well.
+        """End the planning of a step: look its unknown chunks up.
+
+        If all requests wait for the tiers, wait a little as well.
 
         Args:
             preempted: requests that are not computed any more; they may load again.
@@ -140,7 +157,7 @@ class HostMemory:
         if self.has_lost_track:
             self._start_over()
         for request_id in preempted:
-            if self.table.knows(request_id):  # one that is over already would be begun, and never ended
+            if self.table.knows(request_id):  # A request that is over already would begin again, and never end.
                 self.begin(request_id)
         for request_id in started:
             self.table.run(request_id)
@@ -157,7 +174,7 @@ class HostMemory:
     # --- from the tiers into rows ---------------------------------------------------------------------------------
 
     def _look_up(self, request_id: str, keys: Sequence[Key], then: Callable[[from_thread.Hit | None], None]) -> None:
-        """Look these up, and take in what was found; ``None`` where there is no answer."""
+        """Look keys up, and pass the hit on; ``None`` without an answer."""
         named = self._naming.keys(keys, self._generation.current())
         try:
             lookup = self.engine.begin_lookup(named, tenant=self._tenant, timeout=self._lookup_timeout)
@@ -178,7 +195,8 @@ class HostMemory:
         except OffloadError as error:
             self.counts.trouble("lookups without an answer, not taken for misses", error)
             hit = None
-        # What is begun from it keeps it pinned. A hit without blocks is false, and has to be released as well.
+        # Operations that `then` begins keep the hit pinned. A hit without blocks is false, and has to be released as
+        # well.
         with contextlib.nullcontext() if hit is None else hit:
             then(hit)
 
@@ -198,7 +216,7 @@ class HostMemory:
             self._verify(fill, hit, blocks)
         elif len(fill.keys) == found:
             self._fill(fill, hit)
-        else:  # some lie in a row by now, or have none, and what is loaded is all of a hit
+        else:  # Some have a row by now, or get none, and a load takes all of a hit.
             self._look_up(question.request_id, fill.keys, partial(self._fill, fill))
 
     @contextlib.contextmanager
@@ -210,7 +228,10 @@ class HostMemory:
             self.counts.trouble("chunks found, for which host memory has no room", held, self.table.refused - refused)
 
     def _verify(self, fill: Fill, hit: from_thread.Hit, blocks: BlocksInPlace) -> None:
-        """Verify chunks where they lie. They stay pinned until nobody holds any of them."""
+        """Verify chunks in place.
+
+        They stay pinned until nobody holds any of them.
+        """
         hit.begin_reading(fill)
         let_go = partial(hit.end_reading, fill)
         try:
@@ -228,12 +249,15 @@ class HostMemory:
         loaded = 0
         try:
             loaded = blocks.leading(loading.result(0).loaded)
-        except OffloadError as error:  # what may still read them writes nothing
+        except OffloadError as error:  # A load that may still read them writes nothing.
             self.counts.trouble("loads that failed", error)
         self._verified(fill, blocks, let_go, loaded)
 
     def _verified(self, fill: Fill, blocks: BlocksInPlace, let_go: Callable[[], None], loaded: int) -> None:
-        """So many leading chunks are what was stored. The others may still be had, in another tier, and through rows."""
+        """Accept the leading chunks that were verified.
+
+        The others may still be in another tier, and come through rows.
+        """
         self.counts.add("chunks read in place", loaded)
         with self._counting_refused():
             others = self.table.verified(fill, blocks, loaded, let_go)
@@ -275,21 +299,24 @@ class HostMemory:
             self.counts.trouble("chunks found, and not loaded", "damaged, or gone", missing)
         self.table.filled(fill, loaded)
 
-    # --- what vLLM copies -----------------------------------------------------------------------------------------
+    # --- copies of vLLM -------------------------------------------------------------------------------------------
 
     def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
-        """The places of chunks that vLLM was told to be there, held until :meth:`loaded`."""
+        """Return the places of chunks that were reported as hits.
+
+        They are held until :meth:`loaded`.
+        """
         self.counts.add("chunks hit", len(keys))
         return self.table.load(request_id, keys)
 
     def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
-        """The workers have loaded these."""
+        """Release chunks that the workers have loaded."""
         self.table.loaded(request_id, keys)
 
     def take_for_store(
         self, keys: Sequence[Key], request_id: str = ""
     ) -> tuple[list[Key], list[int], list[Key]] | None:
-        """See :meth:`RowTable.take_for_store`; ``None`` where no chunk that is wanted has a row."""
+        """Take rows; see :meth:`RowTable.take_for_store`. ``None`` if no chunk gets one."""
         self._take_in()
         refused = self.table.refused
         taken = self.table.take_for_store(keys, request_id)
@@ -301,16 +328,16 @@ class HostMemory:
                     return None
             self.arena.take_unwritten(taken[1])
         except BaseException:
-            self.not_written(taken[0])  # vLLM begins no copy into their rows, and reports no end of one
+            self.not_written(taken[0])  # vLLM begins no copy into their rows, and reports no end of one.
             raise
         return taken
 
     def not_written(self, keys: Iterable[Key]) -> None:
-        """Give back the rows of chunks that no worker writes, or not as a whole."""
+        """Give back the rows of chunks that were not completely written."""
         self.table.stored(keys, success=False)
 
     def stored(self, keys: Iterable[Key], *, success: bool = True) -> None:
-        """The workers have written these: store them into the tiers."""
+        """Store chunks that the workers have written into the tiers."""
         written = self.table.rows_of(keys)
         unwritten = self.arena.take_unwritten(list(written.values()))
         if unwritten:
@@ -318,12 +345,12 @@ class HostMemory:
             self.counts.trouble("chunks that a worker could not write", "see the log of the workers", len(lost))
             self.not_written(lost)
         there, rows = self.table.stored([key for key, row in written.items() if row not in unwritten], success)
-        together = min(STORED_TOGETHER, self.engine.budget_blocks)  # a larger store is refused as a whole
+        together = min(STORED_TOGETHER, self.engine.budget_blocks)  # A larger store is refused as a whole.
         for start in range(0, len(there), together):
             try:
                 self._store(there[start : start + together], rows[start : start + together])
             except BaseException:
-                self.table.let_go(rows[start + together :])  # nothing has begun to copy these
+                self.table.let_go(rows[start + together :])  # Nothing has begun to copy these.
                 raise
 
     def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
@@ -341,7 +368,7 @@ class HostMemory:
 
     def _arrived(self, rows: Sequence[int], storing: from_thread.StoreFuture) -> None:
         result = storing.result(0)
-        self.table.let_go(rows)  # a copy that hangs may read what comes next, into a page that nobody will find
+        self.table.let_go(rows)  # A copy that hangs may read the row's next content, into a page that nobody will find.
         self.counts.add("chunks stored", len(result.completed))
         lost = len(rows) - len(result.completed)
         if storing.dropped:
@@ -354,7 +381,7 @@ class HostMemory:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Nothing that was stored until now is found any more by this instance."""
+        """Make all stored chunks unfindable for this instance."""
         for request_id in list(self._lookups):
             self._cancel_lookups(request_id)
         self.table.reset()
@@ -362,14 +389,17 @@ class HostMemory:
         self._generation.reset()
 
     def _start_over(self) -> None:
-        """Forget all chunks that no worker copies, at the end of a step, when no hit is about to be loaded."""
+        """Forget all chunks that no worker copies.
+
+        It is called at the end of a step, when no hit is about to be loaded.
+        """
         for request_id in list(self._lookups):
             self._cancel_lookups(request_id)
         self.table.start_over()
         self.has_lost_track = False
 
     def close(self) -> None:
-        """Let what is being stored arrive, for a while, and close the engine."""
+        """Wait a while for running stores, and close the engine."""
         self.arena.unlink()
         for request_id in list(self._lookups):
             self._cancel_lookups(request_id)
@@ -386,11 +416,11 @@ class HostMemory:
     # --- between the threads --------------------------------------------------------------------------------------
 
     def _later(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A callback for the engine's thread: it puts down that a future has ended."""
+        """Return a callback for the engine's thread that queues a future's end."""
         return lambda future: self._ended.put(partial(function, future))
 
     def _take_in(self, wait: float = 0.0) -> None:
-        """Take in what has ended; where nothing has, wait so long for it."""
+        """Apply the queued results; wait this long if there are none."""
         while True:
             try:
                 take_in = self._ended.get(timeout=wait) if wait else self._ended.get_nowait()

@@ -1,8 +1,8 @@
-"""Names of chunks, and of the memory that the processes of an instance share. Pure.
+"""Names of chunks, and of an instance's shared memory. Pure.
 
-A chunk is some neighbouring blocks of one sequence, in the layers of one worker. Its key is made of vLLM's hash of its last
-block (which covers every token before it, the adapter, the images and the cache salt of the request) and of everything else
-that its bytes depend on: model, dtype, layout, rank, and how many blocks a chunk has.
+A chunk is some neighbouring blocks of one sequence, in the layers of one worker. Its key is made of vLLM's hash of its
+last block (which covers every token before it, the adapter, the images and the cache salt of the request) and of
+everything else that its bytes depend on: model, dtype, layout, rank, and the number of blocks of a chunk.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from .._weights import VERSIONED
 
 @attrs.frozen
 class ChunkNaming:
-    """How the chunks of one worker are named: a value, the same in every process that has the same model and layout."""
+    """The naming of one worker's chunks.
+
+    It is a value, equal in every process that has the same model and layout.
+    """
 
     model: str
     """Its weights: :func:`offload.engines._weights.weights_text`."""
     dtype: str
-    """Of the stored KV."""
+    """Dtype of the stored KV."""
     layout: str
-    """How the bytes of a chunk are arranged: :func:`layout_text`."""
+    """Arrangement of a chunk's bytes: :func:`layout_text`."""
     rank: int = 0
-    """Which part of heads and layers."""
+    """Part of heads and layers."""
     tenant: str = ""
-    """Who may find it."""
+    """Tenant that may find the chunks."""
     name: str = ""
-    """The model's name, for weights that a trainer has put in place of those of the start."""
+    """The model's name, for weights that a trainer has replaced."""
 
     def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
-        """One key for each chunk, by vLLM's hash of its last block."""
+        """Return one key per chunk, by vLLM's hash of its last block."""
         named = BlockKey(
             1,
             model=self.name if generation.startswith(VERSIONED) else self.model,
@@ -52,29 +55,35 @@ class ChunkNaming:
 
 
 class Naming(Protocol):
-    """Names chunks, or parts of them."""
+    """Naming of chunks, or of parts of them."""
 
     def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
-        """The keys of each chunk, in order."""
+        """Return the keys of each chunk, in order."""
         ...
 
 
 def with_adapter(generation: str, adapter: str) -> str:
-    """Return the generation of what is computed with an adapter: its own, since its files may be replaced under one name."""
+    """Return the generation for chunks that are computed with an adapter.
+
+    It has the adapter's identity, since its files may be replaced under one name.
+    """
     return f"{generation}/adapter {adapter}" if adapter else generation
 
 
 def keys_of_all_ranks(ranks: Sequence[Naming], hashes: Sequence[bytes], generation: str = "") -> list[Key]:
-    """The keys that a prefix needs, chunk by chunk: one for each rank. So many leading ones found are whole chunks."""
+    """Return the keys that a prefix needs, one per rank and chunk.
+
+    They are in the order of the chunks, so the number of leading ones found gives the number of whole chunks.
+    """
     columns = [naming.keys(hashes, generation) for naming in ranks]
     return [key for row in zip(*columns, strict=True) for key in row]
 
 
 def layout_text(layers: Sequence[tuple[str, str, Sequence[int], Sequence[int]]], chunk_tokens: int) -> str:
-    """All that says what the bytes of a chunk mean.
+    """Return a text of everything that gives a chunk's bytes their meaning.
 
-    Two layouts may have one shape, as with as many heads as rows in a tile: so names, strides and the length of a chunk are
-    in it.
+    Two layouts may have one shape, as with as many heads as rows in a tile: so names, strides and the length of a chunk
+    are in it.
 
     Args:
         layers: of each layer, its name, its dtype, and the shape and the strides of one block.
@@ -85,7 +94,7 @@ def layout_text(layers: Sequence[tuple[str, str, Sequence[int], Sequence[int]]],
 
 
 def arena_link(name: str) -> str:
-    """Return the name of the link of an arena: a readable part, and a hash that no other name has."""
+    """Return the name of an arena's link: readable, with a hash."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:64]}.{arena_digest(name).hex()}"
 
 

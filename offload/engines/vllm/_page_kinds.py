@@ -1,7 +1,8 @@
-"""Which pages the connector stores: chunks of all layers, or those of published connectors. Chosen once, by :func:`kind_of`.
+"""The two kinds of pages that the connector stores.
 
-Either kind says what a request's chunks are named by, what a worker stores from and loads into, and what its names allow:
-whether vLLM can be told of keys in the tiers, and whether all that was stored can be made unfindable.
+These are chunks of all layers, or the pages of published connectors. :func:`kind_of` chooses once. Either kind has the
+hashes of a request's chunks, a worker's source and destination, and the abilities of its names: whether KV events can
+name keys in the tiers, and whether all stored chunks can be made unfindable.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Caches = Sequence[Mapping[str, "torch.Tensor"]]
-"""The tensors that vLLM has registered, by layer, of each group."""
+"""For each group, the tensors that vLLM has registered, by layer."""
 
 
 @attrs.frozen
@@ -30,13 +31,16 @@ class WorkerPages:
     """The pages of one worker."""
 
     source: ChunkSource | LayerChunks
-    """What to store from and to load into."""
+    """Source of stores and destination of loads."""
     naming: Naming
-    """What all pages of a chunk are called."""
+    """Names of all pages of a chunk."""
     parts: Sequence[Naming]
-    """The same, page by page: a scheduler looks for each of them."""
+    """Names of each page of a chunk.
+
+    A scheduler looks for each of them.
+    """
     canary: ChunkCanary | None
-    """Free blocks through which the layout of the cache can be checked; ``None`` where it cannot."""
+    """Free blocks for checking the cache's layout, if possible."""
 
 
 class PageKind(Protocol):
@@ -44,25 +48,34 @@ class PageKind(Protocol):
 
     @property
     def names_blocks(self) -> bool:
-        """Whether a name stands for one of vLLM's hashes of blocks, so that KV events can tell of it."""
+        """Whether a name stands for one of vLLM's block hashes.
+
+        Only then KV events can be sent for it.
+        """
         ...
 
     @property
     def has_generations(self) -> bool:
-        """Whether names have a place for a generation, so that all that was stored can be made unfindable."""
+        """Whether names have a place for a generation.
+
+        Only then all stored chunks can be made unfindable.
+        """
         ...
 
     def hashes(self, request: Any) -> Sequence[bytes]:
-        """What a request's chunks are named by; empty for one that is neither stored nor looked up."""
+        """Return the hashes of a request's chunks.
+
+        Empty for a request that is neither stored nor looked up.
+        """
         ...
 
     def of_worker(self, caches: Caches, n_blocks: int, naming: ChunkNaming) -> WorkerPages:
-        """The pages of a worker.
+        """Return the pages of a worker.
 
         Args:
             caches: its part of the KV cache, while no request has come yet.
-            n_blocks: how many blocks vLLM counts.
-            naming: what chunks of all layers are called.
+            n_blocks: number of blocks that vLLM counts.
+            naming: names of chunks of all layers.
 
         Raises:
             ValueError: there are no such pages of these caches.
@@ -72,7 +85,10 @@ class PageKind(Protocol):
 
 @attrs.frozen
 class ChunkPages:
-    """A page is a chunk, of all layers, under a hash of all that its bytes depend on."""
+    """Pages that are chunks of all layers, with hashed names.
+
+    A name depends on everything that the bytes depend on.
+    """
 
     _groups: Sequence[BlockGroup]
     _chunk_tokens: int
@@ -80,12 +96,15 @@ class ChunkPages:
     has_generations: bool = attrs.field(default=True, init=False)
 
     def hashes(self, request: Any) -> Sequence[bytes]:
-        """VLLM's own hashes of blocks, which cover the adapter, the images and the cache salt."""
+        """Return vLLM's own hashes of blocks.
+
+        These cover the adapter, the images and the cache salt.
+        """
         found: Sequence[bytes] = request.block_hashes
         return found
 
     def of_worker(self, caches: Caches, n_blocks: int, naming: ChunkNaming) -> WorkerPages:
-        """See :class:`PageKind`."""
+        """Return the pages of a worker; see :class:`PageKind`."""
         source = ChunkSource(
             [
                 GroupCaches(layers, n_blocks, self._chunk_tokens // group.block_size)
@@ -99,10 +118,10 @@ class ChunkPages:
 
 @attrs.frozen
 class PublishedPages:
-    """A page is one layer of a chunk, under the name that published connectors give it; see :mod:`._published`.
+    """Pages that are layers of chunks, with published names; see :mod:`._published`.
 
-    The name is the tokens alone. So it tells neither which of vLLM's hashes it stands for nor a generation; and the name of a
-    layout, which other workers know, is no part of it, so that there is nothing for a check of the layout to learn.
+    The name is made of the tokens alone. So it determines neither vLLM's hash nor a generation; and it does not contain
+    the name of a layout, which other workers know, so that there is nothing for a check of the layout to learn.
     """
 
     _block_size: int
@@ -113,26 +132,29 @@ class PublishedPages:
     has_generations: bool = attrs.field(default=False, init=False)
 
     def hashes(self, request: Any) -> Sequence[bytes]:
-        """The published hashes of its tokens; none for a request that differs from others by more than these."""
+        """Return the published hashes of a request's tokens.
+
+        None for a request that differs from others by more than its tokens.
+        """
         more_than_tokens = request.lora_request or request.cache_salt or request.mm_features
         if more_than_tokens or request.prompt_embeds is not None:
             return ()
         return TokenHashes(request.all_token_ids, self._hash_tokens, self._names)
 
     def of_worker(self, caches: Caches, n_blocks: int, naming: ChunkNaming) -> WorkerPages:
-        """See :class:`PageKind`."""
+        """Return the pages of a worker; see :class:`PageKind`."""
         source = LayerChunks(caches[0], n_blocks, self._block_size, self._chunk_tokens // self._block_size)
         return WorkerPages(source, source.naming, source.naming.by_layer(), None)
 
 
 def kind_of(settings: Settings, groups: Sequence[BlockGroup], hash_tokens: int, workers: int) -> PageKind:
-    """The kind of pages that is set.
+    """Return the configured kind of pages.
 
     Args:
         settings: of the connector.
         groups: of KV caches.
         hash_tokens: tokens in each of a request's hashes.
-        workers: how many share a request.
+        workers: number of workers that share a request.
 
     Raises:
         ValueError: published pages of several groups, or of several workers.

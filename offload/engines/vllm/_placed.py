@@ -1,10 +1,13 @@
-"""Pages of tiers that are here as they are: verified where they lie, and held until they are loaded. Pure.
+"""Pages of tiers that are used in place until loaded. Pure.
 
-Each has a number below zero, which is used once. A page is found by its key as long as somebody holds it; with the last page of
-what was pinned together, the pin goes.
+They are verified first.
 
-Rule 1. Whether a tier still has touch with its pages is asked once a step. What it has lost is found no more, and goes once
-        nobody holds it. Nothing is said of what is being loaded already: who copies it looks again, behind the copy.
+Each has a number below zero, which is used once. A page is found by its key as long as somebody holds it; with the last
+page of those pinned together, the pin goes.
+
+Rule 1. Once a step, a tier is asked whether it still has touch with its pages. Pages that it has lost are not found any
+    more, and go once nobody holds them. Running loads are not affected: the copying worker checks again, after the
+    copy.
 """
 
 from __future__ import annotations
@@ -26,28 +29,28 @@ class Placed(Protocol):
 
     @property
     def pages(self) -> Pages:
-        """Where they lie."""
+        """Addresses of the pages."""
         ...
 
     def holds(self) -> bool:
-        """Whether the pages still are those of the blocks."""
+        """Return whether the pages still belong to the blocks."""
         ...
 
     def unchanged(self, positions: Sequence[int]) -> bool:
-        """Whether these are what they were when they were verified."""
+        """Return whether these pages are unchanged since they were verified."""
         ...
 
 
 @attrs.define(eq=False)
 class _Pin:
-    """What is pinned together."""
+    """Pages that are pinned together."""
 
     blocks: Placed
     let_go: Callable[[], None]
     pages: int
-    """How many of its pages somebody holds."""
+    """Number of its pages that somebody holds."""
     looked_at: int
-    """The step in which it was looked at."""
+    """The step in which it was last checked."""
     lost: bool = False
     """Whether its tier has lost touch with it."""
 
@@ -67,7 +70,7 @@ class PlacedPages:
     """The pages of tiers that one instance holds."""
 
     most: int
-    """How many may be held."""
+    """Number of pages that may be held."""
     _pages: dict[int, _Page] = attrs.Factory(dict)
     _numbers: dict[Key, int] = attrs.Factory(dict)
     _unused: Iterable[int] = attrs.Factory(lambda: itertools.count(-2, -1))  # -1 stands for no place at all
@@ -81,15 +84,18 @@ class PlacedPages:
 
     @property
     def room(self) -> int:
-        """How many more may be held."""
+        """Number of further pages that may be held."""
         return self.most - len(self._pages)
 
     def step(self) -> None:
-        """One step of vLLM is planned."""
+        """Count a step that vLLM has planned."""
         self._steps += 1
 
     def add(self, keys: Sequence[Key], blocks: Placed, let_go: Callable[[], None]) -> list[int]:
-        """These lie in the leading pages of ``blocks``, verified. Returns their numbers, each held once."""
+        """Add keys that lie verified in the leading pages of ``blocks``.
+
+        Returns their numbers, each held once.
+        """
         if not keys:
             let_go()
             return []
@@ -101,7 +107,10 @@ class PlacedPages:
         return numbers
 
     def take(self, key: Key, *, looked_at: bool = False) -> int | None:
-        """Hold the page of this key; ``None``: there is none. ``looked_at``: rule 1 has been kept by the caller."""
+        """Hold the page of this key; ``None`` if there is none.
+
+        With ``looked_at`` the caller has kept rule 1.
+        """
         number = self._numbers.get(key)
         if number is None or not (looked_at or self.holds(number)):
             return None
@@ -109,7 +118,7 @@ class PlacedPages:
         return number
 
     def holds(self, number: int) -> bool:
-        """Whether this page, which somebody holds, is still what it was: rule 1."""
+        """Return whether this page, which somebody holds, is unchanged: rule 1."""
         pin = self._pages[number].pin
         if pin.looked_at != self._steps and not pin.lost:
             pin.looked_at, pin.lost = self._steps, not pin.blocks.holds()
@@ -131,11 +140,14 @@ class PlacedPages:
                 page.pin.let_go()
 
     def forget(self) -> None:
-        """None of them is found any more; they go once nobody holds them."""
+        """Make all pages unfindable; they go once nobody holds them."""
         self._numbers.clear()
 
     def where(self, numbers: Sequence[int]) -> Mapping[int, tuple[Placed, int]]:
-        """Where those of these places lie that are such pages: the blocks, and the position there. Somebody holds them."""
+        """Return the blocks and position of each place in a tier.
+
+        Somebody must hold them.
+        """
         pages = [(number, self._pages[number]) for number in numbers if number < 0]
         return {number: (page.pin.blocks, page.position) for number, page in pages}
 

@@ -1,4 +1,7 @@
-"""What the scheduler's half tells the workers in one step. Pure values, which cross between processes."""
+"""The messages of the scheduler's half to the workers, one per step.
+
+Pure values, which cross between processes.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ class LoadPlan:
     """Chunks that one request waits for."""
 
     request_id: str
-    """Whose they are."""
+    """The request."""
     hashes: Sequence[bytes]
-    """One for each chunk: vLLM's hash of its last block, which covers all tokens before it."""
+    """vLLM's hash of the last block of each chunk.
+
+    It covers all tokens before it.
+    """
     blocks: Sequence[Sequence[int | None]]
-    """The block numbers of each chunk, group by group; ``None`` where the request has the block already, or needs none."""
+    """The block numbers of each chunk, group by group.
+
+    ``None`` if the request has the block already, or needs none.
+    """
     adapter: str = ""
-    """The identity of the adapter that the request is computed with."""
+    """Identity of the adapter that the request is computed with."""
 
 
 @attrs.frozen
@@ -26,15 +35,18 @@ class StorePlan:
     """Chunks that are whole once this step's forward pass is over."""
 
     request_id: str
-    """Whose they are."""
+    """The request."""
     hashes: Sequence[bytes]
-    """One for each chunk."""
+    """One hash for each chunk."""
     blocks: Sequence[Sequence[int | None]]
-    """The block numbers of each chunk, group by group; ``None`` where a window has passed a block."""
+    """The block numbers of each chunk, group by group.
+
+    ``None`` if a window has passed the block.
+    """
     first: int
-    """The position of the first chunk in the sequence."""
+    """Position of the first chunk in the sequence."""
     adapter: str = ""
-    """The identity of the adapter that the request is computed with."""
+    """Identity of the adapter that the request is computed with."""
 
 
 @attrs.frozen
@@ -42,16 +54,16 @@ class StepPlan:
     """One step."""
 
     loads: Sequence[LoadPlan] = ()
-    """To be begun."""
+    """Loads to begin."""
     stores: Sequence[StorePlan] = ()
-    """To be begun behind the forward pass."""
+    """Stores to begin after the forward pass."""
     overwritten: frozenset[int] = frozenset()
-    """Blocks that were given out anew: nothing may read what they held before."""
+    """Blocks that were reassigned: nothing may read their old content."""
     all_overwritten: bool = False
-    """Whether it is not known which blocks these are, so that it may be any."""
+    """Whether the overwritten blocks are unknown, so that it may be any."""
     cancelled: frozenset[str] = frozenset()
-    """Requests that were aborted or preempted: what is being stored of them is cancelled."""
+    """Requests that were aborted or preempted: their stores are cancelled."""
     idle: bool = False
     """Whether there is no forward pass in this step."""
     generation: str = ""
-    """Changes where the cache was reset: what was stored before is not found any more."""
+    """Text that changes at a cache reset: earlier chunks are not found."""

@@ -1,9 +1,10 @@
-"""The names of published connectors' pages: ``kv_{hash}_L{n}`` for one layer of a chunk. Pure.
+"""The names of published connectors' pages. Pure.
 
-The hash is of all tokens up to the end of the chunk, and of nothing else: no model, dtype, layout or salt is in the name. So
-whoever shares such pages must run the same model in the same layout, with as many tokens in a chunk; and a request that differs
-from others by more than its tokens (an adapter, an image, a cache salt) is neither stored nor looked up. Published releases
-hash in different ways, and do not find each other's pages: which one is meant has to be said.
+``kv_{hash}_L{n}`` is one layer of a chunk. The hash is of all tokens up to the end of the chunk, and of nothing else:
+no model, dtype, layout or salt is in the name. So processes that share such pages must run the same model in the same
+layout, with as many tokens in a chunk; and a request that differs from others by more than its tokens (an adapter, an
+image, a cache salt) is neither stored nor looked up. Published releases hash in different ways, and do not find each
+other's pages: the way must be configured.
 
 A published scheduler asks for ``kv_{hash}_DONE`` alone, which is stored once all layers are there.
 """
@@ -20,7 +21,10 @@ import attrs
 from backends.abc import Key
 
 PublishedNames: TypeAlias = Literal["published-blake2b", "published-md5"]
-"""How tokens are hashed: as by releases that have ``maru_use_layerwise``, which must be on; or as by those before them."""
+"""Hash of tokens in published names.
+
+The first is that of releases with ``maru_use_layerwise``, which must be on; the second that of earlier ones.
+"""
 
 _DIGITS: Final = 16
 
@@ -38,14 +42,15 @@ _HASHES: Final[dict[str, Callable[[], _Hash]]] = {
 
 
 class TokenHashes(Sequence[bytes]):
-    """The published hash of each prefix of whole blocks of a request, in hexadecimal digits. It grows with the tokens.
+    """The published hash of each prefix of a request's whole blocks.
 
-    Only the prefixes that are asked for are hashed; in ascending order each token is hashed once.
+    In hexadecimal digits; it grows with the tokens. Only the prefixes that are asked for are hashed; in ascending order
+    each token is hashed once.
 
     Args:
         tokens: of the request: a list that grows.
         block_size: tokens in a block.
-        names: how they are hashed.
+        names: the way of hashing.
     """
 
     def __init__(self, tokens: Sequence[int], block_size: int, names: PublishedNames) -> None:
@@ -56,7 +61,7 @@ class TokenHashes(Sequence[bytes]):
         self._known: dict[int, bytes] = {}
 
     def __len__(self) -> int:
-        """Whole blocks of tokens."""
+        """Return the number of whole blocks of tokens."""
         return len(self._tokens) // self._block_size
 
     @overload
@@ -64,7 +69,7 @@ class TokenHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, at: slice) -> list[bytes]: ...
     def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
-        """The hash of all tokens up to the end of this block."""
+        """Return the hash of all tokens up to this block's end."""
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         at = range(len(self))[at]
@@ -81,20 +86,29 @@ class TokenHashes(Sequence[bytes]):
 
 @attrs.frozen
 class LayerNaming:
-    """How the pages of some layers are named, chunk by chunk."""
+    """The naming of the pages of some layers, chunk by chunk."""
 
     layers: tuple[int, ...]
     """Their numbers."""
 
     def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
-        """One key for each layer of each chunk, by the hash of its tokens. They are the same in every generation."""
+        """Return one key per layer of each chunk, by token hash.
+
+        The keys are the same in every generation.
+        """
         return [b"kv_%b_L%d" % (one, layer) for one in hashes for layer in self.layers]
 
     def by_layer(self) -> list[LayerNaming]:
-        """One naming for each layer: a scheduler looks for all of them, as it does for ranks."""
+        """Return one naming for each layer.
+
+        A scheduler looks for all of them, as it does for ranks.
+        """
         return [LayerNaming((layer,)) for layer in self.layers]
 
 
 def done_key(page: Key) -> Key:
-    """What says that all layers of a chunk are there, by the key of a page of it."""
+    """Return the key of the marker of a complete chunk.
+
+    It is made from the key of one of its pages.
+    """
     return page[: page.rindex(b"_L")] + b"_DONE"

@@ -1,27 +1,29 @@
-"""What the scheduler's half knows of each request: which chunks to look up, to load and to store. Pure.
+"""The scheduler half's state of each request. Pure.
 
-The states of a request, as far as what is cached of it is concerned::
+It determines the chunks to look up, to load and to store.
+
+The states of a request with regard to its cached chunks::
 
     NEW --ask--> ASKED --answer--> FOUND --allocated--> LOADING --loaded--> ADMITTED
-                     `----------> MISSED --allocated--------------------------^
-                                              LOADING --not loaded--> FAILED
+           `----------> MISSED --allocated--------------------------^
+                     LOADING --not loaded--> FAILED
 
-Rule 1. A request is asked for once. vLLM asks again and again whether it may be scheduled; the answer is remembered.
+Rule 1. A request is looked up once. vLLM asks again and again whether it may be scheduled; the answer is remembered.
 Rule 2. A request that vLLM asks for after it was admitted was preempted: it is new again.
 Rule 3. One whose load has failed is computed: it is not looked up again, or a damaged chunk could be tried for ever.
-Rule 4. How many tokens a request has computed is what vLLM said when it asked. When it allocates, its own count is still 0 for
-        a request that was preempted.
-Rule 5. The chunk that holds the last token is never loaded: that token is computed in any case, for what follows it.
-Rule 6. A chunk is stored only if it has every block that a request needs which goes on behind it. So each prefix of whole
-        chunks that is found can be loaded, whatever its length.
-Rule 7. Nothing is stored of a request that runs when the cache is reset, until it was preempted: what it computes attends to
-        blocks of before.
+Rule 4. The number of computed tokens of a request is the one that vLLM passed when it asked. When it allocates, its own
+    count is still 0 for a request that was preempted.
+Rule 5. The chunk that holds the last token is never loaded: that token is computed in any case, to get the next one.
+Rule 6. A chunk is stored only if it has every block that is needed by a request that goes on after it. So each prefix
+    of whole chunks that is found can be loaded, whatever its length.
+Rule 7. Nothing is stored of a request that runs when the cache is reset, until it was preempted: its new tokens attend
+    to blocks from before.
 
-A model may have several *groups* of KV caches, each with blocks of its own for one and the same tokens. A chunk has those of
-all groups. A group whose layers see only a window gives up a block once the window has passed it: then vLLM's table has block
-0, which is none. Where a chunk was computed by this request, what is given up by then lies before every window that ends with
-the chunk or later, since windows only move on. Where vLLM had the chunk in its own cache, and took over only the last window,
-it does not: that is what rule 6 is about.
+A model may have several *groups* of KV caches, each with blocks of its own for one and the same tokens. A chunk has
+those of all groups. A group whose layers see only a window gives up a block once the window has passed it: then vLLM's
+table has block 0, which is none. If this request computed a chunk, blocks given up by then lie before every window that
+ends with the chunk or later, since windows only move on. If vLLM had the chunk in its own cache, and took over only the
+last window, they may not: that is the reason for rule 6.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Blocks = Sequence[Sequence[int]]
 
 
 class State(enum.Enum):
-    """How far a request is."""
+    """The state of a request."""
 
     NEW = "new"
     ASKED = "asked"
@@ -62,12 +64,12 @@ MOVES: dict[State, frozenset[State]] = {
     State.ADMITTED: frozenset({State.NEW, State.ADMITTED}),
     State.FAILED: frozenset({State.FAILED}),
 }
-"""From each state to which."""
+"""The legal moves from each state."""
 
 
 @attrs.frozen
 class BlockGroup:
-    """A group of KV caches, whose layers share the numbers of their blocks."""
+    """A group of KV caches whose layers share block numbers."""
 
     block_size: int
     """Tokens in a block."""
@@ -75,20 +77,20 @@ class BlockGroup:
     """Tokens that its layers see, the next one among them; 0: all."""
 
     def first_needed(self, tokens: int) -> int:
-        """The first block that a request needs which goes on behind so many tokens."""
+        """Return the first block that a request of ``tokens`` tokens needs later."""
         return max(0, tokens - self.window + 1) // self.block_size if self.window else 0
 
     def has(self, blocks: Sequence[int], at: int) -> bool:
-        """Whether a request with these blocks has the one at this position."""
+        """Return whether these blocks include the one at this position."""
         return not self.window or blocks[at] != _NO_BLOCK
 
 
 @attrs.frozen
 class Question:
-    """What has to be looked up before it is known how much of a request is cached."""
+    """A lookup that must come before a request's match is known."""
 
     hashes: Sequence[bytes]
-    """One for each chunk, in order."""
+    """One hash for each chunk, in order."""
 
 
 @attrs.define(eq=False)
@@ -97,18 +99,21 @@ class RequestRecord:
 
     request_id: str
     hashes: Sequence[bytes]
-    """vLLM's own list, which grows with the request: one for each run of ``hash_tokens``."""
+    """vLLM's own list of hashes, which grows with the request.
+
+    It has one for each run of ``hash_tokens``.
+    """
     state: State = State.NEW
     computed: int = 0
-    """Tokens that vLLM had of it when it asked last."""
+    """Tokens that vLLM had computed of it when it last asked."""
     first: int = 0
-    """The chunk that was asked for first."""
+    """The first chunk of the lookup."""
     stop: int = 0
-    """Behind the last chunk that was found."""
+    """End of the chunks that were found."""
     stored: int = 0
-    """Chunks, from the beginning, that were found or given to be stored."""
+    """Leading chunks that were found or given to be stored."""
     adapter: str = ""
-    """The identity of the adapter that it is computed with."""
+    """Identity of the adapter that it is computed with."""
     outlived: bool = False
     """Whether the cache was reset while it ran: rule 7."""
 
@@ -116,14 +121,17 @@ class RequestRecord:
         """Go to another state.
 
         Raises:
-            RuntimeError: there is no such way; nothing has changed.
+            RuntimeError: there is no such move; nothing has changed.
         """
         if state not in MOVES[self.state]:
             raise RuntimeError(f"a request that is {self.state.value} cannot become {state.value}")
         self.state = state
 
     def ask_again(self) -> None:
-        """Forget the answer, or that one is awaited. Nothing changes once the request has got its blocks."""
+        """Forget the answer, or the wait for one.
+
+        Nothing changes once the request has got its blocks.
+        """
         if self.state in (State.ASKED, State.FOUND, State.MISSED):
             self.move(State.NEW)
 
@@ -133,11 +141,11 @@ class RequestTable:
     """All requests of a scheduler."""
 
     groups: Sequence[BlockGroup]
-    """Of KV caches."""
+    """The groups of KV caches."""
     chunk_tokens: int
     """Tokens in a chunk, a multiple of each group's ``block_size``."""
     hash_tokens: int
-    """Tokens that one of vLLM's hashes stands for; each ``block_size`` is a multiple of it."""
+    """Tokens for each of vLLM's hashes; divides each ``block_size``."""
     records: dict[str, RequestRecord] = attrs.Factory(dict)
 
     def __attrs_post_init__(self) -> None:
@@ -146,31 +154,31 @@ class RequestTable:
             raise ValueError(f"chunks of {self.chunk_tokens} tokens, blocks of {sizes}, hashes of {self.hash_tokens}")
 
     def add(self, request_id: str, hashes: Sequence[bytes], adapter: str = "") -> RequestRecord:
-        """A request, which may be there already."""
+        """Return the record of a request; add it if it is new."""
         record = self.records.get(request_id)
         if record is None:
             record = self.records[request_id] = RequestRecord(request_id, hashes, adapter=adapter)
         return record
 
     def match(self, record: RequestRecord, tokens: int, computed: int) -> int | Question | None:
-        """How many tokens behind those that vLLM has computed can be loaded.
+        """Return the number of loadable tokens after the computed ones.
 
         Args:
             record: the request.
-            tokens: how many it has.
-            computed: how many of these vLLM has.
+            tokens: number of its tokens.
+            computed: number of these that vLLM has.
 
         Returns:
-            That number; or what has to be looked up first; or ``None`` while that is under way.
+            That number; or the lookup that must come first; or ``None`` while that is running.
         """
         if record.state is State.FAILED:
             return 0
         if record.state is State.ADMITTED:
             record.move(State.NEW)
-            record.stored = 0  # what was being stored of it was cancelled, so it is offered once more
+            record.stored = 0  # Its stores were cancelled, so it is offered again.
             record.outlived = False
         elif record.state in (State.FOUND, State.ASKED) and computed < record.first * self.chunk_tokens:
-            record.move(State.NEW)  # vLLM has evicted what it had before the chunks that were asked for
+            record.move(State.NEW)  # vLLM has evicted its blocks before the looked-up chunks.
         record.computed = computed
         if record.state is State.NEW:
             return self._ask(record, tokens)
@@ -191,19 +199,19 @@ class RequestTable:
         return Question(self._hashes(record, first, stop))
 
     def answer(self, record: RequestRecord, found: int) -> None:
-        """So many chunks of what was asked for are there."""
-        if record.state is not State.ASKED:  # it was admitted without, or ended, meanwhile
+        """Record the answer to the lookup: the number of leading chunks found."""
+        if record.state is not State.ASKED:  # It was admitted without, or ended, meanwhile.
             return
         record.stop = record.first + found
         record.move(State.FOUND if found else State.MISSED)
 
     def allocated(self, record: RequestRecord, blocks: Blocks, external: int) -> LoadPlan | None:
-        """Take in that vLLM has given blocks to a request, and wants so many tokens loaded into them.
+        """Record the blocks of a request. Returns the plan of its load.
 
         Args:
             record: the request.
             blocks: all its block numbers, of each group in order.
-            external: tokens behind those that it has computed; 0: none.
+            external: tokens to load after those that it has computed; 0: none.
         """
         if record.state is State.FAILED or (not external and record.state is State.LOADING):
             return None
@@ -213,18 +221,19 @@ class RequestTable:
         tokens = range(record.computed, record.computed + external)
         first, stop = tokens.start // self.chunk_tokens, -(-tokens.stop // self.chunk_tokens)
         columns = [self._column(blocks, chunk, tokens) for chunk in range(first, stop)]
-        # What was found need not be stored again. What vLLM has before it may not be in any tier, and is offered to them.
+        # Found chunks need not be stored again. Earlier chunks, which vLLM has, may be in no tier, and are offered to
+        # them.
         record.stored = stop if not first else record.stored
         record.move(State.LOADING)
         return LoadPlan(record.request_id, self._hashes(record, first, stop), columns, record.adapter)
 
     def sources(self, record: RequestRecord, external: int, tiers: Sequence[str]) -> dict[str, int]:
-        """How many of the tokens that a request is to load come from each tier.
+        """Return the number of a request's tokens to load from each tier.
 
         Args:
             record: the request.
             external: as in :meth:`allocated`.
-            tiers: of each chunk that was found, the tier that it is read from.
+            tiers: the tier of each chunk that was found.
         """
         start, stop, size = record.computed, record.computed + external, self.chunk_tokens
         sources: dict[str, int] = {}
@@ -235,16 +244,17 @@ class RequestTable:
         return sources
 
     def loaded(self, record: RequestRecord, complete: bool) -> None:
-        """The load of a request is over."""
+        """Record the end of a request's load."""
         if record.state is State.LOADING:
             record.move(State.ADMITTED if complete else State.FAILED)
         if not complete:
-            record.stored = 0  # what could not be loaded is to be stored anew
+            record.stored = 0  # Chunks that could not be loaded must be stored again.
 
     def store(self, record: RequestRecord, computed: int, blocks_of: Callable[[], Blocks]) -> StorePlan | None:
-        """The chunks of a request that will be whole, and were not stored yet, when it has computed so many tokens.
+        """Return a plan for the newly complete chunks of a request.
 
-        ``blocks_of`` gives all its block numbers, of each group; it is called only where there are such chunks.
+        These are whole when it has computed ``computed`` tokens, and were not stored yet. ``blocks_of`` returns all its
+        block numbers, of each group; it is called only if there are such chunks.
         """
         first, stop = record.stored, min(computed // self.chunk_tokens, self._hashed(record))
         if stop <= first or record.outlived:
@@ -260,13 +270,16 @@ class RequestTable:
         return StorePlan(record.request_id, self._hashes(record, first, stop), columns, first, record.adapter)
 
     def reset(self) -> None:
-        """Forget what was found for requests that wait, and store nothing more of those that run: rule 7."""
+        """Forget the answers for waiting requests, and stop storing running ones.
+
+        See rule 7.
+        """
         for record in self.records.values():
             record.ask_again()
             record.outlived = record.state is not State.NEW
 
     def _has_needed(self, blocks: Blocks, chunk: int) -> bool:
-        """Whether these blocks are all that is needed of a chunk: rule 6."""
+        """Return whether these blocks cover all that a chunk needs: rule 6."""
         stop = (chunk + 1) * self.chunk_tokens
         return all(
             group.has(given, at)
@@ -277,7 +290,10 @@ class RequestTable:
         )
 
     def _column(self, blocks: Blocks, chunk: int, tokens: range) -> list[int | None]:
-        """The blocks of a chunk that hold some of these tokens, group by group; ``None`` for the others."""
+        """Return the blocks of a chunk for these tokens, group by group.
+
+        ``None`` stands for blocks of other tokens.
+        """
         column: list[int | None] = []
         for group, given in zip(self.groups, blocks, strict=True):
             size, per_chunk = group.block_size, self.chunk_tokens // group.block_size
@@ -287,7 +303,7 @@ class RequestTable:
         return column
 
     def _hashed(self, record: RequestRecord) -> int:
-        """Whole chunks that have a hash."""
+        """Return the number of whole chunks that have a hash."""
         return len(record.hashes) * self.hash_tokens // self.chunk_tokens
 
     def _hashes(self, record: RequestRecord, first: int, stop: int) -> list[bytes]:

@@ -1,23 +1,25 @@
-"""Which row of host memory holds which chunk, and for whom it stays there. Pure.
+"""The rows of host memory: their chunks and their holders. Pure.
 
-vLLM's own offloading asks for each chunk whether it can be loaded, and cannot be told afterwards that it could not. So a chunk
-is *here* only once all of its bytes lie in a row, verified; until then it is *coming*. A row goes round::
+vLLM's own offloading asks for each chunk whether it can be loaded, and accepts no correction afterwards. So
+a chunk is *here* only once all of its bytes lie in a row, verified; until then it is *coming*. The states of a row::
 
     free --take_for_store--> written by a worker --stored----.
     free --found-----------> filled from a tier --filled-----+--> here --evicted--> free
 
-What lies in memory of this process already, in pages of a tier, needs no row: it is verified there, and *here* as it is, as
-long as somebody holds it (:mod:`._placed`). A *place* is a row, or a number below zero for such a page.
+A chunk in memory of this process already, in pages of a tier, needs no row: it is verified there, and is *here* in
+place, as long as somebody holds it (:mod:`._placed`). A *place* is a row, or a number below zero for such a page.
 
-Rule 1. What a request was told to be here is held for it until it loads it, is computed without, or has ended.
-Rule 2. A request asks the tiers for a chunk once. What they did not have it is not asked for again, until it was preempted.
-Rule 3. What does not fit is missing. No request waits for rows that another one holds, or two could wait for each other.
-Rule 4. A place that a worker may be copying when vLLM resets the cache is used again only after ``WITHHELD_STEPS``: vLLM does
-        not report the end of these copies, but has them end in the next step.
-Rule 5. A place that a worker may be copying when the table starts over, of which vLLM knows nothing, stays with its chunk until
-        that copy is reported as over. So a report never counts for another row than that which was copied.
-Rule 6. No chunk of a request that is computed or loaded at a reset is stored until it was preempted: what it computes attends
-        to blocks of before, and vLLM offers all of it once more.
+Rule 1. A chunk that was reported to a request as here is held for it until it loads it, is computed without, or has
+    ended.
+Rule 2. A request asks the tiers for a chunk once. After a miss it does not ask for it again, until it was preempted.
+Rule 3. A chunk that gets no row is missing. No request waits for rows that another one holds, or two could wait for
+    each other.
+Rule 4. A place that a worker may be copying when vLLM resets the cache is used again only after ``WITHHELD_STEPS``:
+    vLLM does not report the end of these copies, but has them end in the next step.
+Rule 5. A place that a worker may be copying when the table starts over, of which vLLM knows nothing, stays with its
+    chunk until that copy is reported as over. So a report never counts for another row than that which was copied.
+Rule 6. No chunk of a request that is computed or loaded at a reset is stored until it was preempted: its new tokens
+    attend to blocks from before, and vLLM offers all of it again.
 """
 
 from __future__ import annotations
@@ -36,68 +38,77 @@ if TYPE_CHECKING:
     from backends.base.blocks import BlockPool
 
 WITHHELD_STEPS: Final = 16
-"""Steps that a place is withheld after a reset: more than vLLM schedules ahead of its workers, with any depth of a pipeline.
-The workers end what they copy in the first of them."""
+"""Steps that a place is withheld after a reset.
+
+More than vLLM schedules ahead of its workers, with any depth of a pipeline. The workers end their copies in the first
+of them.
+"""
 
 
 class Answer(enum.Enum):
-    """Where a chunk is."""
+    """The state of a chunk."""
 
     HERE = "here"
-    """In a row, verified, and held for whoever asked."""
+    """In a row, verified, and held for the request that asked."""
     COMING = "coming"
     """On its way into a row."""
     ASKED = "asked"
-    """Nobody knows yet: the tiers are asked."""
+    """Unknown: the tiers are asked."""
     MISSING = "missing"
-    """Nowhere, or there is no row for it."""
+    """In no tier, or there is no row for it."""
 
 
 @attrs.define(eq=False)
 class _Request:
-    """What is known of one request."""
+    """The state of one request."""
 
     held: dict[Key, int] = attrs.Factory(dict)
-    """Places that it was told of."""
+    """Places of chunks that were reported to it as here."""
     new: list[tuple[int, Key]] = attrs.Factory(list)
-    """Chunks that the tiers are to be asked for, each with its position in the sequence."""
+    """Chunks to ask the tiers for, with their positions in the sequence."""
     asked: set[Key] = attrs.Factory(set)
-    """Chunks that they are being asked for."""
+    """Chunks that the tiers are being asked for."""
     missing: set[Key] = attrs.Factory(set)
-    """Chunks that they do not have, or that there was no room for."""
+    """Chunks that the tiers do not have, or that got no row."""
     fills: int = 0
-    """Fills that are under way for it."""
+    """Number of its running fills."""
     runs: bool = False
     """Whether it is computed: it loads nothing more, unless it is preempted."""
     over: bool = False
     """Whether it has ended, or was preempted."""
     outlived: bool = False
-    """Whether the cache was reset while it was computed or loaded: rule 6."""
+    """Whether it was computed or loaded at a cache reset: rule 6."""
 
 
 @attrs.frozen(eq=False)
 class Question:
-    """What the tiers are to be asked for: chunks that follow each other, of which the leading ones are of use."""
+    """A lookup to make: consecutive chunks, of which the leading ones count."""
 
     request_id: str
     request: _Request
-    """Who asks. Another one than that of its id, once that was preempted."""
+    """The asking request.
+
+    It is another one than that of the id, once that was preempted.
+    """
     keys: list[Key]
-    """Of the chunks, in order."""
+    """Keys of the chunks, in order."""
     generation: int
-    """Of the table, when it was asked."""
+    """Generation of the table when it was asked."""
 
 
 @attrs.frozen(eq=False)
 class Fill:
-    """Chunks that are to come from the tiers: into rows, or that are to be verified where they lie."""
+    """Chunks that are to come from the tiers.
+
+    They are loaded into rows, or verified in place.
+    """
 
     question: Question
-    """For whom."""
+    """The lookup that found them."""
     keys: Sequence[Key]
-    """Of the chunks, in order."""
+    """Keys of the chunks, in order."""
     rows: Sequence[int]
-    """One for each; none where they are verified in place."""
+    """One row for each; none if they are verified in place."""
 
 
 @attrs.define(eq=False)
@@ -105,24 +116,27 @@ class RowTable:
     """The rows of one instance's host memory."""
 
     pool: BlockPool
-    """All rows; those that are here by their keys. The least recently used one makes room."""
+    """All rows, by key if a chunk is here.
+
+    The least recently used one makes room.
+    """
     generation: int = 0
-    """Counts resets."""
+    """Number of resets."""
     refused: int = 0
-    """Counts chunks that there was no row for."""
+    """Number of chunks that got no row."""
     placed: PlacedPages = attrs.Factory(lambda table: PlacedPages(table.pool.capacity), takes_self=True)
-    """Pages of tiers that are here as they are: at most as many as there are rows."""
+    """Pages of tiers in place, at most one per row."""
     _requests: dict[str, _Request] = attrs.Factory(dict)
     _coming: set[Key] = attrs.Factory(set)
     _written: dict[Key, int] = attrs.Factory(dict)
     _loading: dict[str, dict[Key, int]] = attrs.Factory(dict)
-    _withheld: list[tuple[int, list[int], list[int]]] = attrs.Factory(list)  # until when: staged rows, held places
+    _withheld: list[tuple[int, list[int], list[int]]] = attrs.Factory(list)  # end of each: staged rows, held places
     _steps: int = 0
 
-    # --- what a request can load ----------------------------------------------------------------------------------
+    # --- chunks that a request can load ---------------------------------------------------------------------------
 
     def begin(self, request_id: str) -> None:
-        """A request, new or preempted: nothing is known of it."""
+        """Forget a request that is new or was preempted."""
         self.end(request_id)
         self._requests[request_id] = _Request()
 
@@ -131,23 +145,29 @@ class RowTable:
         return request_id in self._requests
 
     def run(self, request_id: str) -> None:
-        """A request is computed from this step on. What it was told of and has not loaded, it had in vLLM's own cache."""
+        """Mark a request as computed from this step on.
+
+        Chunks that were reported to it, and that it has not loaded, were in vLLM's own cache.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             request.runs = True
             self._let_go_of(request)
 
     def end(self, request_id: str) -> None:
-        """A request is over. What it is loading stays held until that is over, too."""
+        """End a request.
+
+        Chunks that it is loading stay held until that is over, too.
+        """
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.over = True
             self._let_go_of(request)
 
     def where(self, request_id: str, key: Key, position: int = 0) -> Answer:
-        """Where this chunk is; where that is not known, :meth:`questions` will ask for it.
+        """Return the state of a chunk; queue it for :meth:`questions` if unknown.
 
-        ``position`` says where in its sequence it lies.
+        ``position`` is its position in the sequence.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -156,7 +176,7 @@ class RowTable:
         if place is not None:
             if place >= 0 or self.placed.holds(place):
                 return Answer.HERE
-            del request.held[key]  # its tier has lost touch with it
+            del request.held[key]  # Its tier has lost touch with it.
             self.placed.release((place,))
         place = self.placed.take(key)
         if place is None:
@@ -174,7 +194,7 @@ class RowTable:
         return Answer.ASKED
 
     def questions(self) -> list[Question]:
-        """What the tiers are to be asked for now.
+        """Return the lookups to make now.
 
         A window of a sequence is asked for from its end; then each chunk is a question of its own.
         """
@@ -190,9 +210,9 @@ class RowTable:
         return questions
 
     def found(self, question: Question, found: int, *, in_place: bool = False) -> Fill | None:
-        """The tiers have so many leading chunks of what they were asked for. Returns what is to come, if anything is.
+        """Record the number of leading chunks found. Returns the fill, if any.
 
-        ``in_place``: they lie where they can be used as they are. All of them are, or none.
+        ``in_place``: all of them lie in memory where they can be used in place; otherwise none does.
         """
         request, keys = question.request, question.keys
         if request.over:
@@ -205,9 +225,9 @@ class RowTable:
         return self._fill_rows(question, wanted)
 
     def filled(self, fill: Fill, loaded: int, *, safe: bool = True) -> None:
-        """Rows are filled: so many leading ones hold what they should.
+        """Record the end of a fill: the leading rows that are filled.
 
-        ``safe``: whether no copy goes on into the others. Where that is not known, these rows are never used again.
+        ``safe``: whether no copy goes on into the others. If that is not known, these rows are never used again.
         """
         if not self._is_current(fill):
             loaded = 0
@@ -219,12 +239,14 @@ class RowTable:
         self._end_fill(fill, held)
 
     def verified(self, fill: Fill, blocks: Placed, loaded: int, let_go: Callable[[], None]) -> Fill | None:
-        """Of what was to be verified in place, so many leading chunks are. For the others rows are to be filled.
+        """Record the leading chunks that were verified in place.
+
+        Returns a fill of rows for the others, if any.
 
         Args:
-            fill: what was to be verified.
-            blocks: all of it, where it lies.
-            loaded: how many leading chunks are as they were stored.
+            fill: the chunks that were to be verified.
+            blocks: all of them, in place.
+            loaded: number of leading chunks that are verified.
             let_go: is called once nobody holds a page of them any more.
         """
         current, request = self._is_current(fill), fill.question.request
@@ -245,7 +267,7 @@ class RowTable:
         return Fill(question, keys, rows)
 
     def _end_fill(self, fill: Fill, held: Sequence[int]) -> None:
-        """What was to come is over; these places are held for who has asked."""
+        """End a fill, and hold its places for the request that asked."""
         request = fill.question.request
         if self._is_current(fill):
             self._coming.difference_update(fill.keys)
@@ -259,17 +281,23 @@ class RowTable:
         return fill.question.generation == self.generation
 
     def waits(self) -> bool:
-        """Whether all requests wait for an answer of the tiers, so that nothing else is to be done."""
+        """Return whether all requests wait for the tiers.
+
+        Then nothing else is to be done.
+        """
         return bool(self._requests) and all(request.asked or request.fills for request in self._requests.values())
 
     def use(self, keys: Iterable[Key]) -> None:
-        """These are of use, wherever they are loaded from."""
+        """Mark chunks as used, wherever they are loaded from."""
         self.pool.use(list(self.pool.contains(list(keys))))
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
-        """The places of chunks that the request was told to be here. They are held until :meth:`loaded`."""
+        """Return the places of chunks that count as here for a request.
+
+        They are held until :meth:`loaded`.
+        """
         places = [self.placed.take(key, looked_at=True) for key in keys]
         in_rows = [key for key, place in zip(keys, places, strict=True) if place is None]
         rows = self.pool.upgrade(in_rows)
@@ -284,7 +312,7 @@ class RowTable:
         return taken
 
     def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
-        """A worker has loaded these."""
+        """Release chunks that a worker has loaded."""
         loading = self._loading.get(request_id, {})
         self._release([loading.pop(key) for key in keys if key in loading])
         if not loading:
@@ -293,10 +321,11 @@ class RowTable:
     # --- stores ---------------------------------------------------------------------------------------------------
 
     def take_for_store(self, keys: Sequence[Key], request_id: str = "") -> tuple[list[Key], list[int], list[Key]]:
-        """Take rows for a worker to write these chunks of a request into.
+        """Take rows for a worker to write a request's chunks into.
 
         Returns:
-            The chunks that have one: those that are not here, nor coming, as far as there is room; their rows; and the chunks
+            The chunks that have one: those that are not here, nor coming, as far as there is room; their rows; and the
+                chunks
             that were evicted for them.
         """
         request = self._requests.get(request_id)
@@ -317,7 +346,10 @@ class RowTable:
         return {key: self._written[key] for key in keys if key in self._written}
 
     def stored(self, keys: Iterable[Key], success: bool = True) -> tuple[list[Key], list[int]]:
-        """A worker has written these: they are here. Returns them and their rows, which are held until :meth:`let_go`."""
+        """Record chunks that a worker has written. Returns them and their rows.
+
+        They are here from now on, and their rows are held until :meth:`let_go`.
+        """
         keys = [key for key in keys if key in self._written]
         rows = [self._written.pop(key) for key in keys]
         if not success:
@@ -328,13 +360,13 @@ class RowTable:
         return keys, held
 
     def let_go(self, rows: Sequence[int]) -> None:
-        """These have been copied into the tiers, or will not be."""
+        """Release rows that were copied into the tiers, or will not be."""
         self.pool.release(rows)
 
     # --- all of it ------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of vLLM is planned."""
+        """Count a step that vLLM has planned."""
         self._steps += 1
         self.placed.step()
         while self._withheld and self._withheld[0][0] <= self._steps:
@@ -343,7 +375,7 @@ class RowTable:
             self._release(held)
 
     def reset(self) -> None:
-        """Forget all chunks, as vLLM does with its cache and all jobs of its workers: rule 4."""
+        """Forget all chunks, as vLLM does with cache and jobs: rule 4."""
         self.start_over()
         for request_id, request in self._requests.items():
             request.outlived |= request.runs or request_id in self._loading
@@ -377,9 +409,10 @@ class RowTable:
         return key in self._coming or key in self._written or key in self.placed or bool(self.pool.contains((key,)))
 
     def _take(self, keys: Sequence[Key]) -> list[int]:
-        """Rows for as many leading ones of these as there is room for."""
+        """Take rows for as many of the leading keys as possible."""
         counted = self.pool.statistics()
-        # Held are also rows that are found no more: then there is room for more than this, and at least for what is free.
+        # Rows that are not found any more are held, too: then there is room for more than this, and at least for the
+        # free rows.
         room = self.pool.free + max(0, counted.registered - counted.held)
         rows = self.pool.take_evicting(keys[:room]) or []
         self.refused += len(keys) - len(rows)

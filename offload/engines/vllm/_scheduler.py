@@ -1,6 +1,7 @@
-"""The half of the connector beside vLLM's scheduler: it looks up, keeps pinned what was matched, and plans each step.
+"""The half of the connector in vLLM's scheduler.
 
-All of it is called by vLLM's thread. Lookups are begun when a request arrives, so that most are answered when it is its turn.
+It looks requests up, keeps matched chunks pinned, and plans each step. vLLM's thread makes all calls. Lookups begin
+when a request arrives, so that most are answered when it is its turn.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ _log = logging.getLogger("vllm.offload")
 
 PUT_OFF: Final = "lookups put off, since requests that wait keep their share of the tiers"
 IDLE_WAIT: Final = 0.005
-"""Seconds that a step without a forward pass waits for what is under way. vLLM would turn round at once, and take the
-interpreter from the threads that it waits for; a request that arrives meanwhile is kept waiting for no longer than this."""
+"""Seconds that a step without a forward pass waits for running work.
+
+vLLM would return at once, and keep the interpreter from the threads that it waits for; a request that arrives meanwhile
+is delayed no longer than this.
+"""
 
 
 @attrs.frozen
 class Scheduled:
-    """What vLLM has decided for one step, as far as it concerns us."""
+    """The decisions of vLLM for one step that matter here."""
 
     computed: Mapping[str, int]
-    """How many tokens each scheduled request will have computed behind it."""
+    """Number of tokens that each scheduled request will have computed after it."""
     blocks_of: Callable[[str], Blocks]
-    """Gives all block numbers of one of them, of each group."""
+    """Returns all block numbers of a request, of each group."""
     overwritten: frozenset[int]
     """Blocks that were given out in this step."""
     cancelled: frozenset[str]
@@ -45,18 +49,18 @@ class Scheduled:
 
 
 class SchedulerHalf:
-    """What vLLM's scheduler asks.
+    """The calls of vLLM's scheduler.
 
     Args:
-        engine: what to look up in: the worker's own, or, where workers are other processes, one of this process that only
-        reads.
-        ranks: how each worker names its chunks; where a chunk has a page for each layer, how each layer is named.
+        engine: for lookups: the worker's own, or, if workers are other processes, one of this process that only
+            reads.
+        ranks: the naming of each worker's chunks; if a chunk has a page for each layer, the naming of each layer.
         table: the requests.
         lookup_timeout: seconds that a lookup may take.
         stores: whether anything is to be stored (vLLM's role is producer, or both).
         loads: whether anything is to be loaded.
-        tenant: who may find it.
-        version_file: has the version of the weights behind a reset; see :class:`Generation`.
+        tenant: tenant that may find the chunks.
+        version_file: has the version of the weights after a reset; see :class:`Generation`.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class SchedulerHalf:
         self._lookup_timeout = lookup_timeout
         self._stores, self._loads, self._tenant = stores, loads, tenant
         self._generation = Generation(version_file)
-        self._lookups: dict[str, from_thread.LookupFuture] = {}  # that are under way, or pin what they have found
+        self._lookups: dict[str, from_thread.LookupFuture] = {}  # running, or holding pins
         self._loading: dict[str, frozenset[int]] = {}  # the blocks that a request waits for
         self._plans: list[LoadPlan] = []  # of the step that is being put together
         self._allocated: set[int] = set()
@@ -94,10 +98,10 @@ class SchedulerHalf:
         capacities = {name: tier.capacity_bytes for name, tier in tiers.items()}
         return limits_of(capacities, self._engine.block_bytes)
 
-    # --- what is cached -------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------------
 
     def added(self, request_id: str, hashes: Sequence[bytes], tokens: int, adapter: str = "") -> None:
-        """A request has arrived: begin to look it up, before vLLM asks."""
+        """Begin the lookup of a request that has arrived, before vLLM asks."""
         record = self._table.add(request_id, hashes, adapter)
         if not self._loads or not tokens:
             return
@@ -111,7 +115,10 @@ class SchedulerHalf:
     def matched(
         self, request_id: str, hashes: Sequence[bytes], tokens: int, computed: int, adapter: str = ""
     ) -> int | None:
-        """How many tokens behind the computed ones can be loaded; ``None`` while that is not known."""
+        """Return the number of loadable tokens after the computed ones.
+
+        ``None`` while it is not known.
+        """
         record = self._table.add(request_id, hashes, adapter)
         if not self._loads:
             return 0
@@ -127,12 +134,18 @@ class SchedulerHalf:
         return matched
 
     def adapter_of(self, request_id: str) -> str:
-        """Return the identity of a request's adapter; empty if the request is not known, or has none."""
+        """Return the identity of a request's adapter.
+
+        Empty if the request is not known, or has none.
+        """
         record = self._table.records.get(request_id)
         return "" if record is None else record.adapter
 
     def _has_room(self) -> bool:
-        """Return whether requests that wait may keep more pinned, once what has been answered is counted."""
+        """Return whether waiting requests may pin more.
+
+        New answers are counted first.
+        """
         if not self._waiting.has_room:
             for request_id in self._waiting.unanswered:
                 lookup = self._lookups.get(request_id)
@@ -142,11 +155,14 @@ class SchedulerHalf:
 
     def _count_pins(self, request_id: str, lookup: from_thread.LookupFuture) -> None:
         if lookup.done():
-            with contextlib.suppress(OffloadError):  # what it says is looked at when vLLM asks
+            with contextlib.suppress(OffloadError):  # The error is handled when vLLM asks.
                 self._waiting.answer(request_id, lookup.result(0).runs)
 
     def _make_room(self) -> bool:
-        """Let go what others keep that vLLM does not ask for, as far as there is no room. Returns whether there is."""
+        """Release pins that vLLM does not ask for, until there is room.
+
+        Returns whether there is.
+        """
         while not self._has_room():
             oldest = self._waiting.oldest()
             if oldest is None:
@@ -175,7 +191,7 @@ class SchedulerHalf:
         return None
 
     def _look(self, record: RequestRecord) -> None:
-        """Take in the answer of a lookup, if it is there."""
+        """Record the answer of a lookup, if it is there."""
         lookup = self._lookups.get(record.request_id)
         if lookup is None or record.state is not State.ASKED or not lookup.done():
             return
@@ -185,7 +201,7 @@ class SchedulerHalf:
             self.counts.trouble("lookups without an answer, not taken for misses", error)
             found = 0
         else:
-            found = len(hit) // len(self._ranks)  # a chunk of which one rank has no part is none
+            found = len(hit) // len(self._ranks)  # A chunk of which one rank has no part is none.
             for tier, why in hit.unavailable.items():
                 self.counts.trouble(f"lookups without {tier}, which is unavailable", why)
         self.counts.add("chunks found", found)
@@ -194,16 +210,19 @@ class SchedulerHalf:
             self._let_go(record.request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """End the lookup of a request, and what it has pinned."""
+        """End the lookup of a request, and release its pins."""
         self._waiting.release(request_id)
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             lookup.request_cancel()
 
-    # --- what vLLM decides ----------------------------------------------------------------------------------------
+    # --- decisions of vLLM ----------------------------------------------------------------------------------------
 
     def allocated(self, request_id: str, blocks: Blocks, external: int) -> None:
-        """A request has got its blocks; so many tokens are to be loaded into them."""
+        """Record a request's blocks, and plan its load.
+
+        ``external`` is the number of tokens to load.
+        """
         record = self._table.records.get(request_id)
         if record is None:
             return
@@ -221,7 +240,10 @@ class SchedulerHalf:
             self._let_go(request_id)
 
     def sources(self, request_id: str, external: int) -> dict[str, int]:
-        """How many of these tokens, which a request is to load, come from each tier, by the name of the first rank's."""
+        """Return the number of a request's tokens to load from each tier.
+
+        The tier of a chunk is that of the first rank's part.
+        """
         record, lookup = self._table.records.get(request_id), self._lookups.get(request_id)
         if record is None or lookup is None or not lookup.done():
             return {}
@@ -233,7 +255,7 @@ class SchedulerHalf:
         return self._table.sources(record, external, tiers[:: len(self._ranks)])
 
     def plan(self, scheduled: Scheduled) -> StepPlan:
-        """Put the step together."""
+        """Return the plan of a step."""
         self._waiting.step()
         stores: list[StorePlan] = []
         if self._stores:
@@ -258,18 +280,21 @@ class SchedulerHalf:
         return plan
 
     def _wait_for_a_lookup(self) -> None:
-        """Nothing is computed in this step, and nothing loaded: some request waits for its lookup."""
+        """Wait a little for a lookup when nothing is computed or loaded."""
         pending = next((lookup for lookup in self._lookups.values() if not lookup.done()), None)
         if pending is not None:
-            with contextlib.suppress(OffloadError):  # what it says is looked at when vLLM asks
+            with contextlib.suppress(OffloadError):  # The error is handled when vLLM asks.
                 pending.result(IDLE_WAIT)
 
-    # --- what has ended -------------------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------------------
 
     def received(
         self, request_ids: Sequence[str], failed: frozenset[int], failed_requests: frozenset[str] = frozenset()
     ) -> None:
-        """The loads of these requests are over; of all blocks, these did not come, and of these requests not all did."""
+        """Record loads that are over.
+
+        ``failed`` are the blocks that did not come; of ``failed_requests`` not all came.
+        """
         for request_id in request_ids:
             wanted = self._loading.pop(request_id, frozenset())
             self._let_go(request_id)
@@ -278,23 +303,28 @@ class SchedulerHalf:
                 self._table.loaded(record, wanted.isdisjoint(failed) and request_id not in failed_requests)
 
     def finished(self, request_id: str, aborted: bool) -> None:
-        """A request is over. What is being loaded for it goes on until the worker says so: its blocks are written to."""
+        """End a request.
+
+        Its running load goes on until the worker reports its end: its blocks are written to.
+        """
         record = self._table.records.pop(request_id, None)
         if request_id not in self._loading:
             self._let_go(request_id)
         if record is not None and aborted:
             self._cancelled.add(request_id)
 
-    # --- what has failed ------------------------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------------------------
 
     def forget(self, request_id: str) -> None:
-        """Know nothing of a request any more: it is computed. What is being loaded for it goes on."""
+        """Forget a request, which is computed. Its running load goes on."""
         self._table.records.pop(request_id, None)
         if request_id not in self._loading:
             self._let_go(request_id)
 
     def refuse_load(self, request_id: str, blocks: Blocks) -> None:
-        """Have the worker report a load that could not be planned as over, and all that vLLM waits for as not loaded.
+        """Plan an empty load for a request that could not be planned.
+
+        The worker reports it as over, and all blocks that vLLM waits for as not loaded.
 
         Args:
             request_id: of a request that waits for its load.
@@ -313,13 +343,16 @@ class SchedulerHalf:
         self._plans.append(LoadPlan(request_id, (), lost))
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Know nothing of requests any more whose loads are over."""
+        """Forget requests whose loads are over."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
             self.forget(request_id)
 
     def reset(self) -> None:
-        """Find nothing any more that was stored until now. Requests that wait are looked up again; of others none is stored."""
+        """Make all stored chunks unfindable.
+
+        Waiting requests are looked up again; nothing of the others is stored.
+        """
         self._generation.reset()
         for request_id in list(self._lookups):
             if request_id not in self._loading:
@@ -327,6 +360,6 @@ class SchedulerHalf:
         self._table.reset()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all pins."""
         for request_id in list(self._lookups):
             self._let_go(request_id)

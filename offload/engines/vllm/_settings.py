@@ -1,7 +1,7 @@
-"""What can be set in ``kv_connector_extra_config``. Pure.
+"""The settings in ``kv_connector_extra_config``. Pure.
 
-The names of :class:`MaruSettings` are the published ones of the page store's connector, and so are their defaults, but for the
-server (this user's own, over a socket) and the page (as large as a chunk is).
+The names of :class:`MaruSettings` are the published ones of the page store's connector, and so are their defaults,
+except for the server (this user's own, over a socket) and the page (as large as a chunk is).
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 _log = logging.getLogger("vllm.offload")
 
 SECTION: Final = "kv_connector_extra_config"
-"""Where a user has said it."""
+"""Name of the section that has the settings."""
 
 _SHARED: Final[Mapping[str, Mapping[str, Any]]] = {"maru": {"pool_size": 0}, DAEMON_TIER: {}}
-"""Types of tiers that several processes share, and how one of them is opened that only looks up: it takes no region."""
+"""Types of tiers that processes share, with settings for a reader.
+
+A process that only looks up opens them like this: it takes no region.
+"""
 _KINDS: Final[Mapping[str, str]] = {"memory": "host", "maru": "host", "file": "disk"}
-"""What vLLM's metrics call the place of a tier, by its type."""
+"""Name of a tier's place in vLLM's metrics, by its type."""
 KeyNames: TypeAlias = Literal["hashed", "published-blake2b", "published-md5"]
-"""How pages are named and what is in them: a chunk of all layers, or as :mod:`._published` has it."""
+"""Naming of pages.
+
+Hashed for chunks of all layers, or published, as in :mod:`._published`.
+"""
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 _CHUNK_TOKENS: Final = (
     256,
@@ -63,10 +69,10 @@ def _check_table(instance: object, attribute: attrs.Attribute[Any], value: objec
 
 @attrs.frozen
 class Settings:
-    """What both halves need."""
+    """The settings of both halves."""
 
     room_knob: ClassVar[str] = "capacity_bytes of a tier in engine"
-    """What is to be raised where there is no room."""
+    """Name of the knob to raise if there is no room."""
 
     engine: Mapping[str, Any] = _knob.field(
         _NO_TABLE,
@@ -93,10 +99,10 @@ class Settings:
             extra: the table.
             block_size: tokens in a block of vLLM.
             block_bytes: bytes of a block in all layers of a worker.
-            layers: how many that are.
+            layers: number of these layers.
 
         Raises:
-            ConfigError: an unknown name, a value that cannot be, or no tiers.
+            ConfigError: a name is unknown, a value invalid, or there are no tiers.
         """
         settings = _knob.from_mapping(extra, cls, section=SECTION)
         return attrs.evolve(
@@ -107,7 +113,7 @@ class Settings:
 
     @property
     def published_names(self) -> PublishedNames | None:
-        """How pages are named where they are to be those of published connectors."""
+        """Names of published connectors' pages, if these are stored."""
         return None
 
     @property
@@ -116,14 +122,16 @@ class Settings:
         return self.engine_config().tiers
 
     def engine_config(self) -> EngineConfig:
-        """The engine that a worker opens; see :func:`opened_config`."""
+        """Return the configuration of a worker's engine; see :func:`opened_config`."""
         return opened_config(self.engine, f"{SECTION}.engine")
 
     def reader_config(self) -> EngineConfig:
-        """The engine that a scheduler opens where its workers are other processes: it only looks up.
+        """Return the configuration of a scheduler's engine, which only looks up.
+
+        It is used if the workers are other processes.
 
         Raises:
-            ConfigError: no tier is shared between processes, so that a scheduler could never find what its workers store.
+            ConfigError: no tier is shared between processes, so that a scheduler could never find its workers' chunks.
         """
         tiers = {
             name: {**tier, **_SHARED[tier["type"]]}
@@ -142,14 +150,14 @@ class Settings:
 
 @attrs.frozen
 class PublishedSettings(Settings):
-    """The same, with the pages of published connectors."""
+    """The settings of both halves, with the pages of published connectors."""
 
     published_names: PublishedNames = attrs.field(default="published-blake2b", kw_only=True)
 
 
 @attrs.frozen
 class MaruSettings:
-    """The published parameters of ``MaruKVConnector``, and what they stand for."""
+    """The published parameters of ``MaruKVConnector``."""
 
     room_knob: ClassVar[str] = "maru_pool_size, or capacity_bytes of the server"
 
@@ -182,10 +190,12 @@ class MaruSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int, layers: int = 1) -> Settings:
-        """Read the table, as that of an engine with one tier, the page store; see :meth:`Settings.read`.
+        """Read the table as settings with one tier, the page store.
+
+        See :meth:`Settings.read`.
 
         Raises:
-            ConfigError: an unknown name, a value that cannot be, or not one page fits the pool.
+            ConfigError: a name is unknown, a value invalid, or not one page fits the pool.
         """
         said = _knob.from_mapping(extra, cls, section=SECTION)
         names: PublishedNames | None = None if said.maru_key_names == "hashed" else said.maru_key_names
@@ -233,7 +243,10 @@ class MaruSettings:
         return Settings(engine, tenant=said.tenant, **read)
 
     def _page_bytes(self, chunk_bytes: int, whose: str) -> int:
-        """A page holds one chunk of KV, of all layers or of one."""
+        """Return the size of a page, which holds one chunk of KV.
+
+        The chunk has all layers, or one.
+        """
         if 0 < self.maru_chunk_size < chunk_bytes:
             _log.warning(
                 "maru_chunk_size %d is smaller than a chunk of KV %s, %d bytes: pages of that size are used",
@@ -253,7 +266,10 @@ class MaruSettings:
 
 @attrs.frozen
 class SpecSettings:
-    """What ``OffloadSpec`` needs: a table ``offload`` beside what vLLM itself reads, and vLLM's own size of host memory."""
+    """The settings of ``OffloadSpec``: a table ``offload``, and vLLM's memory size.
+
+    The table is next to the names that vLLM itself reads.
+    """
 
     cpu_bytes_to_use: int = _knob.size(0, 0, 1 << 44, "Host memory of this instance, of all its workers: 8 GiB.")
     engine: Mapping[str, Any] = _knob.field(
@@ -274,14 +290,14 @@ class SpecSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], row_bytes: int) -> SpecSettings:
-        """Read what concerns us of the whole table; the other names are vLLM's.
+        """Read the settings from the whole table; the other names are vLLM's.
 
         Args:
             extra: the table.
             row_bytes: bytes of a chunk, of all workers.
 
         Raises:
-            ConfigError: an unknown name in ``offload``, a value that cannot be, no tiers, or not one chunk fits.
+            ConfigError: a name in ``offload`` is unknown, a value invalid, there are no tiers, or not one chunk fits.
         """
         table = extra.get("offload", _NO_TABLE)
         if not isinstance(table, Mapping):
@@ -298,27 +314,33 @@ class SpecSettings:
         return settings
 
     def engine_config(self) -> EngineConfig:
-        """The engine beside the scheduler; see :func:`opened_config`."""
+        """Return the configuration of the scheduler's engine; see :func:`opened_config`."""
         return opened_config(self.engine, f"{SECTION}.offload.engine")
 
 
 def opened_config(engine: Mapping[str, Any], section: str) -> EngineConfig:
-    """What an engine is opened with: what is said, over what suits a cache.
+    """Return the configuration of an engine, with the defaults of a cache.
 
     Raises:
-        ConfigError: an unknown name, or a value that cannot be.
+        ConfigError: a name is unknown, or a value invalid.
     """
     return EngineConfig.from_mapping(as_cache(engine), section=section)
 
 
 def hit_sources(config: EngineConfig) -> dict[str, str]:
-    """What vLLM's metrics call the place of each tier: ``host``, ``disk``, or ``external_unspecified``, which is not known."""
+    """Return each tier's place as vLLM's metrics name it.
+
+    ``host``, ``disk``, or ``external_unspecified`` if it is not known.
+    """
     types = {name: tier.get("type") if isinstance(tier, Mapping) else tier for name, tier in config.tiers.items()}
     return {name: _KINDS.get(f"{kind}", "external_unspecified") for name, kind in types.items()}
 
 
 def _aligned(chunk_tokens: int, block_size: int, knob: str) -> int:
-    """Tokens in a chunk as a multiple of vLLM's block size, at least one block; a warning where that is another number."""
+    """Return the tokens of a chunk, rounded down to whole blocks.
+
+    At least one block; logs a warning if the number changes.
+    """
     aligned = max(block_size, chunk_tokens // block_size * block_size)
     if aligned != chunk_tokens:
         _log.warning("%s %d not aligned to block_size %d, adjusted to %d", knob, chunk_tokens, block_size, aligned)

@@ -1,9 +1,9 @@
 """``OffloadSpec``: our tiers behind vLLM's own OffloadingConnector.
 
-That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and host memory that the
-manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes; what they
-share is the arena, which has the name of the engine. A worker in the process of the scheduler reads pages of tiers, too.
-Only this module, ``_connector`` and ``_kernels`` import vLLM.
+That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and host memory that
+the manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes;
+they share the arena, which has the name of the engine. A worker in the process of the scheduler reads pages of tiers,
+too. Only this module, ``_connector`` and ``_kernels`` import vLLM.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _ONLY_WORKERS: Final[set[str]] = set()
 
 
 class Places(BlockIDsLoadStoreSpec):
-    """Places in host memory, as vLLM carries them from its scheduler to its workers.
+    """Places in host memory, which vLLM carries from scheduler to workers.
 
     Args:
         places: a row each, or a number below zero.
-        in_place: where the latter lie. None leave this process.
+        in_place: addresses of the latter. None leave this process.
     """
 
     def __init__(self, places: list[int], in_place: InPlace = NOWHERE) -> None:
@@ -85,11 +85,11 @@ class OffloadSpec(OffloadingSpec):
         self._settings = SpecSettings.read(config.extra_config, self._row_bytes)
 
     def get_manager(self) -> OffloadingManager:
-        """What is beside the scheduler."""
+        """Return the manager, which runs in the scheduler."""
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """What is in a worker."""
+        """Return the part that runs in a worker."""
         rows, rank = self._settings.cpu_bytes_to_use // self._row_bytes, self.config.parallel.rank
         arena = Arena(self.config.engine_id, rows, self._row_bytes, rank)
         return RowWorker(arena, self._part_bytes, kv_caches, self.config)
@@ -144,7 +144,7 @@ _MANAGER_HOOKS: Final = {
     "on_schedule_end": Hook(nothing, _lose_track),
     "lookup": Hook(lambda *args: LookupResult.MISS, _lose_track),
     "get_load_source": Hook(lambda *args: CacheHitSource.HOST),
-    # vLLM was told of a hit, and has no word for one that is none: other bytes would be worse than its end.
+    # A hit was reported to vLLM, which cannot be withdrawn: wrong bytes would be worse than the end of vLLM.
     "prepare_load": PASSES,
     "complete_load": Hook(nothing, _let_go),
     "touch": NOTHING,
@@ -168,56 +168,62 @@ class HostManager(OffloadingManager):
         for name, source in hit_sources(settings.engine_config()).items():
             self._hit_sources[name] = CacheHitSource(source)
         self._events: list[OffloadingEvent] = []
-        self._is_off = False  # since what was stored before a reset could be found
+        self._is_off = False  # Switched off if chunks from before a reset could be found.
         if config.enable_kv_cache_events:
             memory.table.pool.watch_keys(self)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request has come."""
+        """Begin a request."""
         self.memory.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """A request is over."""
+        """End a request."""
         self.memory.end(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step is planned."""
+        """End the planning of a step."""
         self.memory.planned(context.preempted_req_ids, context.new_req_ids)
-        self.memory.arena.unlink()  # the workers have opened it
+        self.memory.arena.unlink()  # The workers have opened it.
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------------
 
     def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
-        """Where a chunk is. A hit stays one until it is loaded, or the request has ended."""
+        """Return the state of a chunk.
+
+        A hit stays one until it is loaded, or the request has ended.
+        """
         if self._is_off:
             return LookupResult.MISS
         position = req_context.get_offload_key_position(key) or 0
         return _RESULTS[self.memory.where(req_context.req_id, bytes(key), position)]
 
     def get_load_source(self, key: Any, req_context: ReqContext) -> CacheHitSource:
-        """Where a hit was before it came into host memory for this request; for vLLM's metrics."""
+        """Return a hit's source before it came into host memory.
+
+        It is for this request, and for vLLM's metrics.
+        """
         return self._hit_sources[self.memory.source(req_context.req_id, bytes(key))]
 
     def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> Places:
-        """The places of hits."""
+        """Return the places of hits."""
         places = self.memory.load(req_context.req_id, [bytes(key) for key in keys])
         return Places(places, self.memory.table.placed.where(places))
 
     def complete_load(self, keys: Collection[Any], req_context: ReqContext) -> None:
-        """The workers have loaded these."""
+        """Release chunks that the workers have loaded."""
         self.memory.loaded(req_context.req_id, map(bytes, keys))
 
     def touch(self, keys: Collection[Any], req_context: ReqContext) -> None:
-        """These are of use."""
+        """Mark chunks as used."""
         self.memory.table.use(map(bytes, keys))
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[Any], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Rows for chunks that are not there yet, as far as there is room."""
+        """Return rows for chunks that are not there, while there is room."""
         if self._is_off:
             return None
         taken = self.memory.take_for_store([bytes(key) for key in keys], req_context.req_id)
@@ -231,30 +237,30 @@ class HostManager(OffloadingManager):
             raise
 
     def complete_store(self, keys: Collection[Any], req_context: ReqContext, success: bool = True) -> None:
-        """The workers have written these."""
+        """Record chunks that the workers have written."""
         self.memory.stored(map(bytes, keys), success=success)
 
-    # --- the rest -------------------------------------------------------------------------------------------------
+    # --- events and the end ---------------------------------------------------------------------------------------
 
     def stored(self, keys: Any) -> None:
-        """Of a watcher of keys: these lie in rows from now on."""
+        """Record keys that lie in rows now (as a watcher)."""
         self._events.append(OffloadingEvent(list(keys), Medium.CPU, removed=False))
 
     def removed(self, keys: Any) -> None:
-        """Of a watcher of keys: these do not any more."""
+        """Record keys that lie in no row any more (as a watcher)."""
         self._events.append(OffloadingEvent(list(keys), Medium.CPU, removed=True))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came into host memory and went since the last call."""
+        """Return the changes in host memory since the last call."""
         events, self._events = self._events, []
         return events
 
     def reset_cache(self) -> None:
-        """Whatever was stored until now is not found any more by this instance."""
+        """Make all stored chunks unfindable for this instance."""
         self.memory.reset()
 
     def shutdown(self) -> None:
-        """Let what is being stored arrive, and close what was opened."""
+        """Wait for running stores, and close the engine."""
         self.memory.close()
         _log.info("offload, host memory: %s", self.memory.counts)
 
@@ -268,9 +274,9 @@ def _distrust(worker: RowWorker, job_ids: set[int]) -> None:
 
 
 _WORKER_HOOKS: Final = {
-    # vLLM asserts that a job goes well. A store that does not is known by the marks of its rows.
+    # vLLM asserts that a job succeeds. A store that fails is known by the marks of its rows.
     "submit_store": Hook(lambda *args, **more: True, _fail_store),
-    # A load that did not go well must not be taken for one: vLLM ends.
+    # A failed load must not be taken for a successful one: vLLM ends.
     "submit_load": Hook(lambda *args, **more: False),
     "get_finished": Hook(lambda *args: []),
     "wait": Hook(nothing, _distrust),
@@ -283,7 +289,7 @@ class RowWorker(OffloadingWorker):
     """vLLM's worker, over its part of the rows.
 
     Raises:
-        ValueError: of a block vLLM hands over only a part, or more than the scheduler expects.
+        ValueError: vLLM passes only a part of a block, or more than the scheduler expects.
     """
 
     def __init__(self, arena: Arena, part_bytes: int, kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> None:
@@ -331,8 +337,8 @@ class RowWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """The copies that are over."""
-        # Without a forward pass vLLM would turn round at once, and take the interpreter from the threads that copy.
+        """Return the copies that are over."""
+        # Without a forward pass vLLM would return at once, and keep the interpreter from the threads that copy.
         idle = is_forward_context_available() and get_forward_context().attn_metadata is None
         ended = self._copies.finished(idle=idle)
         try:
@@ -352,14 +358,14 @@ class RowWorker(OffloadingWorker):
         self._copies.wait(job_ids)
 
     def shutdown(self) -> None:
-        """End what is under way."""
+        """End the running copies."""
         _ONLY_WORKERS.discard(self._engine_id)
         self._copies.close()
         self._arena.unlink()
 
 
 def _started_on_device() -> Sequence[Any]:
-    """Return an event that holds once what this thread's stream was given until now is over."""
+    """Return an event for the end of this thread's stream's work."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
     event.record()
     return [event]

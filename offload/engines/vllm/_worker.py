@@ -1,8 +1,9 @@
-"""The half of the connector in a worker process: it moves chunks between vLLM's cache and the tiers.
+"""The half of the connector in a worker process.
 
-vLLM's thread begins loads and stores; the engine's thread ends them, and puts down what has arrived. So the order of a
-load's steps matters where both threads meet: a request that is given up is noted first and cancelled second, and what was
-begun for it is noted first and looked at second; one of the two sees the other.
+It moves chunks between vLLM's cache and the tiers. vLLM's thread begins loads and stores; the engine's thread ends
+them, and queues the results. So the order of a load's steps matters where both threads meet: a request that is given up
+is marked first and cancelled second, and operations begun for it are recorded first and checked second; one of the two
+threads sees the other.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ from ._scheduler import IDLE_WAIT
 _log = logging.getLogger("vllm.offload")
 
 STORE_GRACE: Final = 0.02
-"""Seconds that a step waits for stores whose blocks it overwrites, before it cancels them: the flush of a batch and the copy of
-some chunks. vLLM gives out anew in the very next step what a window has passed, so that else little would be stored of it."""
+"""Seconds that a step waits for stores before it overwrites their blocks.
+
+After that it cancels them. It is enough for the flush of a batch and the copy of some chunks. vLLM reassigns blocks
+that a window has passed in the very next step, so that otherwise little would be stored of them.
+"""
 PARTS_OF_BUDGET: Final = 8
-"""Parts of the budget that a store larger than it is split into."""
+"""Parts of the budget into which a larger store is split."""
 LONGEST_CHECK: Final = 5.0
-"""Seconds that the start of a worker waits for the check of its layout, where a tier is slow to answer."""
+"""Seconds that a worker's start waits for the layout check.
+
+It waits that long if a tier is slow to answer.
+"""
 DRAIN_TIMEOUT: Final = 10.0
-"""Seconds that the end of a worker waits for what is being stored to arrive."""
+"""Seconds that the end of a worker waits for running stores."""
 
 
 @attrs.define(eq=False)
 class _Load:
-    """One request's load, as far as it is."""
+    """One request's load and its progress."""
 
     plan: LoadPlan
     future: from_thread.LookupFuture | from_thread.LoadFuture | None = None
@@ -57,25 +64,26 @@ class _Load:
 
 @attrs.define(eq=False)
 class _Store:
-    """One store that is under way."""
+    """One running store."""
 
     future: from_thread.StoreFuture
     blocks: frozenset[int]
 
 
 class WorkerHalf:
-    """What vLLM's worker calls.
+    """The calls of vLLM's worker.
 
     Args:
         engine: stores from ``source``.
         source: vLLM's cache.
         naming: of this worker's chunks.
-        lookup_timeout: seconds that it may take to pin what is to be loaded.
+        lookup_timeout: seconds that pinning the chunks of a load may take.
         load_timeout: seconds that a load may take.
-        room_knob: what is to be raised where there is no room.
-        computed: returns a precondition that holds once all that the device was given until now is over: an event of CUDA.
-            Stores wait for it before they read blocks, loads before they write them. By default it holds already.
-        tenant: who may find it.
+        room_knob: name of the knob to raise if there is no room.
+        computed: returns a precondition that holds once all work that was queued on the device until now is over: an
+            event of CUDA. Stores wait for it before they read blocks, loads before they write them. By default it holds
+            already.
+        tenant: tenant that may find the chunks.
     """
 
     def __init__(
@@ -99,14 +107,14 @@ class WorkerHalf:
         self._computed = computed
         self._tenant = tenant
         self.events: KeyEvents | None = None
-        """Record of the hashes that the keys of tiers stand for, if somebody takes its events."""
+        """Record of the hashes for tiers' keys, if events are taken."""
         self._loads: dict[str, _Load] = {}
         self._arrived: queue.SimpleQueue[tuple[str, int]] = (
             queue.SimpleQueue()
-        )  # requests, and how many of their chunks
+        )  # requests, and the number of loaded chunks
         self._received: set[str] = set()
         self.failed: set[int] = set()
-        """Blocks that were to be loaded and were not, and of which vLLM was not told."""
+        """Blocks that were not loaded, and not yet reported to vLLM."""
         self._failed_requests: set[str] = set()
         self._stores: dict[from_thread.StoreFuture, _Store] = {}
         self._tokens: dict[str, from_thread.CancellationToken] = {}
@@ -115,32 +123,35 @@ class WorkerHalf:
     # --- before the forward pass ----------------------------------------------------------------------------------
 
     def protect(self, plan: StepPlan) -> None:
-        """See to it that no store reads blocks that this step overwrites."""
+        """Ensure that no store reads blocks that this step overwrites."""
         for request_id in plan.cancelled:
             token = self._tokens.pop(request_id, None)
             if token is not None:
                 token.request_cancel()
         deadline = time.monotonic() + STORE_GRACE
         for store in self._touched(plan):
-            with contextlib.suppress(OffloadError):  # not over yet; what it came to is looked at elsewhere
+            with contextlib.suppress(OffloadError):  # Not over yet, or failed; the result is handled elsewhere.
                 store.future.result(max(0.0, deadline - time.monotonic()))
         touched = self._touched(plan)
         self._end_stores(touched)
         self.counts.add("stores cancelled, since their blocks are given out anew", len(touched))
 
     def _touched(self, plan: StepPlan) -> list[_Store]:
-        """The stores that read blocks which this step overwrites."""
+        """Return the stores that read blocks which this step overwrites."""
         if plan.all_overwritten:
             return list(self._stores.values())
         return [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
 
     def withdraw(self) -> None:
-        """Let no store under way go well: it is not known which blocks are overwritten."""
-        self._source.withdraw()  # first, since nothing in it can fail
+        """Fail all running stores: the overwritten blocks are not known."""
+        self._source.withdraw()  # First, since nothing in it can fail.
         self._end_stores(list(self._stores.values()))
 
     def leave_cache(self) -> None:
-        """See to it that nothing reads vLLM's cache any more: its memory is about to go. Later stores and loads are as ever."""
+        """Ensure that nothing reads vLLM's cache any more.
+
+        Its memory is about to go. Later stores and loads work as before.
+        """
         stores = list(self._stores.values())
         self._end_stores(stores)
         self.counts.add("stores cancelled, since the cache goes to sleep", len(stores))
@@ -152,7 +163,10 @@ class WorkerHalf:
             self._wait_for_the_end(store)
 
     def _wait_for_the_end(self, store: _Store) -> None:
-        """Wait until nothing reads the blocks. The engine bounds a copy; where its thread hangs, offloading ends here."""
+        """Wait until nothing reads the blocks.
+
+        The engine bounds a copy; if its thread hangs, offloading ends here.
+        """
         try:
             store.future.cancel()
         except DrainUnproven as error:
@@ -167,10 +181,10 @@ class WorkerHalf:
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def load(self, plan: StepPlan) -> None:
-        """Begin the loads of a step. They write their blocks once what the device was given before is over.
+        """Begin the loads of a step.
 
-        vLLM's own work on these blocks may still be queued: it zeroes new blocks, and those who had them before may have a
-        pass to go.
+        They write their blocks once earlier work on the device is over. vLLM's own work on these blocks may still be
+        queued: it zeroes new blocks, and their previous owners may have a pass to go.
         """
         self._idle = plan.idle
         if not plan.loads:
@@ -180,12 +194,12 @@ class WorkerHalf:
             load = self._loads[one.request_id] = _Load(one)
             try:
                 self._begin_load(load, plan.generation, computed)
-            except Exception as error:  # whatever it is, the request must go on
+            except Exception as error:  # Whatever it is, the request must go on.
                 self._arrive(load, 0, error)
 
     def _begin_load(self, load: _Load, generation: str, computed: PreconditionLike) -> None:
         hashes = load.plan.hashes
-        if not hashes:  # of a request whose load could not be planned
+        if not hashes:  # Of a request whose load could not be planned.
             self._arrive(load, 0)
             return
         keys = self._naming.keys(hashes, with_adapter(generation, load.plan.adapter))
@@ -196,22 +210,28 @@ class WorkerHalf:
         load.future.add_done_callback(pinned)
 
     def end_loads(self, plan: StepPlan) -> None:
-        """End the loads of a step that were not begun. Those that were begun end by themselves."""
+        """End the loads of a step that did not begin.
+
+        The others end by themselves.
+        """
         for one in plan.loads:
             if one.request_id not in self._loads:
                 load = self._loads[one.request_id] = _Load(one)
                 self._arrive(load, 0)
 
     def _pinned(self, load: _Load, computed: PreconditionLike, future: from_thread.LookupFuture) -> None:
-        """In the engine's thread: what is to be loaded is pinned, or not there any more."""
+        """Begin a load when its lookup has ended, in the engine's thread.
+
+        The chunks are pinned, or not there any more.
+        """
         try:
             hit = future.result(0)
             for tier, error in hit.unavailable.items():
                 self.counts.trouble(f"loads without {tier}, which is unavailable", error)
-            with hit:  # the load keeps it pinned
+            with hit:  # The load keeps it pinned.
                 destination = self._source.into(load.plan.blocks[: len(hit)])
                 loading = self.engine.begin_load(hit, destination, precondition=computed, timeout=self._load_timeout)
-        except Exception as error:  # whatever it is, the request must go on
+        except Exception as error:  # Whatever it is, the request must go on.
             self._arrive(load, 0, error)
             return
         load.future = loading
@@ -220,7 +240,7 @@ class WorkerHalf:
         loading.add_done_callback(partial(self._loaded, load))
 
     def _loaded(self, load: _Load, future: from_thread.LoadFuture) -> None:
-        """In the engine's thread: a load is over."""
+        """Record the end of a load, in the engine's thread."""
         loaded, error, why = 0, None, ""
         try:
             result = future.result(0)
@@ -228,7 +248,7 @@ class WorkerHalf:
             if result.loaded < len(result.outcomes) and result.outcomes[result.loaded] == GIVEN_UP:
                 why = "given up, since that is sooner"
         except DrainUnproven as unproven:
-            # Told that it is over, vLLM would give the blocks to somebody, and a copy may still write to them.
+            # If it were reported as over, vLLM would give the blocks to somebody, and a copy may still write to them.
             self.counts.trouble("loads without a proven end, whose requests and blocks are withheld", unproven)
             return
         except Exception as raised:
@@ -243,20 +263,26 @@ class WorkerHalf:
             self.counts.trouble("chunks not loaded, and computed instead", why or "damaged, or gone", missing)
 
     def received(self, finished: frozenset[str]) -> set[str]:
-        """The requests whose loads are over, since the last call. Those of finished requests are cancelled first."""
+        """Return the requests whose loads are over, since the last call.
+
+        Loads of finished requests are cancelled first.
+        """
         self.collect(finished)
         received, self._received = self._received, set()
         return received
 
     def results(self, finished: frozenset[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended, and the requests that lack a block."""
+        """Return the requests whose loads have ended, and those lacking blocks."""
         self.collect(finished)
         results = self._received, self._failed_requests
         self._received, self._failed_requests = set(), set()
         return results
 
     def collect(self, finished: frozenset[str]) -> None:
-        """Take in the loads that are over. Where this is cut short by an error, nothing of what it took in is lost."""
+        """Record the loads that are over.
+
+        If an error cuts this short, no result is lost.
+        """
         wait = self._idle and bool(self._loads)
         for request_id in finished:
             load = self._loads.get(request_id)
@@ -266,7 +292,7 @@ class WorkerHalf:
                     load.future.request_cancel()
         while True:
             try:
-                # Nothing is computed in this step: give the threads that load a chance, rather than to turn round at once.
+                # Nothing is computed in this step: give the threads that load a chance, rather than return at once.
                 request_id, loaded = self._arrived.get(timeout=IDLE_WAIT) if wait else self._arrived.get_nowait()
             except queue.Empty:
                 return
@@ -277,7 +303,7 @@ class WorkerHalf:
             try:
                 if not load.given_up:
                     lost = {block for chunk in load.plan.blocks[loaded:] for block in chunk if block is not None}
-                    # First what did not come: vLLM takes for loaded what it is not told of.
+                    # Failed blocks first: vLLM takes blocks that are not reported for loaded.
                     self.failed |= lost
                     if lost:
                         self._failed_requests.add(request_id)
@@ -288,14 +314,14 @@ class WorkerHalf:
             del self._loads[request_id]
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, since the last call."""
+        """Return the blocks that were not loaded, since the last call."""
         failed, self.failed = self.failed, set()
         return failed
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
     def store(self, plan: StepPlan) -> None:
-        """Begin the stores of a step, behind its forward pass."""
+        """Begin the stores of a step, after its forward pass."""
         if not plan.stores:
             return
         computed = self._computed()
@@ -304,14 +330,18 @@ class WorkerHalf:
                 self._store(part, computed, plan.generation)
 
     def _within_budget(self, plan: StorePlan) -> Sequence[StorePlan]:
-        """Split a store that exceeds the engine's budget, which refuses it as a whole."""
+        """Split a store that exceeds the engine's budget.
+
+        The engine would refuse it as a whole.
+        """
         n, most = len(plan.hashes), self.engine.budget_blocks // self._source.pages_per_chunk
         if n <= most:
             return (plan,)
         if not most:
             self._dropped(n)
             return ()
-        # Several parts fill the budget: what is in flight already then displaces the last parts, and not the whole store.
+        # Several parts fill the budget: blocks that are in flight already then displace the last parts, and not the
+        # whole store.
         size = max(1, most // PARTS_OF_BUDGET)
         return [
             attrs.evolve(
@@ -334,7 +364,7 @@ class WorkerHalf:
             self._stores[future] = _Store(future, blocks)
             future.add_done_callback(stored)
         except BaseException as error:
-            self._forget(chunks)  # a copy that is under way does not go well without
+            self._forget(chunks)  # Without its chunks, a running copy fails.
             if future is not None:
                 self._stores.pop(future, None)
                 future.request_cancel()
@@ -345,7 +375,10 @@ class WorkerHalf:
             self.counts.add("chunks offered", len(plan.hashes))
 
     def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:
-        """In the engine's thread, or where it was over at once: a store has ended."""
+        """Record the end of a store.
+
+        In the engine's thread, or in the caller's if it was over at once.
+        """
         try:
             self._forget(chunks)
         finally:
@@ -362,14 +395,17 @@ class WorkerHalf:
         there = [key for key, reason in result.filtered.items() if reason == "present"]
         behind = self._source.behind(chunks, frozenset([*result.completed, *there]))
         if behind is not None:
-            with contextlib.suppress(OffloadError):  # it is not found then, as if it were not there
+            with contextlib.suppress(OffloadError):  # Its absence counts as a miss.
                 self.engine.store(behind, NO_WAIT, tenant=self._tenant)
 
     def _dropped(self, chunks: int) -> None:
         self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", chunks)
 
     def _not_stored(self, why: BaseException | None, chunks: int) -> None:
-        """Count it, and say what to do where there was no room."""
+        """Count chunks that were not stored, and log the reason.
+
+        If there was no room, the log names the knob to raise.
+        """
         full = why is not None and name_of(why) == "full"
         hint = f"; no room: raise {self._room_knob}" if full else ""
         self.counts.trouble("chunks not stored", f"{why or '?'}{hint}", chunks)
@@ -380,21 +416,24 @@ class WorkerHalf:
             self.events.settled(chunks.keys)
 
     def finished(self, finished: frozenset[str]) -> None:
-        """These requests are over: nothing more is stored of them. What is under way goes on."""
+        """Drop the cancel tokens of requests that are over.
+
+        Nothing more is stored of them; running stores go on.
+        """
         for request_id in finished:
             self._tokens.pop(request_id, None)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let what is being stored arrive, for a while, and close the engine."""
+        """Wait a while for running stores, and close the engine."""
         self._close(DRAIN_TIMEOUT)
 
     def _close(self, drain: float) -> None:
         try:
             if drain:
                 self.engine.drain(drain)
-                self.engine.drain(drain)  # what was stored behind the last of it
+                self.engine.drain(drain)  # Markers are stored after the last chunks.
         except OffloadError as error:
             self.counts.trouble("stores that the end of the worker cut off", error)
         try:
@@ -404,9 +443,10 @@ class WorkerHalf:
 
 
 def check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming) -> None:
-    """Send a pattern through a store and a load. If it comes back in another layout, nothing is offloaded.
+    """Send a pattern through a store and a load.
 
-    It has ended when this returns: its use of the device would invalidate a graph that vLLM captures next.
+    If it comes back in another layout, nothing is offloaded. It has ended when this returns: its use of the device
+    would invalidate a graph that vLLM captures next.
 
     Raises:
         DrainUnproven: its end is not certain.
@@ -427,7 +467,7 @@ def check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkN
 
 
 def close_engine(engine: from_thread.Engine) -> None:
-    """Close an engine, and log what keeps it from closing."""
+    """Close an engine; log an error that keeps it from closing."""
     try:
         engine.close()
     except OffloadError as error:
