@@ -1,13 +1,16 @@
-"""The daemon of a host: owns the tiers and pipelines, and serves inference engines in other processes (``offload serve``).
+"""The daemon of a host, which serves inference engines in other processes.
 
-Blocks outlive the engines that stored them. An engine comes by :mod:`offload.client`.
+It owns the tiers and pipelines, and is started with ``offload serve``. Blocks outlive the engines that stored them. An
+engine connects by :mod:`offload.client`.
 
-To read it: ``_messages`` is what both sides say, ``_sessions`` what an engine holds and the order in which it is given back,
-``_memory`` how the memory of engines is read and written, ``_service`` what is done for each message, ``_stores`` for those
-that store, ``_reads`` for those that read, ``_pages`` for pages that engines write themselves, ``_onward`` for
-where these go on to, ``_server`` the tasks around it, ``_events`` what routers are told, ``_command`` the command.
+Where to find things: ``_messages`` are the messages of both sides, ``_sessions`` the state of an engine and the order
+in which it is given back, ``_memory`` reads and writes the memory of engines, ``_service`` handles each message,
+``_stores`` those that store, ``_reads`` those that read, ``_pages`` those about pages that engines write themselves,
+``_onward`` passes such pages on to further tiers, ``_server`` has the tasks, ``_events`` publishes events for routers,
+``_command`` is the command.
 
-What operators say is in ``_admin_messages``, what is done for it in ``_admin``; their commands are ``_operator_commands``.
+The messages of operators are in ``_admin_messages``, their handlers in ``_admin``; their commands are
+``_operator_commands``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,13 @@
-"""The operator's listener of a daemon: its own socket, and a token for everything.
+"""The operator's listener of a daemon, with its own socket and token.
 
     offload drain ----- token, frames (admin.sock) ----->  Admin -> Daemon
 
-Rule 1. A connection that has not shown the token is refused whatever it asks for, and hung up on when it has shown a wrong
-        one. The time of the comparison says nothing of the token.
-Rule 2. A connection has one request under way. What it waits for is cancelled when it is gone, but for a drain: that goes on.
-Rule 3. The engines' listener does not know these messages: there, one costs its sender the session, as any frame that is none.
+Rule 1. A connection that has not shown the token is refused every request, and hung up on when it has shown a wrong
+    one. The comparison takes constant time.
+Rule 2. A connection has one running request. Its wait is cancelled when the connection is gone, except for a drain:
+    that goes on.
+Rule 3. The engines' listener does not know these messages: there, one costs its sender the session, as any invalid
+    frame.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ _KEYS_OF_A_COPY: Final = 4
 _LEAST_TOKEN_BYTES: Final = 16
 _TOKEN: Final = OutputKind("a token of a daemon", b"of-a-daemon-", private=True)
 _LAST_ANSWERS: Final = 1.0
-"""Seconds that the listener stays when a reload ends it: an operator may have asked for that reload."""
+"""Seconds that the listener stays when a reload ends it.
+
+An operator may have asked for that reload.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -79,7 +84,7 @@ _Later: TypeAlias = Callable[[], Awaitable[Answer]]
 
 
 def read_token(path: str) -> bytes:
-    """The token in a file.
+    """Read the token from a file.
 
     Raises:
         offload.ConfigError: it is open to other users, or no token.
@@ -101,7 +106,9 @@ def read_token(path: str) -> bytes:
 
 
 class OwnToken:
-    """A token of this daemon alone, in a file that only its user may read. It begins with a mark of daemons.
+    """A token of this daemon alone, in a private file.
+
+    It begins with a mark of daemons.
 
     Args:
         path: of the file.
@@ -134,7 +141,7 @@ class OwnToken:
 
     def remove(self) -> None:
         """Remove the file, if it is there and has this token."""
-        # One that is left begins as a token of a daemon does, and is replaced at the next start.
+        # A leftover begins with the mark of a daemon's token, and is replaced at the next start.
         with suppress(OSError), open_input(self.path) as file:
             if file.read(len(self.token)) == self.token:
                 os.unlink(self.path)
@@ -142,7 +149,9 @@ class OwnToken:
 
 @contextmanager
 def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
-    """The operator's listener of a daemon whose directory is there, or nothing, as its configuration says.
+    """Open the operator's listener of a daemon, if it is configured.
+
+    The daemon's directory must be there.
 
     Raises:
         offload.ConfigError: the token, or the directory of the socket, cannot be used.
@@ -173,7 +182,7 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
             raise ConfigError("daemon.admin", config.admin, str(exc)) from exc
         with admin:
             if own is not None:
-                own.write()  # only now: another daemon that has the socket keeps its token
+                own.write()  # Only now: another daemon that has the socket keeps its token.
             yield admin
     finally:
         if own is not None:
@@ -184,12 +193,14 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
 
 
 class Admin:
-    """Serves operators. A context manager: its socket is there as long as the block lasts.
+    """Serves operators.
+
+    A context manager: its socket is there as long as the block lasts.
 
     Args:
-        daemon: what they ask about.
+        daemon: the daemon that they manage.
         path: of the socket, in a directory that only this user enters.
-        token: what they show.
+        token: the token that operators must show.
         own: its file, if the daemon has made it.
 
     Attributes:
@@ -226,11 +237,15 @@ class Admin:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of its socket."""
         return f"ipc://{self._channel.path}"
 
     def renew(self) -> list[str]:
-        """Make the socket and the token's file again, as far as they were removed; return their paths."""
+        """Make the socket and the token's file again, if they were removed.
+
+        Returns:
+            Their paths.
+        """
         made = self._channel.renew()
         if self._own is not None and not os.path.lexists(self._own.path):
             self._own.write()
@@ -238,7 +253,7 @@ class Admin:
         return made
 
     async def end(self) -> None:
-        """Let no operator in any more at once, and stop listening once answers to those that are there have left."""
+        """Admit no further operators, and stop listening after the last answers."""
         self.operators.change(secrets.token_bytes())
         if self._own is not None:
             self._own.remove()
@@ -246,7 +261,7 @@ class Admin:
         self._running.cancel()
 
     async def run(self) -> None:
-        """Serve until cancelled, or told to end."""
+        """Serve until cancelled or ended."""
         with self._running:
             await self._serve()
         self._channel.close()
@@ -262,7 +277,10 @@ class Admin:
                         nursery.start_soon(self._answer_later, peer, scope, later)
 
     def handle(self, peer: bytes, frame: bytes) -> tuple[Request, _Later] | None:
-        """Serve one frame. What waits is returned. Never raises for what is in it."""
+        """Serve one frame. Returns work that has to wait.
+
+        Never raises for the content of the frame.
+        """
         try:
             request = decode_admin_request(frame)
         except BadFrame as exc:
@@ -316,7 +334,7 @@ class Admin:
         if scope is not None:
             scope.cancel()
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, request: AdminHello) -> None:
         if not self.operators.show(peer, request.token):

@@ -1,10 +1,11 @@
-"""What an operator and the daemon say to each other, on a listener of its own: one table of messages. Pure.
+"""The messages between an operator and the daemon, in one table. Pure.
 
-Frames are those of :mod:`offload.daemon._messages`, with codes that the engines' listener does not know.
+They have a listener of their own. Frames are those of :mod:`offload.daemon._messages`, with codes that the engines'
+listener does not know.
 
 Rule 1. ``hello`` comes first, with the token. Without it everything else is refused.
 Rule 2. One request at a time on a connection. Every request has one answer: its own, or
-        :class:`~offload.daemon._messages.Refused`; then it has changed nothing.
+    :class:`~offload.daemon._messages.Refused`; then it has changed nothing.
 Rule 3. Everything is bounded, by the types below.
 """
 
@@ -20,7 +21,10 @@ from maru.base.typed_frames import decoded
 from ._messages import MAX_CREDENTIAL_BYTES, MAX_FRAME_BYTES, MAX_NUMBERS, Answer, Done, MessageKind, Refused, Request
 
 MAX_ADMIN_KEYS: Final = 1_024
-"""Keys of one request: an operator looks at a prompt, not at a cache."""
+"""Most keys in one request.
+
+An operator looks at a prompt, not at a cache.
+"""
 
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=4_096)]
@@ -40,15 +44,15 @@ class AdminHello(Request, tag=64, frozen=True):
 
 
 class Admitted(Answer, tag=192, frozen=True):
-    """It is the right one."""
+    """Reply to AdminHello: the token is right."""
 
     version: _Text
-    """Of the package that the daemon runs."""
+    """Version of the package that the daemon runs."""
     pid: _U63
 
 
 class Describe(Request, tag=65, frozen=True):
-    """Ask what daemon this is: its listeners, tiers, sessions and limits."""
+    """Ask for the daemon's listeners, tiers, sessions and limits."""
 
 
 class SessionFacts(msgspec.Struct, frozen=True):
@@ -76,11 +80,11 @@ class TierFacts(msgspec.Struct, frozen=True):
     blocks: int
     held_blocks: int
     breaker: str
-    """The state of its breaker: ``closed`` where all is well."""
+    """State of its breaker: ``closed`` if all is well."""
 
 
 class Described(Answer, tag=193, frozen=True):
-    """What daemon it is."""
+    """Reply to Describe: the daemon's state."""
 
     sections: dict[str, dict[str, Fact]]
     tiers: list[TierFacts]
@@ -88,11 +92,14 @@ class Described(Answer, tag=193, frozen=True):
 
 
 class Inspect(Request, tag=66, frozen=True):
-    """Ask where blocks are, and why they are, or are not, there."""
+    """Ask for the places of blocks, and the reasons.
+
+    A reason explains why a block is there, or is not.
+    """
 
     keys: _Keys
     tenant: _Name = ""
-    """Whose keys these are; empty: they are as they are stored."""
+    """Tenant of the keys; empty: the keys are as stored."""
 
 
 class BlockFacts(msgspec.Struct, frozen=True):
@@ -101,63 +108,69 @@ class BlockFacts(msgspec.Struct, frozen=True):
     cause: str
     """The explanation in a word: ``found``, ``evicted``, ..."""
     text: str
-    """In a sentence."""
+    """The explanation in a sentence."""
     tiers: list[str]
-    """That have it, the fastest first."""
+    """Tiers that have it, the fastest first."""
     unavailable: list[str]
-    """That did not answer."""
+    """Tiers that did not answer."""
 
 
 class Inspected(Answer, tag=194, frozen=True):
-    """Where they are."""
+    """Reply to Inspect: the places of the blocks."""
 
     usable: int
-    """How many leading blocks a lookup would find."""
+    """Number of leading blocks that a lookup would find."""
     blocks: list[BlockFacts]
 
 
 class Drain(Request, tag=67, frozen=True):
-    """End the daemon as SIGTERM does. The answer comes when what was under way has ended, or was dropped."""
+    """End the daemon as SIGTERM does.
+
+    The answer comes when running requests have ended, or were dropped.
+    """
 
 
 class Drained(Answer, tag=195, frozen=True):
-    """It is drained, and about to end."""
+    """Reply to Drain: the daemon is drained, and about to end."""
 
     stores: _U63
-    """That were dropped."""
+    """Dropped stores."""
     others: _U63
-    """Other requests that were."""
+    """Other dropped requests."""
 
 
 class ListQuarantine(Request, tag=68, frozen=True):
-    """Ask for the copies whose end is not proven, and for the keys that are withheld."""
+    """Ask for copies without a proven end, and for withheld keys."""
 
 
 class QuarantinedCopy(msgspec.Struct, frozen=True):
-    """A copy without a proven end. What it touches stays taken."""
+    """A copy without a proven end. Its memory stays taken."""
 
     name: str
     """The pipeline and a number."""
     blocks: int
     keys: list[bytes]
-    """The first of them."""
+    """The first of its keys."""
     reason: str
     seconds: float
-    """Since it was given up."""
+    """Seconds since it was given up."""
 
 
 class Quarantines(Answer, tag=196, frozen=True):
-    """All of them."""
+    """Reply to ListQuarantine: all copies and withheld keys."""
 
     copies: list[QuarantinedCopy]
     withheld: list[bytes]
-    """Keys under which something wrong was found, and that are not served until they are stored anew; the first of them."""
+    """The first withheld keys.
+
+    Wrong content was found under them, and they are not served until they are stored again.
+    """
     withheld_keys: int
-    """How many there are."""
+    """Number of withheld keys."""
 
 
 class ReleaseQuarantine(Request, tag=69, frozen=True):
-    """Release what these copies hold, and serve these withheld keys again."""
+    """Release the memory of copies, and serve withheld keys again."""
 
     copies: _Names
     withheld: _Keys = msgspec.field(default_factory=list)
@@ -168,7 +181,7 @@ class Reload(Request, tag=70, frozen=True):
 
 
 class Reloaded(Answer, tag=198, frozen=True):
-    """They were read."""
+    """Reply to Reload: the settings that were refused."""
 
     refused: list[str]
     """Settings that differ and were not changed: they need a restart."""
@@ -190,7 +203,7 @@ ADMIN_MESSAGES: Final = (
     MessageKind("reload", Reload, Reloaded),
     MessageKind("set_log_level", SetLogLevel, Done),
 )
-"""All messages. The daemon dispatches by it, and the documentation is drawn from it."""
+"""All messages: the daemon's dispatch table, and a source of the documentation."""
 
 ADMIN_NAME_OF: Final[dict[type[Any], str]] = {kind.request: kind.name for kind in ADMIN_MESSAGES}
 
@@ -201,7 +214,7 @@ _answers: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(
 
 
 def decode_admin_request(frame: bytes) -> Request:
-    """A request.
+    """Decode a request.
 
     Raises:
         BadFrame: it is none.
@@ -211,7 +224,7 @@ def decode_admin_request(frame: bytes) -> Request:
 
 
 def decode_admin_answer(frame: bytes) -> Answer:
-    """An answer.
+    """Decode an answer.
 
     Raises:
         BadFrame: it is none.

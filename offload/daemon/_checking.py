@@ -1,11 +1,14 @@
-"""Makes what the settings of a daemon name, without starting it, and lets go of it again: ``--check``, and before a reload.
+"""The check of a daemon's settings, which does not start it.
 
-Nothing that holds blocks is opened: a file tier would sweep its directory, and shrink it.
+It makes the configured objects.
 
-Rule 1. What is wrong is a :class:`~offload.ConfigError` that names the setting; a package that is not installed is the
-        environment's fault, with the name of the extra.
-Rule 2. A daemon that runs in this directory has its ports and directories itself: they are not tried then. What it has made
-        already is not made a second time.
+It drops them again, for ``--check`` and before a reload. Nothing that holds blocks is opened: a file tier would sweep
+its directory, and shrink it.
+
+Rule 1. A wrong setting is a :class:`~offload.ConfigError` that names it; a package that is not installed is the
+    environment's fault, with the name of the extra.
+Rule 2. A daemon that runs in this directory has its ports and directories itself: they are not tried then. Objects that
+    it has already made are not made a second time.
 """
 
 from __future__ import annotations
@@ -42,21 +45,21 @@ from ._settings import Settings, maru_config
 
 _OWN_NAMES: Final = (LOCK_NAME, CHANNEL_NAME, HANDOVER_NAME, STATUS_NAME, EVENTS_NAME, ANSWERS_NAME)
 _LARGEST_FIRST: Final = 4_096
-"""Bytes of a block, where only the first cache says it."""
+"""Bytes of a block, if only the first cache determines them."""
 
 
 def check_settings(
     settings: Settings, *, running: Settings | None = None, tiers: Mapping[str, ReadableTier] | None = None
 ) -> None:
-    """Make what the settings name, without entering it, and drop it again. For any thread.
+    """Make the configured objects without entering them, and drop them. Thread-safe.
 
     Args:
         settings: to check.
-        running: those of the daemon that runs here, which are not made again.
+        running: those of the daemon that runs here, whose objects are not made again.
         tiers: of that daemon, if they are open.
 
     Raises:
-        offload.ConfigError: a directory, a port, a tenant, an instrument, a tier or a policy cannot be what it is said to be.
+        offload.ConfigError: a directory, a port, a tenant, an instrument, a tier or a policy is invalid.
         ImportError: a package is not installed; the text names the extra.
     """
     config = settings.daemon
@@ -78,10 +81,10 @@ def check_settings(
 
 
 def _check_places(settings: Settings) -> None:
-    """Raise unless the directories, their sockets and the file of the recorder can be made."""
+    """Raise unless directories, sockets and the recorder's file can be made."""
     config = settings.daemon
     _check_directory("daemon.runtime_dir", config.runtime_dir)
-    if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # else it is made in one of our own
+    if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # Otherwise it is made in a directory of our own.
         _check_directory("daemon.runtime_dir", settings.maru_directory)
     if settings.pinned_pool is not None:
         _check_directory("pinned_pool.runtime_dir", settings.pinned_pool.runtime_dir)
@@ -97,7 +100,10 @@ def _check_places(settings: Settings) -> None:
 
 
 def _check_sockets(settings: Settings) -> None:
-    """Raise unless the sockets of other libraries have names that are short enough; our own have a way around the bound."""
+    """Raise unless other libraries' sockets have short enough names.
+
+    Our own sockets have a way around the bound.
+    """
     config, directory = settings.daemon, os.path.realpath(settings.daemon.runtime_dir)
     names = [
         *([f"{directory}/{STATUS_NAME}"] if config.status == "ipc" else []),
@@ -121,7 +127,12 @@ def _check_sockets(settings: Settings) -> None:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raise if two settings name one path, or the token of operators would replace another file."""
+    """Raise if two settings name one path.
+
+    It raises as well if the token's file is a foreign one.
+
+    The token of operators must not replace another file.
+    """
     config, directory = settings.daemon, settings.daemon.runtime_dir
     operators = config.admin_path(directory)
     named: list[tuple[str, str]] = [
@@ -157,9 +168,12 @@ def _check_directory(knob: str, path: str) -> None:
 
 
 def _check_addresses(settings: Settings) -> None:
-    """Raise unless this process could listen at all of the addresses, and has the packages for it."""
+    """Raise unless this process can listen at all addresses.
+
+    It must also have the packages for it.
+    """
     config = settings.daemon
-    with ExitStack() as listening:  # until all are tried: two may be the same
+    with ExitStack() as listening:  # Until all are tried: two may be the same.
         if config.status:
             from ..status import serve_status as serve_status  # raises without the packages of its extra
 
@@ -182,7 +196,7 @@ def _listen(listening: ExitStack, knob: str, address: str) -> None:
             probe = listening.enter_context(socket.socket(family, kind, protocol))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
             if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # beside that of IPv4
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # next to that of IPv4
             probe.bind(place)
             probe.listen()
     except OSError as exc:
@@ -197,7 +211,10 @@ def _check_tiers(
     *,
     served: bool,
 ) -> None:
-    """Make the tiers that the running daemon does not have, then the routes between them, with their policies."""
+    """Make the tiers that the running daemon lacks, then all routes.
+
+    The routes are made with their policies.
+    """
     if before is not None and engine.tiers == before.tiers and engine.routes == before.routes:
         return
     with ExitStack() as stack:
@@ -214,7 +231,7 @@ def _check_tiers(
                 except PlaceInUse:
                     if not served:
                         raise
-                    continue  # by the daemon that runs
+                    continue  # Used by the daemon that runs.
                 stack.enter_context(closing(tiers[name]))
         if len(tiers) < len(engine.tiers):
             return
@@ -225,7 +242,7 @@ def _check_tiers(
 
 
 def _without_blocks(tier: TierLike, scratch: str, served: bool) -> TierLike:
-    """The same tier over an empty directory, or over memory that is not touched.
+    """Return the tier with an empty directory, or memory not touched.
 
     Raises:
         StrayPath: its own directory cannot be used.
@@ -235,7 +252,7 @@ def _without_blocks(tier: TierLike, scratch: str, served: bool) -> TierLike:
         return tier
     try:
         kind, parameters = read_spec(tier)
-    except ValueError:  # raised again when it is made, with its position in the file
+    except ValueError:  # Raised again when it is made, with its position in the file.
         return tier
     if kind == "memory":
         if isinstance(parameters.get("populate", True), bool):
@@ -258,7 +275,10 @@ def _described(tier: TierLike) -> Any:
 
 @contextmanager
 def _naming(knob: str, value: object) -> Iterator[None]:
-    """Raise whatever making a thing raised as an error that names its setting; a package that is missing as it is."""
+    """Raise the body's error as an error that names its setting.
+
+    A missing package is raised as it is.
+    """
     try:
         yield
     except ConfigError:
@@ -271,7 +291,7 @@ def _naming(knob: str, value: object) -> Iterator[None]:
 
 
 def _is_served(directory: str) -> bool:
-    """Whether a daemon runs in this directory."""
+    """Return whether a daemon runs in this directory."""
     try:
         lock = os.open(f"{directory}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

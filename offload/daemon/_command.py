@@ -1,7 +1,8 @@
-"""The command ``offload serve``: settings from a file, the environment and options; one ready line; an end with a code.
+"""The command ``offload serve``.
 
-SIGTERM and SIGINT drain, for ``drain_timeout``. The exit code is 0 if nothing was dropped, and else says what was:
-5 stores, 6 other requests, 7 both. SIGHUP reads the settings again. What is needed to serve is imported when the settings are
+It takes settings from a file, the environment and options, prints one ready line, and ends with a code. SIGTERM and
+SIGINT drain, for ``drain_timeout``. The exit code is 0 if nothing was dropped; otherwise 5 for stores, 6 for other
+requests, 7 for both. SIGHUP reads the settings again. Modules for serving are imported when the settings have been
 read, and torch only when a cache of torch tensors is registered.
 """
 
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from ._server import Daemon
 
 _LAST_RESORT: Final = 0.4
-"""Seconds after ``drain_timeout`` until the process ends, whatever is still under way: a copy may hang in the kernel."""
+"""Seconds after ``drain_timeout`` until the process ends in any case.
+
+A copy may hang in the kernel.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -80,10 +84,10 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status."""
     import gc
 
-    # What is imported until the daemon is ready stays: looking through it for garbage costs a tenth of the start.
+    # Modules imported until the daemon is ready stay: searching them for garbage costs a tenth of the start.
     gc.disable()
     import trio
 
@@ -147,7 +151,7 @@ async def _serve(settings: Settings) -> Dropped:
 
 
 async def _until_the_end(running: _Running, signals: AsyncIterator[int]) -> str:
-    """Heed SIGHUP until a signal, or an operator, asks for the end. Which of them."""
+    """Heed SIGHUP until the end. Returns the signal or operator that asked."""
     import trio
 
     async with trio.open_nursery() as nursery:
@@ -167,18 +171,20 @@ async def _until_the_end(running: _Running, signals: AsyncIterator[int]) -> str:
 
 @attrs.define
 class _Running:
-    """A daemon that runs, and the settings that it has now."""
+    """A daemon that runs, and its current settings."""
 
     daemon: Daemon
     settings: Settings
     _turn: trio.Lock
-    """Held by the reload that is under way."""
+    """Held by the running reload."""
 
     async def reload(self) -> list[str]:
-        """Take over what may change; everything else is named, and left as it is.
+        """Apply the settings that may change; return the names of others.
+
+        Those are left as they are.
 
         Raises:
-            offload.ConfigError: the settings cannot be read, or name what cannot be. Nothing was changed.
+            offload.ConfigError: the settings cannot be read, or are invalid. Nothing was changed.
             ImportError: they need a package that is not installed.
             OSError: they cannot be read.
         """
@@ -197,7 +203,7 @@ class _Running:
         try:
             fresh = read_settings(before.path, before.options)
             check = partial(check_settings, fresh, running=before, tiers=tiers)
-            await run_in_thread(check, abandon_on_cancel=True)  # engines are served while tiers are made
+            await run_in_thread(check, abandon_on_cancel=True)  # Engines are served while tiers are made.
             engine = keep_unreloadable_of_engine(before.engine, fresh.engine)
             daemon.reload(keep_unreloadable(before.daemon, fresh.daemon), engine)
         finally:
@@ -211,20 +217,20 @@ class _Running:
         return refused
 
     async def reload_for_signal(self) -> None:
-        """The same, where no answer is waited for: a failure is logged."""
+        """Reload the settings, and log a failure: nobody waits for an answer."""
         try:
             await self.reload()
         except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
-        except Exception:  # of a tier or a policy that is named now; what runs goes on
+        except Exception:  # From a newly configured tier or policy; the daemon goes on.
             _log.exception("SIGHUP: the settings could not be taken over")
 
 
 def _end_at_last(seconds: float) -> None:
-    """End the process then, if it has not ended."""
+    """End the process after ``seconds``, if it has not ended by then."""
 
     def end() -> None:
-        with contextlib.suppress(OSError):  # a standard error that is closed, or full, is no reason to stay
+        with contextlib.suppress(OSError):  # A standard error that is closed, or full, is no reason to stay.
             write_all(2, b"offload serve: a copy has not come to its end; leaving it\n")
         os._exit(ExitCode.DROPPED + 2)
 
@@ -234,7 +240,7 @@ def _end_at_last(seconds: float) -> None:
 
 
 def ready_line(daemon: Daemon) -> str:
-    """Where it listens, and how long it took."""
+    """Return the ready line: the addresses, and the time of the start."""
     return (
         f"offload serve is ready at {daemon.url} (epoch {daemon.epoch:016x}, after {age():.3f} s, pid {os.getpid()}"
         f"{''.join(f', status at {bind}' for bind in daemon.status_at)}"

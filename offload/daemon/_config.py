@@ -1,9 +1,10 @@
-"""Every setting of a daemon: its default, its bound, and the reason for both. Pure, except for reading files.
+"""The settings of a daemon: defaults, bounds, and the reasons for them.
 
-A daemon's file has two tables: ``[daemon]``, which is declared here, and ``[engine]``, its tiers and routes
-(:mod:`offload._engine.config`). A third, ``[pinned_pool]``, is that of a server which the daemon may host. Without tiers
-there, it has two: host memory, and pages of a Maru server, which it embeds unless ``maru_server_url`` names one. The options
-of the command, ``OFFLOAD_DAEMON__...`` and the file set the same: the first one wins.
+Pure, except for reading files. A daemon's file has two tables: ``[daemon]``, which is declared here, and ``[engine]``,
+its tiers and routes (:mod:`offload._engine.config`). A third, ``[pinned_pool]``, is that of a server which the daemon
+may host. Without tiers there, it has two: host memory, and pages of a Maru server, which it embeds unless
+``maru_server_url`` names one. The options of the command, ``OFFLOAD_DAEMON__...`` and the file set the same: the first
+one wins.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class bodies make fields
@@ -34,17 +35,20 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 SECTION: Final = "daemon"
 POOL_SECTION: Final = "pinned_pool"
 CHANNEL_NAME: Final = "daemon.sock"
-"""In the runtime directory: where engines come."""
+"""Socket of the engines, in the runtime directory."""
 HANDOVER_NAME: Final = "memory.sock"
-"""Where they hand their memory over."""
+"""Socket that takes descriptors of engines' memory."""
 ADMIN_NAME: Final = "admin.sock"
-"""Where operators come."""
+"""Socket of operators."""
 STATUS_NAME: Final = "status.sock"
-"""Where the status page is served, with ``status = "ipc"``."""
+"""Socket of the status page, with ``status = "ipc"``."""
 ADMISSION: Final = 10.0
-"""Seconds of silence until which an engine must have begun a session, and an operator shown the token."""
+"""Seconds of silence before a connection must have been admitted.
+
+Until then an engine must have begun a session, and an operator shown the token.
+"""
 MARU_NAME: Final = "maru"
-"""The directory of the embedded Maru server's sockets."""
+"""Directory of the embedded Maru server's sockets."""
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -64,7 +68,10 @@ def _as_number(value: Any) -> Any:
 @_knob.checks_names
 @attrs.frozen
 class DaemonConfig:
-    """The settings of a daemon. The reason for each bound and default is in :func:`daemon_knobs`."""
+    """The settings of a daemon.
+
+    The reason for each bound and default is in :func:`daemon_knobs`.
+    """
 
     runtime_dir: str = _knob.text(
         "",
@@ -208,50 +215,62 @@ class DaemonConfig:
             raise ConfigError("daemon.kv_events", self.kv_events, "must be ipc, unless kv_events_insecure is set")
 
     def admin_path(self, directory: str) -> str:
-        """The socket of operators, where ``directory`` is that of the sockets; empty: there is none."""
+        """Return the path of the operators' socket; empty: there is none.
+
+        ``directory`` is that of the sockets.
+        """
         if self.admin == "off" or (self.admin == "auto" and self.tenants_file and not self.admin_token_file):
             return ""
         return self.admin.removeprefix("ipc://") if self.admin.startswith("ipc://") else f"{directory}/{ADMIN_NAME}"
 
     def token_path(self, directory: str) -> str:
-        """Return the path of the token of operators; without ``admin_token_file``, next to their socket."""
+        """Return the path of the operators' token.
+
+        Without ``admin_token_file`` it is next to their socket.
+        """
         return self.admin_token_file or f"{self.admin_path(directory).removesuffix('.sock')}.token"
 
     @property
     def status_address(self) -> str:
-        """Where a terminal looks for the status page: that of ``ipc`` where no other is set."""
+        """Address of the status page for a terminal.
+
+        It is that of ``ipc`` if no other is set.
+        """
         if self.status in ("", "ipc"):
             return f"unix:{os.path.realpath(self.runtime_dir)}/{STATUS_NAME}"
         return f"http://{self.status}"
 
     @property
     def limits(self) -> Limits:
-        """The bounds of what engines may have."""
+        """The limits on engines."""
         return Limits(sessions=self.max_sessions, lease=self.lease)
 
 
 RELOADED: Final = frozenset({"log_level", "lease", "tenants_file", "drain_timeout", "admin_token_file"})
-"""Settings of ``[daemon]`` that SIGHUP reads again; all others there need a restart. Of ``[engine]`` it takes over thresholds:
-:func:`offload.daemon._settings.keep_unreloadable_of_engine`."""
+"""Settings of ``[daemon]`` that SIGHUP reads again.
+
+All others there need a restart. Of ``[engine]`` it changes thresholds:
+:func:`offload.daemon._settings.keep_unreloadable_of_engine`.
+"""
 
 
 def default_directory() -> str:
-    """Where a daemon of this user makes its sockets, and where its engines look for them."""
+    """Return the directory of this user's daemon, for it and its engines."""
     return f"{'/dev/shm' if os.access('/dev/shm', os.W_OK) else '/tmp'}/offload-daemon-{os.geteuid()}"
 
 
 def default_url() -> str:
-    """Where engines look for the daemon of this user."""
+    """Return the URL of this user's daemon, for its engines."""
     return f"ipc://{default_directory()}/{CHANNEL_NAME}"
 
 
 def daemon_knobs() -> tuple[Knob, ...]:
-    """Every setting, in the order of declaration."""
+    """Return every setting, in the order of declaration."""
     return tuple(_knob.of(DaemonConfig, SECTION))
 
 
 def read_document(path: str) -> Document:
-    """A daemon's file; without a path, an empty one.
+    """Read a daemon's file; an empty document without a path.
 
     Raises:
         offload.ConfigError: not TOML.
@@ -266,12 +285,12 @@ def daemon_config(
     environ: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, object]] | None = None,
 ) -> DaemonConfig:
-    """The ``[daemon]`` table, the environment and options; the last one wins.
+    """Merge the ``[daemon]`` table, the environment and options; the last wins.
 
     Args:
         document: the file.
         environ: the environment; by default that of this process.
-        options: by the name of the knob (``daemon.lease``), what to call it in an error (``--lease``) and its value.
+        options: by the name of the knob (``daemon.lease``), its name in an error (``--lease``) and its value.
 
     Raises:
         offload.ConfigError: an unknown name, or a value out of its bound.
@@ -285,12 +304,14 @@ def daemon_config(
 def engine_config(
     document: Document, daemon: DaemonConfig, embedded_url: str, *, environ: Mapping[str, str] | None = None
 ) -> EngineConfig:
-    """The ``[engine]`` table and the environment; the two default tiers where it names none.
+    """Merge the ``[engine]`` table and the environment.
+
+    It has the two default tiers if none are named.
 
     Args:
         document: the file.
         daemon: the settings of the daemon.
-        embedded_url: where the embedded Maru server listens.
+        embedded_url: URL of the embedded Maru server.
         environ: the environment; by default that of this process.
 
     Raises:
@@ -322,11 +343,12 @@ def engine_config(
 
 
 def _for_a_daemon(pipeline: PipelineConfig, document: Document, environ: Mapping[str, str] | None) -> PipelineConfig:
-    """Three defaults that are others than an engine's, where neither the file nor the environment says them.
+    """Set three pipeline defaults for a daemon, unless they are configured.
 
-    A cache that outlives its engines is full most of the time: it evicts. Engines have put their blocks into batches before
-    they come here: waiting for more would only be late. And no engine waits for the way into a page store, but while that is
-    opening, or on a busy host, its answer takes longer: what it is not asked in time is not stored there.
+    A cache that outlives its engines is full most of the time: it evicts. Engines have put their blocks into batches
+    before they come here: waiting for more would only be late. And no engine waits for the way into a page store, but
+    while that is opening, or on a busy host, its answer takes longer: blocks that it is not asked about in time are not
+    stored there.
     """
     said = document.parse().get("engine", {}).get("pipeline", {})
     environ = os.environ if environ is None else environ
@@ -344,7 +366,10 @@ def _for_a_daemon(pipeline: PipelineConfig, document: Document, environ: Mapping
 
 
 def embeds_maru(document: Document, daemon: DaemonConfig) -> bool:
-    """Whether the daemon runs a Maru server of its own: no tiers are named, and no server."""
+    """Return whether the daemon runs its own Maru server.
+
+    It does if neither tiers nor a server are named.
+    """
     tiers = document.parse().get("engine", {}).get("tiers")
     return not tiers and not daemon.maru_server_url and bool(daemon.maru_pool_size_gb)
 
@@ -352,7 +377,9 @@ def embeds_maru(document: Document, daemon: DaemonConfig) -> bool:
 def pool_config(
     document: Document, daemon: DaemonConfig, *, environ: Mapping[str, str] | None = None
 ) -> PinnedPoolConfig | None:
-    """The ``[pinned_pool]`` table and the environment; ``None`` where no pool is served.
+    """Merge the ``[pinned_pool]`` table and the environment.
+
+    ``None`` if no pool is served.
 
     Raises:
         offload.ConfigError: an unknown name, or a value out of its bound.
@@ -369,7 +396,7 @@ def pool_config(
 
 
 def read_tenants(path: str) -> Tenants:
-    """The tenants of a file; none without a path.
+    """Read the tenants of a file; none without a path.
 
     Raises:
         offload.ConfigError: it is open to other users, or is no such file.
@@ -383,10 +410,10 @@ def read_tenants(path: str) -> Tenants:
 
 
 def tenants_of(document: Document, path: str) -> Tenants:
-    """The tenants in what a tenants' file says.
+    """Parse the tenants in a tenants' file.
 
     Raises:
-        offload.ConfigError: it says none, or one that cannot be.
+        offload.ConfigError: it has none, or an invalid one.
     """
     table = document.parse().get("tenants", {})
     tenants = [_tenant(path, name, value) for name, value in table.items()] if isinstance(table, Mapping) else []
@@ -406,7 +433,10 @@ _TENANT: Final = (
 
 
 def _tenant(path: str, name: str, value: object) -> tuple[str, str, int | None]:
-    """Name, credential, and quota of one tenant. No error shows what may be a credential."""
+    """Return name, credential and quota of one tenant.
+
+    No error shows a value that may be a credential.
+    """
     if not 0 < len(name) <= 256:
         raise ConfigError("daemon.tenants_file", path, f"a tenant's name of {len(name)} characters: must be 1 to 256")
     table = value if isinstance(value, Mapping) else {"credential": value}

@@ -1,17 +1,19 @@
-"""Memory of a CUDA device that another process has allocated, by its IPC handle: both sides.
+"""Memory of a CUDA device that another process owns, by IPC handle.
 
-The engine names the allocation that a tensor lies in, and where in it. The daemon opens the allocation, and has the device copy
-between its blocks and pages (:mod:`backends.base.copier`). Both call the driver, so a daemon needs no torch.
+This module has both sides. The engine names the allocation that a tensor lies in, and its offset there. The daemon
+opens the allocation, and has the device copy between its blocks and pages (:mod:`backends.base.copier`). Both call the
+driver, so a daemon needs no torch.
 
-Rule 1. A registration opens each of its allocations once, however many tensors lie in it; the driver counts the openings of all
-        registrations. They are closed with the last reference to the memory, like all memory of an engine (:mod:`._memory`): in
-        a thread, since that reference may go anywhere.
-Rule 2. The engine must not free the allocation while its cache is registered: what a copy then reads or writes is undefined. If
-        its process ends, the driver keeps the memory until the daemon has closed it.
+Rule 1. A registration opens each of its allocations once, however many tensors lie in it; the driver counts the
+    openings of all registrations. They are closed with the last reference to the memory, like all memory of an engine
+    (:mod:`._memory`): in a thread, since that reference may go anywhere.
+Rule 2. The engine must not free the allocation while its cache is registered: otherwise the content of a copy is
+    undefined. If its process ends, the driver keeps the memory until the daemon has closed it.
 Rule 3. An engine's claims about an allocation are checked against the driver's.
-Rule 4. An allocation is a multiple of 2 MiB. The driver may put smaller ones into one block of memory, and shares all of that.
-Rule 5. An error that ends the context of a device, or leaves the end of a copy unproven, loses the device for this process. Its
-        memory is refused from then on, so that engines copy through host memory.
+Rule 4. An allocation is a multiple of 2 MiB. The driver may put smaller ones into one block of memory, and shares all
+    of that.
+Rule 5. An error that ends the context of a device, or leaves the end of a copy unproven, loses the device for this
+    process. Its memory is refused from then on, so that engines copy through host memory.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ from ._layout import BadLayout, CacheLayout
 from ._messages import CudaMemory, Refusal, TensorLayout
 
 _WHOLE: Final = 2 << 20
-"""Divisor of the bytes of an allocation that is shared: rule 4 (CUDA C++ Programming Guide, Interprocess Communication)."""
+"""Divisor of the size of a shared allocation, in bytes: rule 4.
+
+See CUDA C++ Programming Guide, Interprocess Communication.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -54,11 +59,11 @@ def _uuid_of(driver: Driver, device: int) -> str:
 
 
 class CannotShare(Exception):
-    """Another process cannot open the memory of a cache."""
+    """The memory of a cache cannot be opened by another process."""
 
 
 def describe_cuda(tensors: Sequence[TensorMemory], axes: Sequence[int]) -> tuple[list[TensorLayout], list[CudaMemory]]:
-    """Describe the tensors of a cache, and share the allocations that they lie in.
+    """Describe a cache's tensors, and share the allocations they lie in.
 
     Blocking. Attaches the calling thread to their device.
 
@@ -98,14 +103,16 @@ def describe_cuda(tensors: Sequence[TensorMemory], axes: Sequence[int]) -> tuple
 
 
 class Devices:
-    """The CUDA devices of a daemon: memory of engines that is open there, and devices that are lost. For any thread.
+    """The CUDA devices of a daemon. Thread-safe.
+
+    It has the open memory of engines, and the lost devices.
 
     Args:
         on_lost: called with the UUID of a device when it is lost, in any thread. Must not raise.
 
     Attributes:
         lost: causes, by the UUIDs of lost devices.
-        openings: counts what is open.
+        openings: counts the open allocations.
     """
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
@@ -125,11 +132,13 @@ class Devices:
             )
 
     def open(self, memories: Sequence[CudaMemory]) -> list[DeviceMemory]:
-        """Open the memories of one cache. Blocking; attaches the calling thread to their device.
+        """Open the memories of one cache.
+
+        Blocking; attaches the calling thread to their device.
 
         Raises:
             BadLayout: they are on several devices, or not within their allocations.
-            Refusal: this process cannot use them; the text says why.
+            Refusal: this process cannot use them; the text has the reason.
             OSError: no thread can be started.
         """
         device = memories[0].device
@@ -164,7 +173,7 @@ class Devices:
 
     @contextmanager
     def watch(self, device: str) -> Iterator[None]:
-        """Note an error of the body that loses a device: rule 5."""
+        """Record an error of the body that loses a device: rule 5."""
         try:
             yield
         except (CudaError, DeviceLost, Unproven) as error:
@@ -175,7 +184,7 @@ class Devices:
 
 
 def _check_numpy() -> None:
-    """Raise if the copies of devices cannot be listed."""
+    """Raise if numpy, which lists the copies of devices, is missing."""
     try:
         import numpy  # noqa: F401
     except ImportError:
@@ -191,18 +200,19 @@ def _number_of(driver: Driver, uuid: str) -> int:
     raise Refusal("unavailable", f"this process sees no device {uuid}: give the daemon the devices of its engines")
 
 
-# --- what is open -------------------------------------------------------------------------------------------------------
+# --- open allocations
+# --------------------------------------------------------------------------------------------------
 
 
 class Openings:
-    """Counts the allocations of engines that are open in this process, and closes them. For any thread.
+    """Counts the open allocations of engines, and closes them. Thread-safe.
 
-    One thread closes them, while there are any: a finalizer runs in any thread and in the middle of anything, so that it only
-    puts them into a queue.
+    One thread closes them, while there are any: a finalizer runs in any thread and in the middle of anything, so that
+    it only puts them into a queue.
 
     Attributes:
-        count: how many are open.
-        failed_closes: how often one could not be closed. It is tried again with the next ones.
+        count: number of open allocations.
+        failed_closes: number of failed closes. They are tried again with the next ones.
     """
 
     def __init__(self) -> None:
@@ -214,7 +224,9 @@ class Openings:
         self._left: list[_Opening] = []
 
     def begin(self, driver: Driver, number: int) -> Opened:
-        """Return what opens allocations, for a thread that is attached to this device. Its end closes them.
+        """Return an opener of allocations, for a thread attached to this device.
+
+        The allocations are closed with it.
 
         Raises:
             OSError: no thread can be started.
@@ -258,7 +270,7 @@ class Openings:
 
 @attrs.frozen
 class _Opening:
-    """One allocation that is open."""
+    """One open allocation."""
 
     driver: Driver
     device: int
@@ -277,7 +289,7 @@ class Opened:
     _by_handle: dict[bytes, int] = attrs.field(factory=dict)
 
     def open(self, handle: bytes) -> int:
-        """Open an allocation, or find it if that was done. Returns its address."""
+        """Open an allocation, or find it if open. Returns its address."""
         if handle not in self._by_handle:
             address = self._by_handle[handle] = self._driver.open(handle)
             self._all.append(_Opening(self._driver, self.device, address))
@@ -300,7 +312,7 @@ class DeviceMemory:
     size: int
 
     def storage(self, layout: CacheLayout, memories: Sequence[DeviceMemory]) -> Storage:
-        """See :class:`~offload.daemon._memory.EngineMemory`.
+        """Return the blocks of a cache; see :class:`~offload.daemon._memory.EngineMemory`.
 
         Raises:
             BadLayout: pieces of its tensors share memory.
@@ -322,7 +334,7 @@ class DeviceCache:
     """The blocks of a cache on a device.
 
     Args:
-        devices: are told if the device is lost.
+        devices: notified if the device is lost.
         device: the UUID of the device.
         blocks: copies them.
     """
@@ -330,17 +342,20 @@ class DeviceCache:
     def __init__(self, devices: Devices, device: str, blocks: DeviceBlocks) -> None:
         self.device: str = device
         self.on_device: bool = True
-        """See :class:`~backends.abc.Destination`."""
+        """Whether the cache is on a device; see :class:`~backends.abc.Destination`."""
         self.block_bytes: int = blocks.block_bytes
         self._devices = devices
         self._blocks: DeviceBlocks | None = blocks
 
     def let_go(self) -> None:
-        """Refer to the memory no more: it is closed at once, or when the last copy that is under way is over."""
+        """Drop the reference to the memory.
+
+        It is closed at once, or when the last running copy is over.
+        """
         self._blocks = None
 
     def pages(self, slots: Sequence[int]) -> None:
-        """``None``: blocks are not in host memory."""
+        """Return ``None``: blocks are not in host memory."""
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy blocks to the pages, and wait for the end.
@@ -363,7 +378,10 @@ class DeviceCache:
             raise OSError(f"not written to device {self.device}: {why}")
 
     def _copy(self, call: Callable[[DeviceBlocks], None]) -> str:
-        """Have the device copy. Returns why it did not: an error would keep frames, and in them the memory."""
+        """Have the device copy. Returns the reason for a failure.
+
+        An error would keep frames, and in them the memory.
+        """
         blocks = self._blocks
         if blocks is None:
             return "its engine is gone"

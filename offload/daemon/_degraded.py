@@ -1,7 +1,7 @@
-"""Looks for degradations of a daemon every second, and keeps what was found for all faces: log, page, metrics, operators.
+"""The watch for degradations of a daemon, which looks every second.
 
-:mod:`offload._health.degradations` decides; here are the facts and the log. A degradation is logged when it begins and when it
-ends.
+It keeps the results for the log, the status page, metrics and operators. :mod:`offload._health.degradations` decides;
+here are the facts and the log. A degradation is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ if TYPE_CHECKING:
     from .._engine import Engine
 
 INTERVAL: Final = 1.0
-"""Seconds between two looks: one costs 0.1 ms, most of it the switch to a thread."""
+"""Seconds between two looks.
+
+One costs 0.1 ms, most of it the switch to a thread.
+"""
 _PATIENCE: Final = 2.0
-"""Seconds for the file systems to answer. One that hangs is left to the breaker of its tier."""
+"""Seconds for the file systems to answer.
+
+One that hangs is left to the breaker of its tier.
+"""
 _LEAST_BLOCKS: Final = 4
-"""Blocks that have to find room, for a tier not to count as standing before a full disk."""
+"""Blocks that must find room on a tier's disk.
+
+Otherwise the disk counts as full.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -53,14 +62,18 @@ class Degradations:
     _files: tuple[str, ...] = ()
     """Paths that have to stay."""
     _is_looking: bool = False
-    """Whether a thread is still looking: a file system may hang, and one thread is enough to find out."""
+    """Whether a thread is still looking.
+
+    A file system may hang, and one thread is enough to find out.
+    """
     _failed: bool = False
     """Whether the last look failed."""
 
     def keep(self, *paths: str) -> None:
-        """Note files that the daemon has made and needs.
+        """Set the files that the daemon has made and needs.
 
-        That one is there is enough: a server whose lock another one has ends, and one whose socket was removed makes it again.
+        Their existence is enough: a server whose lock another one has ends, and one whose socket was removed makes it
+        again.
         """
         self._files = paths
 
@@ -70,11 +83,11 @@ class Degradations:
         return list(self._watch.current.values())
 
     def texts(self) -> dict[str, str]:
-        """Sentences of those, by name and subject."""
+        """Return the sentences of current degradations, by name and subject."""
         return {one.key: one.text for one in self.now}
 
     def counters(self) -> Mapping[str, float]:
-        """How many there are, by name."""
+        """Return the number of degradations, by name."""
         return {f"degraded.{name}": count for name, count in self._watch.counts().items()}
 
     async def run(self) -> None:
@@ -82,7 +95,7 @@ class Degradations:
         while True:
             try:
                 await self.look()
-            except Exception as exc:  # of a tier: all engines need the daemon to go on
+            except Exception as exc:  # From a tier: all engines need the daemon to go on.
                 _log.log(logging.DEBUG if self._failed else logging.ERROR, "cannot look for degradations: %r", exc)
                 self._failed = True
             else:
@@ -90,7 +103,7 @@ class Degradations:
             await trio.sleep(INTERVAL)
 
     async def look(self) -> None:
-        """Look once. Cancelled, nothing has changed."""
+        """Look once. Nothing has changed when it is cancelled."""
         facts = await self._facts()
         began, ended = self._watch.look(facts, trio.current_time())
         for one in began:
@@ -137,7 +150,7 @@ class Degradations:
         with trio.move_on_after(_PATIENCE):
             try:
                 room, descriptors, unlinked = await run_in_thread(self._look_around, rooms)
-            except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
+            except (OSError, RuntimeError):  # No descriptor, or no thread, to find out with.
                 return attrs.evolve(facts, descriptors=find_descriptors())
             return attrs.evolve(facts, rooms=room, descriptors=descriptors, unlinked=unlinked)
         return facts
@@ -145,7 +158,7 @@ class Degradations:
     def _look_around(
         self, rooms: Mapping[str, tuple[str, int]]
     ) -> tuple[dict[str, RoomFact], tuple[int, int], tuple[str, ...]]:
-        """Ask the file systems; in a thread, since one may hang."""
+        """Ask the file systems, in a thread, since one may hang."""
         self._is_looking = (
             True  # here: a look that is cancelled before the thread has begun must not end all later ones
         )
@@ -154,7 +167,7 @@ class Degradations:
             for name, (path, needed) in rooms.items():
                 try:
                     system = os.statvfs(path)
-                except OSError:  # it is gone, or its disk: its tier says so; others are looked at
+                except OSError:  # It is gone, or its disk, which its tier reports; others are looked at.
                     continue
                 found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
             unlinked = tuple([path for path in self._files if not os.path.lexists(path)])

@@ -1,6 +1,7 @@
-"""What is wrong with a daemon that runs, or will be. Pure: facts go in, findings come out.
+"""Findings about a daemon that runs: present and future faults. Pure.
 
-:mod:`offload.daemon._doctor_command` collects the facts. Each finding says what was found, what is needed, and the way out.
+:mod:`offload.daemon._doctor_command` collects the facts. Each finding has the observation, the requirement, and the way
+out.
 """
 
 from __future__ import annotations
@@ -16,36 +17,39 @@ from .._health.degradations import GRAVE
 from ._admin_messages import Fact, SessionFacts, TierFacts
 
 _SILENT: Final = 0.5
-"""Of its lease: an engine whose client works is heard three times as often."""
+"""Share of its lease that an engine may be silent.
+
+An engine whose client works is heard three times as often.
+"""
 _USED: Final = 0.8
-"""Of its descriptors."""
+"""Share of its descriptors that a daemon may use."""
 
 
 @attrs.frozen
 class DaemonFacts:
-    """What was found."""
+    """The facts about a daemon."""
 
     directory: PathFact
-    """Of the sockets."""
+    """Directory of the sockets."""
     sockets: tuple[PathFact, ...] = ()
-    """That should be there."""
+    """Sockets that should be there."""
     token: PathFact | None = None
-    """The file with the token of operators; ``None`` where there is no listener for them."""
+    """File of the operators' token; ``None`` without a listener for them."""
     state: str = ""
-    """As the daemon tells everybody; empty: it does not answer."""
+    """State that the daemon reports to everybody; empty without an answer."""
     why_not: str = ""
-    """Why it does not, or why it told its operator nothing."""
+    """Reason for no answer, to this command or to its operator."""
     version: str = ""
-    """Of this command's package."""
+    """Version of this command's package."""
     told: Told | None = None
-    """What it told its operator."""
+    """The daemon's answers to its operator."""
     has_device: bool = False
     """Whether there is a CUDA device, for which memory is pinned."""
 
 
 @attrs.frozen
 class Told:
-    """What a daemon has told its operator."""
+    """The answers of a daemon to its operator."""
 
     daemon: dict[str, Fact]
     limits: dict[str, Fact]
@@ -56,11 +60,11 @@ class Told:
     pinning: Mapping[str, Fact] = attrs.field(factory=dict)
     huge_pages: Mapping[str, Fact] = attrs.field(factory=dict)
     degraded: Mapping[str, str] = attrs.field(factory=dict)
-    """What it does less than it was set up for: a sentence, by name and subject."""
+    """A sentence for each degradation, by name and subject."""
 
 
 def examine_daemon(facts: DaemonFacts) -> list[Finding]:
-    """What is to be said about these facts, the same things in the same order each time."""
+    """Return the findings about these facts, always in the same order."""
     findings = [_answers(facts), examine_directory(facts.directory, "runtime directory")]
     findings += [examine_socket(fact) for fact in facts.sockets]
     findings.append(_token(facts.token))
@@ -144,7 +148,10 @@ def _memlock(facts: DaemonFacts, told: Told) -> Finding:
 
 
 def _pinning(told: Told) -> Finding:
-    """How far pinning is; a refusal is among the degradations, with its reason."""
+    """Return the state of pinning.
+
+    A refusal is among the degradations, with its reason.
+    """
     wanted, pinned = (int(told.pinning.get(f"{name}_bytes") or 0) for name in ("wanted", "pinned"))
     found = f"{_size(pinned)} of {_size(wanted)} are pinned" if wanted else "none is to be pinned"
     return Finding("pinned memory", "ok", found, _size(wanted))
@@ -190,7 +197,10 @@ def _quarantine(told: Told) -> Finding:
 
 
 def _degraded(told: Told) -> list[Finding]:
-    """Findings for what the daemon says of itself; broken tiers have one already."""
+    """Return findings for reported degradations.
+
+    Broken tiers have a finding already.
+    """
     needed = "all that it was set up for"
     others = {name: text for name, text in told.degraded.items() if not name.startswith("broken_tier")}
     if not others:
@@ -205,7 +215,7 @@ def _degraded(told: Told) -> list[Finding]:
 
 
 def examine_pairs(findings: Sequence[Finding], prefix: str) -> Iterator[Finding]:
-    """The same findings under names that begin with where they are from."""
+    """Yield the findings with a prefix to their names."""
     for finding in findings:
         yield attrs.evolve(finding, name=f"{prefix}: {finding.name}")
 

@@ -1,4 +1,4 @@
-"""``offload doctor``: collects what :mod:`offload.daemon._doctor` judges."""
+"""``offload doctor``: collects the facts for :mod:`offload.daemon._doctor`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _look(options: DaemonOptions) -> tuple[DaemonFacts, Described | None]:
 
 
 def _page_store(described: Described | None) -> list[Finding]:
-    """What `maru doctor` says of the page store that the daemon runs."""
+    """Return the findings of `maru doctor` about the daemon's page store."""
     path = "" if described is None else str(described.sections["page store"]["pool_path"])
     if not path:
         return []

@@ -1,4 +1,4 @@
-"""What had not ended when a daemon did, and the exit code that says so."""
+"""Requests that were dropped at a daemon's end, and the exit code."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from maru.base.ending import ExitCode
 
 @attrs.frozen
 class Dropped:
-    """What had not ended when a daemon did."""
+    """Number of requests that had not ended when a daemon did."""
 
     stores: int
     others: int
-    """Loads, and whatever else was asked for."""
+    """Loads, and all other requests."""
 
     def __bool__(self) -> bool:
-        """Whether there was any."""
+        """Return whether any request was dropped."""
         return bool(self.stores or self.others)
 
     def __str__(self) -> str:
@@ -24,5 +24,5 @@ class Dropped:
 
     @property
     def exit_code(self) -> int:
-        """0; or 5 where stores were dropped, 6 where other requests were, and 7 where both were."""
+        """Exit code: 0, or 5 (stores), 6 (other requests), 7 (both)."""
         return int(ExitCode.DROPPED + bool(self.stores) + 2 * bool(self.others) - 1 if self else ExitCode.DONE)

@@ -1,7 +1,7 @@
-"""The engine of a daemon: its tiers and pipelines, over the caches of all engines as their one source.
+"""The engine of a daemon: its tiers and pipelines.
 
-Tiers hold blocks of one size. Where the configuration does not say it, the first cache that is registered does, and opens them;
-any other size is refused from then on.
+Its one source are the caches of all engines. Tiers hold blocks of one size. If the configuration does not set it, the
+first cache that is registered does, and opens them; any other size is refused from then on.
 """
 
 from __future__ import annotations
@@ -40,13 +40,19 @@ if TYPE_CHECKING:
     from maru import MaruServer
 
 _LEAST_BYTES: Final = 512
-"""The least size of a block that an engine may decide: the entry of a block in the tables takes as much."""
+"""Least size of a block that an engine may decide.
+
+The entry of a block in the tables takes as much.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
 
 class CannotOpen(Exception):
-    """The tiers, or what the daemon hosts beside them, could not be opened: the cause says why."""
+    """The tiers, or a hosted server, could not be opened.
+
+    The cause has the reason.
+    """
 
 
 @attrs.define(eq=False)
@@ -62,13 +68,13 @@ class DaemonEngine:
 
     Args:
         config: of the tiers and routes; its source is replaced.
-        block_bytes: size of every block; 0: the first cache says it.
+        block_bytes: size of every block; 0: the first cache determines it.
         instruments: of its pipelines.
 
     Attributes:
-        config: as it is now.
+        config: the current configuration.
         instruments: those that :meth:`run` will give to the pipelines.
-        caches: what engines have registered.
+        caches: the registered caches of engines.
         page_store: the page store that the daemon runs itself, if it does.
         engine: ``None`` until the tiers are open.
         opened: set when they are.
@@ -94,7 +100,7 @@ class DaemonEngine:
             self._wanted.set()
 
     def set_thresholds(self, config: EngineConfig) -> None:
-        """Take over the thresholds of a configuration: see :meth:`offload.Engine.set_thresholds`."""
+        """Set the thresholds of a configuration: see :meth:`offload.Engine.set_thresholds`."""
         self.config = config
         if self.engine is not None:
             self.engine.set_thresholds(
@@ -104,7 +110,7 @@ class DaemonEngine:
             )
 
     def require(self) -> Engine:
-        """The engine.
+        """Return the engine.
 
         Raises:
             Refusal: no cache was registered yet, so its tiers are not made.
@@ -119,22 +125,22 @@ class DaemonEngine:
 
     @property
     def block_bytes(self) -> int:
-        """Size of every block; 0: not known yet."""
+        """Size of every block in bytes; 0: not known yet."""
         return self.caches.block_bytes
 
     @property
     def state(self) -> Literal["starting", "ready"]:
-        """Whether it can be stored to, or could as soon as a cache is registered."""
+        """State: ready if it accepts stores, at least after a registration."""
         return "ready" if self.engine is not None or not self._wanted.is_set() else "starting"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Open the tiers when the size of a block is known, and keep them open until cancelled.
+        """Keep the tiers open until cancelled, once the block size is known.
 
-        Started at once where the size is to be told, and otherwise when they are open.
+        Started at once if the first cache determines the size, and otherwise when they are open.
 
         Raises:
-            CannotOpen: the tiers of a configured size cannot be opened. Those that an engine asks for are refused to it
-                instead.
+            CannotOpen: the tiers of a configured size cannot be opened. If an engine asks for them, its request is
+                refused instead.
         """
         configured = self._wanted.is_set()
         if not configured:
@@ -153,11 +159,12 @@ class DaemonEngine:
 
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
-        expect_cuda()  # nothing has imported torch: that is for the first cache on a device
+        expect_cuda()  # Nothing has imported torch: that is for the first cache on a device.
         # Before they are made: those with populate = true have all of their memory then.
         _check_limit(self.config.tiers, self.page_store)
         if any(_is_page_store(tier) for tier in self.config.tiers.values()):
-            # Importing takes a tenth of a second of the loop, and other engines wait. An error is raised when the tier is made.
+            # Importing takes a tenth of a second of the loop, and other engines wait. An error is raised when the tier
+            # is made.
             with suppress(ImportError, OSError, RuntimeError):
                 await run_in_thread(import_module, "backends.maru")
         config = attrs.evolve(self.config, source=self.caches, block_bytes=0, tiers=unpopulated(self.config.tiers))
@@ -170,19 +177,24 @@ class DaemonEngine:
             self.on_opened(engine)
             self._attempt.over.set()
             task_status.started()
-            # Behind: to touch and pin 64 GiB takes half a minute, in which engines can already be served.
+            # Afterwards: to touch and pin 64 GiB takes half a minute, in which engines can already be served.
             await _populate(engine)
             await trio.sleep_forever()
 
     def _refuse(self, error: Exception) -> None:
-        """Tell those that wait that the tiers cannot be opened; the next cache may have blocks that they can hold."""
+        """Report to waiting callers that the tiers cannot be opened.
+
+        The next cache may have blocks that they can hold.
+        """
         self._attempt.error = error
         self._attempt.over.set()
         self.caches.block_bytes = 0
         self._wanted, self._attempt = trio.Event(), _Attempt()
 
     async def wait_open(self, block_bytes: int) -> None:
-        """Wait until the tiers are open, for blocks of this size; the first call without a configured size opens them.
+        """Wait until the tiers are open for blocks of this size.
+
+        The first call without a configured size opens them.
 
         Raises:
             BadLayout: they hold blocks of another size, or cannot be opened for this one; or it is too small.
@@ -206,8 +218,11 @@ class DaemonEngine:
             raise BadLayout(f"the tiers cannot hold blocks of {block_bytes} bytes: {attempt.error}")
 
     def listers(self, engine: Engine) -> dict[str, MaruTier]:
-        """Return the tiers that list their keys when asked, and do not tell of them: page stores of other processes."""
-        if "backends.maru" not in sys.modules:  # it brings ZeroMQ, and is here already if there is such a tier
+        """Return the tiers that only list their keys on request.
+
+        These are page stores of other processes, which announce no changes.
+        """
+        if "backends.maru" not in sys.modules:  # It brings ZeroMQ, and is here already if there is such a tier.
             return {}
         from backends.maru import MaruTier
 
@@ -219,7 +234,10 @@ class DaemonEngine:
         }
 
     def books(self) -> dict[str, KeyBook[Key]]:
-        """The tiers that tell which keys they hold. A page store that the daemon runs itself does, for all that is there."""
+        """Return the tiers that announce the keys they hold.
+
+        A page store that the daemon runs itself does, for all of its keys.
+        """
         books: dict[str, KeyBook[Key]] = {}
         for name, tier in self.require().tiers.items():
             if isinstance(tier, KeyBook):
@@ -229,9 +247,10 @@ class DaemonEngine:
         return books
 
     def most_held(self, name: str, wanted: int) -> int | None:
-        """How many blocks of a tier one session may hold: half. ``None``: so many, and it leaves room for others.
+        """Return the blocks of a tier that one session may hold: half.
 
-        A page store has room of other processes as well, and looks after its pins itself.
+        ``None`` if it may hold ``wanted`` blocks, and leaves room for others. A page store has room of other processes
+        as well, and looks after its pins itself.
         """
         engine = self.require()
         if name not in self._halves:
@@ -244,13 +263,15 @@ class DaemonEngine:
         return half
 
     async def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """Find which of these keys a tier has. Cancelled, nothing has changed.
+        """Return which of these keys are in a tier.
+
+        Nothing has changed when it is cancelled.
 
         Raises:
             Refusal: the tiers are not open yet; or one did not answer, and no other has all of the keys.
         """
         places = self.require()._places
-        # First those that cost no wait: where they have all, a slow tier behind them holds nobody up.
+        # First those that cost no wait: if they have all, a slow tier behind them delays nobody.
         there, silent = await self._there([place for place in places if isinstance(place[1], Tier)], keys)
         if missing := [key for key in keys if key not in there]:
             slow, errors = await self._there([place for place in places if not isinstance(place[1], Tier)], missing)
@@ -262,13 +283,19 @@ class DaemonEngine:
         return present
 
     async def _there(self, places: Sequence[Place], keys: Sequence[Key]) -> tuple[set[Key], dict[str, Exception]]:
-        """Ask these tiers side by side, each as long as in a lookup; return their keys, and the errors of silent ones."""
+        """Ask these tiers concurrently; return their keys and the errors.
+
+        Each may take as long as in a lookup. Errors are those of silent tiers.
+        """
         found, silent = await ask_each(places, keys, within=self.config.lookup_timeout)
         return set().union(*found.values()), silent
 
 
 async def _populate(engine: Engine) -> None:
-    """Touch the memory of all tiers, so that no first write is slow. Without a thread for it, first writes are."""
+    """Touch the memory of all tiers, so that first writes are fast.
+
+    Without a thread for it, first writes are.
+    """
     try:
         for tier in map(innermost, engine.tiers.values()):
             if isinstance(tier, MemoryTier):
@@ -284,9 +311,12 @@ def _is_page_store(tier: TierLike) -> bool:
 
 
 def _check_limit(tiers: Mapping[str, TierLike], page_store: MaruServer | None) -> None:
-    """Warn of memory beyond the limit of this container, before it is populated: that would end the daemon."""
+    """Warn of memory beyond this container's limit, before it is populated.
+
+    Populating it would end the daemon.
+    """
     wanted = {name: size for name, tier in tiers.items() if (size := _memory_of(tier))}
-    if page_store is not None and wanted:  # alone, it has warned itself
+    if page_store is not None and wanted:  # Alone, it has warned itself.
         wanted["the embedded page store"] = page_store.memory_bytes
     limit = memory_limit()
     if limit is not None and sum(wanted.values()) > limit:
@@ -298,21 +328,24 @@ def _check_limit(tiers: Mapping[str, TierLike], page_store: MaruServer | None) -
 
 
 def _memory_of(tier: TierLike) -> int:
-    """Return the bytes of host memory that a tier takes, with wrappers or without."""
+    """Return the bytes of host memory that a tier takes.
+
+    It may be wrapped.
+    """
     if isinstance(tier, MemoryTier):
         return tier.statistics().capacity_bytes
     size = as_bytes(tier.get("capacity_bytes")) if isinstance(tier, Mapping) and tier.get("type") == "memory" else 0
-    return size if isinstance(size, int) else 0  # anything else is an error when the tier is made
+    return size if isinstance(size, int) else 0  # Anything else is an error when the tier is made.
 
 
 def _url_of(tier: object) -> str:
-    """The server of a tier that is a client of a page store; empty for any other."""
+    """Return the server URL of a page store's client; otherwise empty."""
     handler = getattr(tier, "handler", None)
     return "" if handler is None else str(handler.config.server_url)
 
 
 class _SettlementWatch:
-    """An instrument that tells of each container that has settled."""
+    """An instrument that reports each settled container."""
 
     def __init__(self, daemon_engine: DaemonEngine) -> None:
         self._daemon_engine = daemon_engine
@@ -322,7 +355,10 @@ class _SettlementWatch:
 
 
 def unpopulated(tiers: Mapping[str, TierLike]) -> dict[str, TierLike]:
-    """The same tiers, where those of memory are not populated when they are made: that would hold up the loop."""
+    """Return the tiers, with memory not populated when they are made.
+
+    Populating would delay the loop.
+    """
     return {name: _with_populate(tier) for name, tier in tiers.items()}
 
 

@@ -1,10 +1,10 @@
-"""The names under which the keys of a daemon are told as KV events. Pure.
+"""The names of a daemon's keys in KV events. Pure.
 
-Rule 1. Without tenants a key is told as it is.
-Rule 2. With tenants a key is told as a keyed hash of it, whose key is made of the credential of its tenant. So a reader with
-        the credential finds what that tenant has stored, and of the others sees that there are blocks, and no more: neither a
-        key, nor whether two tenants have stored the same.
-Rule 3. A key of no tenant that is known is not told.
+Rule 1. Without tenants a key is published as it is.
+Rule 2. With tenants a key is published as a keyed hash of it, whose key is made of the credential of its tenant. So a
+    reader with the credential finds the blocks of that tenant, and of the others learns that there are blocks, and no
+    more: neither a key, nor whether two tenants have stored the same.
+Rule 3. A key without a known tenant is not published.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ _PERSON: Final = b"offload events"
 
 
 def event_name(credential: str, key: Key) -> bytes:
-    """The block hash that a daemon with tenants publishes for a key of the tenant with this credential."""
+    """Return the block hash that a daemon publishes for a tenant's key.
+
+    The tenant is that with this credential.
+    """
     return _name(_secret(credential.encode()), key)
 
 
 class EventNames:
-    """The names of stored keys, for the tenants of now."""
+    """The names of stored keys, for the current tenants."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._secrets: Mapping[bytes, bytes] | None = None
@@ -35,7 +38,12 @@ class EventNames:
             self._secrets = {prefix_of(tenant): _secret(value) for tenant, value in tenants.credentials.items()}
 
     def of(self, stored: Key) -> bytes | None:
-        """The block hash of a key as it is stored: with the prefix of its tenant. ``None`` where it is not told."""
+        """Return the published block hash of a stored key.
+
+        The key has its tenant's prefix.
+
+        ``None`` if it is not published.
+        """
         if self._secrets is None:
             return stored
         secret = self._secrets.get(stored[:PREFIX_BYTES])

@@ -1,11 +1,11 @@
-"""The KV events of a daemon: what its tiers hold is published, from when they are open.
+"""The KV events of a daemon, about the blocks in its tiers.
 
     tiers of the engine (books of keys) -> names (``_event_names``) -> publisher: PUB and ROUTER, at Unix sockets
-                                                                       over TCP: relays, in processes of their own
+                                                        over TCP: relays, in processes of their own
 
-Rule 1. The sockets are there when the daemon is, and nothing is published before the tiers are open: what a tier kept from an
-        earlier run is not known before, so a mirror must not take it for nothing.
-Rule 2. Other tenants are other names, and so another epoch: what was told under old names is never taken back by new ones.
+Rule 1. The sockets are there when the daemon is, and nothing is published before the tiers are open: the blocks that a
+    tier kept from an earlier run are not known before, so a mirror must not conclude that there are none.
+Rule 2. Other tenants are other names, and so another epoch: names published before are never withdrawn by new ones.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _READERS: Final = 64
 
 
 class DaemonEvents:
-    """Publishes what the tiers of a daemon hold.
+    """Publishes the keys that the tiers of a daemon hold.
 
     Args:
         config: of the daemon.
         directory: of its sockets.
         engine: its tiers.
-        tenants: whose names are told.
+        tenants: the tenants whose names are published.
 
     Attributes:
-        endpoints: where the events are, and where readers ask for what they missed.
+        endpoints: address of the events, and the one where readers ask for missed ones.
     """
 
     def __init__(self, config: DaemonConfig, directory: str, engine: DaemonEngine, tenants: Tenants) -> None:
@@ -56,13 +56,16 @@ class DaemonEvents:
         self._publisher: EventPublisher
 
     def rename(self, tenants: Tenants) -> None:
-        """Publish the names of these tenants from now on, as a new epoch where their credentials are other ones."""
+        """Publish the names of these tenants from now on.
+
+        It is a new epoch if their credentials have changed.
+        """
         before, self._tenants = self._tenants, tenants
         if tenants.credentials != before.credentials:
             self._epoch.cancel()
 
     def counters(self) -> dict[str, float]:
-        """What was published, by name."""
+        """Return the counts of published messages, by name."""
         told = self._publisher.statistics()
         return {
             "events.batches": told.sequence + 1,
@@ -92,11 +95,17 @@ class DaemonEvents:
                     await self._publisher.publish(self._books(), EventNames(self._tenants).of)
 
     def _books(self) -> dict[str, KeyBook[Any]]:
-        """The tiers that know what they hold. A page store that others run publishes by itself."""
+        """Return the tiers that know their keys.
+
+        A page store that others run publishes by itself.
+        """
         return dict(self._engine.books())
 
     async def _relay(self, nursery: trio.Nursery) -> None:
-        """Have processes of their own take the connections over TCP: a bad handshake ends that of a ZeroMQ socket."""
+        """Start processes that take the connections over TCP.
+
+        A bad handshake ends the process of a ZeroMQ socket.
+        """
         host, _, port = self._config.kv_events.rpartition(":")
         told = []
         for offset, (name, kind) in enumerate(((EVENTS_NAME, "PUB"), (ANSWERS_NAME, "ROUTER"))):

@@ -1,4 +1,7 @@
-"""What a daemon says of itself to its operator: sections of facts, its tiers, and the sessions of its engines."""
+"""The facts that a daemon reports to its operator.
+
+They are sections of facts, its tiers, and the sessions of its engines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]], list[TierFacts], list[SessionFacts]]:
-    """All of it, now. Sizes are in bytes, times in seconds."""
+    """Return all current facts. Sizes are in bytes, times in seconds."""
     config = daemon.config
     is_open, most = find_descriptors()
     sections: dict[str, dict[str, Fact]] = {
@@ -57,7 +60,7 @@ def described(daemon: Daemon, up_for: float) -> tuple[dict[str, dict[str, Fact]]
 
 
 def _pinning() -> dict[str, Fact]:
-    """Return how much memory of this process is pinned for CUDA, and the reason if some is not."""
+    """Return the amount of memory pinned for CUDA, and reasons for less."""
     found = pinning.statistics()
     return {
         "wanted_bytes": found.wanted_bytes,
@@ -105,7 +108,10 @@ def _sessions(daemon: Daemon) -> list[SessionFacts]:
 
 
 def version() -> str:
-    """Return the version of the package; empty if it is not installed, or no descriptor is left to read it."""
+    """Return the version of the package.
+
+    Empty if it is not installed, or no descriptor is left to read it.
+    """
     import importlib.metadata  # it takes a tenth of the daemon's start
 
     try:

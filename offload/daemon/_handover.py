@@ -1,12 +1,14 @@
-"""Takes the descriptors of engines' memory: one packet for each, with the token of a session, and the descriptor attached.
+"""The handover of engines' memory by file descriptor.
 
-A socket of its own beside the channel, whose frames carry no descriptors of others: what is attached there is a frame itself.
+Each packet has the token of a session, and the descriptor attached. The socket is separate from the channel, whose
+frames carry no descriptors of others: a descriptor attached there is a frame itself.
 
-Rule 1. Only processes of this user come in (the kernel tells). A packet that is none costs its connection.
+Rule 1. Only processes of this user connect, as the kernel checks. An invalid packet costs its connection.
 Rule 2. Every descriptor that arrives is closed here, unless a session has taken it.
 Rule 3. Connections are a share of the descriptors of this process, and none lasts; silence keeps no other engine out.
-Rule 4. Nothing is asked of a file system, which may not answer (FUSE, NFS): the kernel tells which files are memory, and others
-        are closed in a thread. While ``_MOST`` such threads hang, nothing is received: what is not received is not opened here.
+Rule 4. Nothing is asked of a file system, which may not answer (FUSE, NFS): the kernel shows which files are memory,
+    and others are closed in a thread. While ``_MOST`` such threads hang, nothing is received, so no descriptor is
+    opened here.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class _Taken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CannotHandOver(OSError):
-    """The daemon did not take the memory; the text says why."""
+    """The daemon did not take the memory; the text has the reason."""
 
 
 class Handover:
@@ -60,8 +62,8 @@ class Handover:
 
     Args:
         path: of the Unix socket, in a directory that only this user enters.
-        take: keeps the memory behind a descriptor for the session with this token, and returns its number. The descriptor is
-            its own to close, also when it raises ``Refusal`` or ``BadLayout``.
+        take: keeps the memory behind a descriptor for the session with this token, and returns its number. The
+            descriptor is its own to close, also when it raises ``Refusal`` or ``BadLayout``.
 
     Raises:
         PoolUnusable: no socket can be made there.
@@ -73,7 +75,7 @@ class Handover:
         self._listener = PacketListener(path)
         self._door = DESCRIPTORS.open(1, most=_MOST)
         self._closing: set[object] = set()
-        """A token for each thread that closes a file which is no memory."""
+        """A token for each thread that closes a non-memory file."""
 
     def __enter__(self) -> Handover:
         return self
@@ -98,7 +100,7 @@ class Handover:
                         _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
                     )
                     answer = self._answer(message, descriptors_in(attached))
-                    if not message:  # it has hung up
+                    if not message:  # It has hung up.
                         break
                     await sock.send(msgspec.msgpack.encode(answer))
         except (OSError, msgspec.MsgspecError) as exc:
@@ -130,13 +132,16 @@ class Handover:
         self._closing.add(token)
         try:
             trio.lowlevel.start_thread_soon(partial(os.close, descriptor), lambda _: self._closing.discard(token))
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # No thread can be started.
             self._closing.discard(token)
             os.close(descriptor)
 
 
 def _is_memory(descriptor: int) -> bool:
-    """Return whether it is a memfd, or a file of ``tmpfs``: no other can be sealed, nor asked for its seals."""
+    """Return whether a descriptor is a memfd, or a file of ``tmpfs``.
+
+    No other can be sealed, nor asked for its seals.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -145,7 +150,9 @@ def _is_memory(descriptor: int) -> bool:
 
 
 async def hand_over(path: str, token: bytes, descriptor: int) -> int:
-    """An engine's side: hand a descriptor over, which stays the caller's. Returns the number of the memory.
+    """Hand a descriptor over, as an engine. Returns the memory's number.
+
+    The descriptor stays the caller's.
 
     Raises:
         PermissionError: another user's process listens there. Nothing was sent.

@@ -1,6 +1,6 @@
-"""What observes the pipelines of a daemon: the measure of its stages, a flight recorder, and what its settings name.
+"""The instruments of a daemon's pipelines.
 
-Only a daemon that has them imports them.
+There are stage times, a flight recorder, and instruments from the settings. Only a daemon that has them imports them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from ._config import DaemonConfig
 
 @contextmanager
 def open_instruments(config: DaemonConfig) -> Iterator[list[object]]:
-    """The instruments that the settings ask for. The flight recorder is closed when the block is left; its file stays.
+    """Open the instruments that the settings ask for.
+
+    The flight recorder is closed when the block is left; its file stays.
 
     Raises:
         offload.ConfigError: a name in ``instruments`` is none.
@@ -33,7 +35,7 @@ def open_instruments(config: DaemonConfig) -> Iterator[list[object]]:
 
 
 def make_instrument(name: str) -> Any:
-    """Make the instrument that ``module:attribute`` names: what is returned when that is called without arguments.
+    """Make an instrument by calling ``module:attribute`` without arguments.
 
     Raises:
         offload.ConfigError: there is no such name, or it cannot be called so.
@@ -43,5 +45,5 @@ def make_instrument(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return find_name(find_module(module), attribute, "an instrument")()
-    except Exception as error:  # of whoever wrote it
+    except Exception as error:  # from foreign code
         raise ConfigError("daemon.instruments", name, f"makes no instrument: {error}") from error

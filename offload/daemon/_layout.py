@@ -1,7 +1,7 @@
-"""Where the blocks of a registered cache lie: what an engine says of its tensors, checked against the memory it has. Pure.
+"""The layout of a registered cache, checked against its memory. Pure.
 
-An engine may say anything. What passes here touches no byte outside of its memory, has the block size of the daemon, and is not
-so finely cut that copying it would hold the daemon up.
+An engine may send anything. A layout that passes touches no byte outside of its memory, has the block size of the
+daemon, and is not so finely cut that copying it would delay the daemon.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from backends.base.block_layout import Layout, check_disjoint, layout_of
 from ._messages import TensorLayout
 
 MAX_PIECES: Final = 65_536
-"""Runs of bytes that one block may consist of: 64 layers of keys and values, with 512 pieces each."""
+"""Runs of bytes that one block may consist of.
+
+Enough for 64 layers of keys and values, with 512 pieces each.
+"""
 
 
 class BadLayout(ValueError):
-    """What an engine says of its cache cannot be: the text names what."""
+    """An engine's description of its cache is invalid; the text has details."""
 
 
 @attrs.frozen
@@ -30,9 +33,9 @@ class CacheLayout:
 
     tensors: Sequence[TensorLayout]
     layouts: Sequence[Layout]
-    """Of each tensor."""
+    """Layout of each tensor."""
     blocks: int
-    """How many there are."""
+    """Number of blocks."""
     block_bytes: int
 
     @property
@@ -42,7 +45,9 @@ class CacheLayout:
 
 
 def check_layout(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> CacheLayout:
-    """The layout of a cache over memories of these sizes; ``memory`` of a tensor is a position in there.
+    """Return the layout of a cache over memories of these sizes.
+
+    ``memory`` of a tensor is a position in ``sizes``.
 
     Raises:
         BadLayout: a tensor is not within its memory, its blocks are not those of the others, or pieces share memory.
@@ -69,7 +74,9 @@ def check_layout(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> Cache
 
 
 def count_pieces(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> int:
-    """Check a layout without listing its pieces, and return their number for one block of all tensors.
+    """Count the pieces of one block of all tensors, without listing them.
+
+    It checks the layout, too.
 
     Raises:
         BadLayout: as :func:`check_layout`, which lists them.
@@ -92,7 +99,7 @@ def count_pieces(tensors: Sequence[TensorLayout], sizes: Sequence[int]) -> int:
 
 
 def _pieces(tensor: TensorLayout, sizes: Sequence[int]) -> int:
-    """Check one tensor; the number of runs of bytes of one of its blocks."""
+    """Check one tensor; return the number of runs of one block."""
     shape, strides, axis = tensor.shape, tensor.strides, tensor.block_axis
     if len(shape) != len(strides) or not axis < len(shape):
         raise BadLayout(f"{len(shape)} sizes, {len(strides)} strides, blocks on axis {axis}")

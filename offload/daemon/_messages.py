@@ -1,15 +1,15 @@
-"""What an engine and the daemon say to each other: one table of messages. Pure.
+"""The messages between an engine and the daemon, in one table. Pure.
 
 A frame is one MessagePack array: the code of its message, a number, and the fields. The answer has the number of its
-request and the *epoch*: one start of a daemon. Whatever an engine holds there, it holds in one epoch.
+request and the *epoch*: one start of a daemon. Everything that an engine holds there is held in one epoch.
 
-Rule 1. ``hello`` comes first. It says which versions its sender speaks; the daemon takes the newest that both speak, or refuses
-        with the numbers of both. Within a version, fields are only added at the end, with a default. A message that is newer
-        than the version of its session is not sent, and is refused.
+Rule 1. ``hello`` comes first. It has the versions that its sender speaks; the daemon takes the newest that both speak,
+    or refuses with the numbers of both. Within a version, fields are only added at the end, with a default. A message
+    that is newer than the version of its session is not sent, and is refused.
 Rule 2. Every request has one answer: its own, or :class:`Refused`. A request that was refused has changed nothing,
-        but that a cache that is refused gives back the memory that its tensors name.
+    except that a refused cache gives back the memory that its tensors name.
 Rule 3. No bytes of a block are in a frame. Blocks are numbers of a registered cache, which both sides have mapped.
-Rule 4. Everything is bounded, by the types below: what decodes is within the bounds.
+Rule 4. Everything is bounded, by the types below: a frame that decodes is within the bounds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ from maru.base.typed_frames import unpacked as unpacked
 
 OLDEST: Final = 1
 VERSION: Final = 2
-"""The oldest and the newest version that this code speaks. 2: engines write and read pages themselves."""
+"""The newest version that this code speaks; ``OLDEST`` is the oldest.
+
+Since 2, engines write and read pages themselves.
+"""
 MAX_FRAME_BYTES: Final = 8 << 20
 """More than the largest request, of ``MAX_KEYS`` of the longest keys."""
 MAX_KEYS: Final = 16_384
-"""Keys of one request: a prompt of 260,000 tokens in blocks of 16."""
+"""Most keys of one request.
+
+It is a prompt of 260,000 tokens in blocks of 16.
+"""
 MAX_TENSORS: Final = 512
 """Tensors of one cache: two for each layer of the deepest models."""
 MAX_AXES: Final = 8
@@ -45,18 +51,24 @@ MAX_CREDENTIAL_BYTES: Final = 256
 RefusedKind: TypeAlias = Literal[
     "version", "session", "credential", "invalid", "full", "draining", "unknown", "unavailable", "pages"
 ]
-"""Why a request was refused: ``invalid`` and ``unknown`` are mistakes of its sender; ``full`` may be tried again,
-``draining`` at another daemon; ``session`` wants a new ``hello``; ``pages``: no tier has pages that engines may write."""
+"""Reason for refusing a request.
+
+``invalid`` and ``unknown`` are mistakes of its sender; ``full`` may be tried again, ``draining`` at another daemon;
+``session`` wants a new ``hello``; ``pages``: no tier has pages that engines may write.
+"""
 
 StoreStatus: TypeAlias = Literal["complete", "cancelled", "failed", "unproven"]
 
 
 _REASONS_BYTES: Final = MAX_FRAME_BYTES // 2
-"""Of all reasons in one answer: 256 for each of ``MAX_KEYS``."""
+"""Bytes of all reasons in one answer: 256 for each of ``MAX_KEYS``."""
 
 
 class Refusal(Exception):
-    """A request is refused, and nothing was changed: raised where that is found, and answered by :class:`Refused`."""
+    """A refused request, which has changed nothing.
+
+    It is raised by the code that finds the reason, and answered by :class:`Refused`.
+    """
 
     def __init__(self, kind: RefusedKind, text: str) -> None:
         super().__init__(text)
@@ -76,7 +88,7 @@ _Column = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)]
 _Numbers = Annotated[list[_U63], msgspec.Meta(max_length=MAX_NUMBERS)]
 _Sizes = Annotated[list[_U63], msgspec.Meta(min_length=1, max_length=MAX_AXES)]
 _Exceptions = Annotated[list[tuple[_U32, _Text]], msgspec.Meta(max_length=MAX_KEYS)]
-"""Positions in the request that fared otherwise than the others, each with the reason."""
+"""Positions in the request with another result than the rest, and reasons."""
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -98,23 +110,29 @@ class Hello(_Message, tag=1, frozen=True):
     oldest: _U32
     newest: _U32
     name: _Name
-    """Of the engine, for logs."""
+    """Name of the engine, for logs."""
     credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
-    """What shows which tenant this is; empty where the daemon has no tenants."""
+    """The tenant's credential; empty if the daemon has no tenants."""
     previous: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
-    """The token of a session of this engine that was lost: the answer comes when all that it held is given back."""
+    """Token of a lost session of this engine.
+
+    The answer comes when everything that it held is given back.
+    """
 
 
 class Welcome(_Answer, tag=129, frozen=True):
-    """The session has begun. A previous one of this start is over: no copy of it is under way, except as named."""
+    """Reply to Hello: the session has begun.
+
+    A previous one of this start is over: no copy of it is running, except as named.
+    """
 
     version: _U32
     session: _U63
     token: _Token
-    """Shown where descriptors are handed over, and in the next hello."""
+    """Token for handing over descriptors, and for the next hello."""
     tenant: _Name
     lease: _Seconds
-    """The session ends when its engine has been silent for so long."""
+    """Seconds of its engine's silence after which the session ends."""
     block_bytes: _U63
     """Size of every block; 0: the first cache that is registered decides."""
     handover: _Text
@@ -122,18 +140,24 @@ class Welcome(_Answer, tag=129, frozen=True):
     resumed: bool
     """Whether the previous session was of this start of the daemon."""
     unproven: _Numbers = []
-    """Requests of the previous session whose copies may still be going on; with 0 among them, any."""
+    """Requests of the previous session whose copies may still run.
+
+    A 0 among them stands for any request.
+    """
 
 
 class Status(_Message, tag=2, frozen=True):
-    """Say that the engine lives, and ask how the daemon is."""
+    """Report that the engine lives, and ask for the daemon's state."""
 
     read_blocks: _U63 = 0
-    """Blocks that this engine has reserved to read in the page store since it said so last: that sends no message."""
+    """Blocks reserved for reading in the page store since the last report.
+
+    The reservations themselves send no message.
+    """
 
 
 class State(_Answer, tag=130, frozen=True):
-    """How the daemon is."""
+    """Reply to Status: the state of the daemon."""
 
     state: Literal["starting", "ready", "draining"]
     sessions: _U32
@@ -145,44 +169,47 @@ class State(_Answer, tag=130, frozen=True):
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Where one tensor of a cache lies."""
+    """The place of one tensor of a cache."""
 
     memory: _U63
-    """The number that was handed out for its memory."""
+    """The number that its memory got when it was handed over."""
     offset: _U63
-    """Of its first item, in bytes."""
+    """Offset of its first item, in bytes."""
     item_bytes: Literal[1, 2, 4, 8]
     shape: _Sizes
     strides: _Sizes
-    """In items."""
+    """Strides in items."""
     block_axis: Annotated[int, msgspec.Meta(ge=0, lt=MAX_AXES)]
     """The axis that counts blocks."""
 
 
 class CudaMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a CUDA device: what ``cudaIpcGetMemHandle`` gives for the allocation that it is in."""
+    """Memory of a CUDA device, by IPC handle.
+
+    The handle is that of ``cudaIpcGetMemHandle`` for the allocation that the memory is in.
+    """
 
     device: Annotated[str, msgspec.Meta(max_length=64)]
     """The UUID of the device, as the driver spells it."""
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
     offset: _U63
-    """Of this memory in the allocation, in bytes."""
+    """Offset of this memory in the allocation, in bytes."""
     size: _U63
 
 
 class RegisterKVCache(_Message, tag=3, frozen=True):
-    """Register the tensors of a cache, over memory that was handed over, or over memory of a device.
+    """Register the tensors of a cache, over handed-over or device memory.
 
-    The registration has that memory from then on, for itself alone: refused, it gives the memory back.
+    The registration has that memory from then on, for itself alone: if refused, it gives the memory back.
     """
 
     tensors: Annotated[list[TensorLayout], msgspec.Meta(min_length=1, max_length=MAX_TENSORS)]
     cuda: Annotated[list[CudaMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
-    """Where there is any, ``memory`` of a tensor is a position in here."""
+    """Device memories, which ``memory`` of a tensor indexes, if any."""
 
 
 class Registered(_Answer, tag=131, frozen=True):
-    """The cache can be stored from and loaded into."""
+    """Reply to RegisterKVCache: it can be stored from and loaded into."""
 
     cache: _U63
     blocks: _U63
@@ -196,35 +223,38 @@ class UnregisterKVCache(_Message, tag=4, frozen=True):
 
 
 class Done(_Answer, tag=132, frozen=True):
-    """It is done."""
+    """Reply to requests without a result of their own."""
 
     count: _U63 = 0
-    """Of what it was done to."""
+    """Number of affected objects."""
 
 
 # --- storing ------------------------------------------------------------------------------------------------------------
 
 
 class Store(_Message, tag=5, frozen=True):
-    """Store blocks of a cache. They must stay as they are until the answer."""
+    """Store blocks of a cache. They must not change until the answer."""
 
     cache: _U63
     keys: _Keys
     blocks: _Column
-    """The number of each block, as :func:`maru.base.typed_frames.packed` makes them."""
+    """The number of each block, packed by :func:`maru.base.typed_frames.packed`."""
     waits: bool = False
     """Whether it waits for its ``signal``: the bytes are not written yet."""
     cancel_token: _U63 = 0
-    """Stores with the same number, but 0, can be cancelled together."""
+    """Stores with the same number, except 0, can be cancelled together."""
     depths: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_KEYS)] = b""
-    """The index of each block in its prefix, as :func:`maru.base.typed_frames.packed` makes them; empty: not known."""
+    """The index of each block in its prefix, packed; empty: not known.
+
+    See :func:`maru.base.typed_frames.packed`.
+    """
 
 
 class Stored(_Answer, tag=133, frozen=True):
-    """The store has ended: nothing of it is read any more."""
+    """Reply to Store: it has ended, and reads nothing any more."""
 
     status: StoreStatus
-    """``unproven``: a copy may still be going on."""
+    """How it ended; ``unproven``: a copy may still be running."""
     filtered: _Exceptions
     failed: _Exceptions
     error: _Text
@@ -232,16 +262,16 @@ class Stored(_Answer, tag=133, frozen=True):
 
 
 class Signal(_Message, tag=6, frozen=True):
-    """The precondition of a store is fulfilled; or never will be."""
+    """Report the precondition of a store as fulfilled, or as failed."""
 
     store: _U32
     """The number of its request."""
     failed: _Text = ""
-    """Why it never will be."""
+    """Why it never will be fulfilled."""
 
 
 class Cancel(_Message, tag=7, frozen=True):
-    """Cancel stores and loads. The answer is the confirmation: all of them have ended."""
+    """Cancel stores and loads. The answer confirms that all have ended."""
 
     requests: Annotated[list[_U32], msgspec.Meta(max_length=MAX_NUMBERS)]
     """The numbers of their requests."""
@@ -249,12 +279,15 @@ class Cancel(_Message, tag=7, frozen=True):
 
 
 class Cancelled(_Answer, tag=135, frozen=True):
-    """All have ended, and nothing of them is read, written or reserved any more."""
+    """Reply to Cancel: all have ended.
+
+    None of their blocks is read, written or reserved any more.
+    """
 
     count: _U32
-    """Those that had not ended before."""
+    """Number of those that had not ended before."""
     unproven: _U32
-    """Those of which a copy may still be going on."""
+    """Number of those whose copies may still be running."""
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------
@@ -269,51 +302,54 @@ class Lookup(_Message, tag=8, frozen=True):
 
 
 class Found(_Answer, tag=136, frozen=True):
-    """What was found, and is held until it is released, or the session is over."""
+    """Reply to Lookup: blocks that are held until released.
+
+    They are also released when the session is over.
+    """
 
     hold: _U63
-    """0: nothing was found."""
+    """Number of the hold; 0: nothing was found."""
     blocks: _U32
     runs: Annotated[list[tuple[_Name, _U32]], msgspec.Meta(max_length=MAX_KEYS)]
-    """Where they are, in order."""
+    """Tiers of the blocks, in order."""
     unavailable: Annotated[dict[_Name, _Text], msgspec.Meta(max_length=MAX_NUMBERS)]
     """Tiers that did not answer. No miss: they may have more."""
 
 
 class Exists(_Message, tag=9, frozen=True):
-    """Tell which of these keys are there. Holds nothing."""
+    """Ask which of these keys are stored. Holds nothing."""
 
     keys: _Keys
 
 
 class Existing(_Answer, tag=137, frozen=True):
-    """Which there are."""
+    """Reply to Exists: the stored keys."""
 
     present: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
     """A byte for each key: 1, or 0."""
 
 
 class Load(_Message, tag=10, frozen=True):
-    """Copy held blocks into blocks of a cache, which are written to until the answer."""
+    """Copy held blocks into a cache, which is written until the answer."""
 
     hold: _U63
     cache: _U63
     blocks: _Column
-    """One for each block that is held."""
+    """One cache block for each block that is held."""
 
 
 class Loaded(_Answer, tag=138, frozen=True):
-    """The load has ended: nothing is written any more, unless it is unproven."""
+    """Reply to Load: it writes nothing any more, unless it is unproven."""
 
     loaded: _U32
-    """Blocks that are there, from the first on."""
+    """Number of loaded blocks, from the first on."""
     missed: _Exceptions
     failed: _Exceptions
     unproven: bool
 
 
 class Release(_Message, tag=11, frozen=True):
-    """Let go of holds. What is not held is ignored."""
+    """Release holds. Unknown ones are ignored."""
 
     holds: _Numbers
 
@@ -326,7 +362,7 @@ class Delete(_Message, tag=12, frozen=True):
 
 
 class Deleted(_Answer, tag=140, frozen=True):
-    """What became of each key."""
+    """Reply to Delete: the result for each key."""
 
     answers: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
     """A byte for each: the position of its answer in :class:`backends.abc.Deletion`."""
@@ -336,56 +372,74 @@ class Deleted(_Answer, tag=140, frozen=True):
 
 
 class PageStore(_Message, tag=13, frozen=True):
-    """Ask where the page store is in which an engine writes and reads pages itself."""
+    """Ask for the page store whose pages engines write and read themselves."""
 
     block_bytes: _U63
-    """Of the engine's blocks. Opens the tiers, as the first cache does."""
+    """Size of the engine's blocks.
+
+    The request opens the tiers, as the first cache does.
+    """
 
 
 class PageStoreAt(_Answer, tag=141, frozen=True):
-    """What a client of the page store needs, so that each finds what the other has stored."""
+    """Reply to PageStore: the settings of a client of the page store.
+
+    With them, each client finds the blocks that the other has stored.
+    """
 
     tier: _Name
     """The tier of the daemon that is a client of it."""
     server_url: _Text
     namespace: _Text
-    """What salts the keys there, as ``store_tenant`` does. The keys of a tenant of the daemon begin with its prefix."""
+    """Salt of the keys there, as is ``store_tenant``.
+
+    The keys of a tenant of the daemon begin with its prefix.
+    """
     store_tenant: _Text
     dax_path: _Text
     checksums: bool
-    """Whether blocks are summed when they are committed, and verified when they are read."""
+    """Whether blocks are summed at commit, and verified when read."""
 
 
 class ReserveWrite(_Message, tag=14, frozen=True):
-    """Announce blocks that an engine writes into pages of its own; those that are not wanted are named."""
+    """Announce blocks that an engine writes into pages of its own.
+
+    The answer names those that are not wanted.
+    """
 
     keys: _Keys
 
 
 class Reserved(_Answer, tag=142, frozen=True):
-    """The blocks that were not filtered count as coming until they are committed, or the session is over."""
+    """Reply to ReserveWrite: the reservation, and the filtered blocks.
+
+    The others count as coming until they are committed, or the session is over.
+    """
 
     reservation: _U63
     filtered: _Exceptions
 
 
 class Commit(_Message, tag=15, frozen=True):
-    """Say what became of reserved blocks: the page store has them, or they were given up."""
+    """Report the fates of reserved blocks: stored, or given up."""
 
     reservation: _U63
     fates: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)] = b""
-    """A byte for each block that was not filtered: a :class:`Fate`. Empty: all were given up."""
+    """A byte for each block not filtered: its :class:`Fate`.
+
+    Empty: all were given up.
+    """
 
 
 class Fate(enum.IntEnum):
-    """What became of a block that was reserved to be written."""
+    """The fate of a block that was reserved to be written."""
 
     GIVEN_UP = 0
     STORED = 1
     DUPLICATE = 2
-    """It was there before."""
+    """The block was there before."""
     UNKNOWN = 3
-    """The page store has not answered: it may be there."""
+    """The page store has not answered: the block may be there."""
 
 
 # --- looking ------------------------------------------------------------------------------------------------------------
@@ -398,7 +452,7 @@ class Explain(_Message, tag=16, frozen=True):
 
 
 class Explained(_Answer, tag=144, frozen=True):
-    """For people."""
+    """Reply to Explain: a text for people."""
 
     text: Annotated[str, msgspec.Meta(max_length=1 << 20)]
 
@@ -408,7 +462,7 @@ class Stats(_Message, tag=17, frozen=True):
 
 
 class Counters(_Answer, tag=145, frozen=True):
-    """Name and value of each, of the daemon and of this session."""
+    """Reply to Stats: each counter of the daemon and of this session."""
 
     values: dict[str, float]
 
@@ -420,7 +474,7 @@ class Refused(_Answer, tag=255, frozen=True):
     text: _Text
     oldest: _U32 = OLDEST
     newest: _U32 = VERSION
-    """The versions that the daemon speaks."""
+    """The newest version that the daemon speaks; ``oldest`` is the oldest."""
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -444,7 +498,7 @@ class MessageKind:
 
     @property
     def purpose(self) -> str:
-        """What it is for, in a line."""
+        """Its purpose, in a line."""
         return str(self.request.__doc__).splitlines()[0]
 
 
@@ -467,7 +521,7 @@ MESSAGES: Final = (
     MessageKind("explain", Explain, Explained),
     MessageKind("stats", Stats, Counters),
 )
-"""All messages. Both sides dispatch by it, and the documentation is drawn from it."""
+"""All messages: both sides' dispatch table, and a source of the documentation."""
 
 NAME_OF: Final[dict[type[Any], str]] = {kind.request: kind.name for kind in MESSAGES}
 SINCE: Final[dict[type[Any], int]] = {kind.request: kind.since for kind in MESSAGES}
@@ -484,12 +538,12 @@ _answers: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(
 
 
 def encode(message: Request) -> bytes:
-    """The frame of a message."""
+    """Encode a message as a frame."""
     return _encoder.encode(message)
 
 
 def decode_request(frame: bytes) -> Request:
-    """A request.
+    """Decode a request.
 
     Raises:
         BadFrame: it is none.
@@ -499,7 +553,7 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_answer(frame: bytes) -> Answer:
-    """An answer.
+    """Decode an answer.
 
     Raises:
         BadFrame: it is none.
@@ -509,23 +563,29 @@ def decode_answer(frame: bytes) -> Answer:
 
 
 def negotiate(oldest: int, newest: int) -> int | None:
-    """The version that both sides speak, or ``None``."""
+    """Return the version that both sides speak, or ``None``."""
     version = min(newest, VERSION)
     return version if version >= max(oldest, OLDEST) else None
 
 
 def cut(text: object) -> str:
-    """Cut a text to what a frame may carry."""
+    """Cut a text to the size that a frame may carry."""
     return carried(str(text)[:1_000])
 
 
 def carried(text: str) -> str:
-    """Escape surrogates, which stand for bytes of file names that are no text: a frame cannot carry them."""
+    """Escape surrogates, which a frame cannot carry.
+
+    They stand for bytes of file names that are no text.
+    """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def cut_all(reasons: Iterable[tuple[int, object]], beside: int = 0) -> list[tuple[int, str]]:
-    """Cut the reasons of an answer so that all of them fit into one frame, next to ``beside`` others."""
+    """Cut the reasons of an answer so that it fits a frame.
+
+    There are ``beside`` others in it.
+    """
     told = [(at, cut(reason)) for at, reason in reasons]
     if not told:
         return told

@@ -1,4 +1,7 @@
-"""Tells systemd how the daemon is, where it was started with ``Type=notify``: one datagram for each state."""
+"""Reports the daemon's state to systemd, if started with ``Type=notify``.
+
+One datagram for each state.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Literal
 
 
 def notify(state: Literal["READY", "RELOADING", "STOPPING"], status: str) -> None:
-    """Tell it, without waiting; nothing where no service manager asks. Never raises: it is a courtesy."""
+    """Send a state, without waiting, if a service manager asks.
+
+    Never raises: it is a courtesy.
+    """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return

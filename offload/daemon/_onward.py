@@ -1,14 +1,14 @@
-"""Blocks that engines have committed, on their way to the tiers behind the page store.
+"""Committed blocks on their way to the tiers behind the page store.
 
-    commit --told--> room in each route that leads on --> its pipeline holds the pages and copies --> counted
+    commit --reported--> room in each route that leads on --> its pipeline holds the pages and copies --> counted
 
-What a commit tells is in the page store already, so it is not the engine that waits where a required route has no room: the
-next announcement does (:meth:`OnwardCommits.wait_room`), as a store waits for the room of its chain. For routes that are not
-required nothing waits: they drop what they have no room for.
+Committed blocks are in the page store already, so it is not the engine that waits if a required route has no room: the
+next announcement does (:meth:`OnwardCommits.wait_room`), as a store waits for the room of its chain. For routes that
+are not required nothing waits: they drop blocks that they have no room for.
 
 Rule 1. Nothing here ends before its copies have, so that a daemon that drains can wait for all of it.
-Rule 2. A block that was not copied on is in the page store as before. It is counted by why: gone from there before its turn, or
-        not taken by the tier behind.
+Rule 2. A block that was not copied on is in the page store as before. It is counted by the reason: gone from there
+    before its turn, or not taken by the tier behind.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ._engine import DaemonEngine
 
 _log = logging.getLogger("offload.daemon")
 _THERE: Final = ("present", "pending")
-"""Why a block is not copied that is in the next tier, or on its way there."""
+"""Reasons not to copy a block, which the next tier has or gets."""
 
 
 class OnwardCommits:
-    """Passes on what engines have committed.
+    """Passes on the blocks that engines have committed.
 
     Args:
         engine: the tiers and pipelines.
         nursery: of the tasks.
 
     Attributes:
-        counts: blocks, once for each route, by what became of them.
+        counts: blocks, once for each route, by result.
     """
 
     def __init__(self, engine: DaemonEngine, nursery: trio.Nursery) -> None:
@@ -52,28 +52,34 @@ class OnwardCommits:
 
     @property
     def has_room(self) -> bool:
-        """Whether all that was committed is in the routes by now."""
+        """Whether all committed blocks are in the routes by now."""
         return not self._waiting
 
     async def wait_room(self) -> None:
-        """Wait until all that was committed is in the routes. Always a checkpoint."""
+        """Wait until all committed blocks are in the routes.
+
+        Always a checkpoint.
+        """
         await trio.lowlevel.checkpoint()
         while self._waiting:
             await self._changed.wait()
 
     async def wait_over(self) -> None:
-        """Wait until nothing is under way any more. Always a checkpoint."""
+        """Wait until nothing is running any more. Always a checkpoint."""
         await trio.lowlevel.checkpoint()
         while self._under_way:
             await self._changed.wait()
 
     def leads_on(self, tier: str) -> bool:
-        """Whether a route leads on from what is committed into this tier."""
+        """Return whether a route leads on from the blocks of this tier."""
         engine = self._engine.engine
         return engine is not None and bool(engine.onward.of(tier))
 
     def begin(self, tier: str, keys: Sequence[Key], tenant: str) -> None:
-        """Pass on these blocks of a page store, where a route leads on from it. Returns at once; never raises."""
+        """Pass on blocks of a page store, if a route leads on.
+
+        Returns at once; never raises.
+        """
         engine = self._engine.engine
         if engine is not None and keys and self.leads_on(tier):
             waits = engine.onward.waits(tier)
@@ -95,7 +101,7 @@ class OnwardCommits:
     ) -> Sequence[TransferHandle]:
         try:
             return await routes.pass_on(tier, keys, tenant=tenant)
-        except Exception as error:  # the engine is closing, say; what is in the page store stays there
+        except Exception as error:  # The engine may be closing; the blocks stay in the page store.
             self.counts["not_passed_on_blocks"] += len(keys)
             _log.warning("%d blocks of %s are not passed on: %r", len(keys), tier, error)
             return ()

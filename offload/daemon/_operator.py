@@ -1,8 +1,10 @@
-"""How a command asks a daemon: over a blocking socket, without an engine's session.
+"""Requests of a command to a daemon, over a blocking socket.
 
-Rule 1. No wait without an end, and no traceback: what goes wrong is said with the address, and the way out.
-Rule 2. Where the daemon listens, and where its token is, comes from the daemon's own settings: the same file, environment and
-        options.
+They need no session of an engine.
+
+Rule 1. No wait without an end, and no traceback: an error names the address, and the way out.
+Rule 2. The address of the daemon, and the path of its token, come from the daemon's own settings: the same file,
+    environment and options.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _KNOBS: Final = ("runtime_dir", "admin", "admin_token_file")
 
 @attrs.frozen
 class DaemonOptions:
-    """Which daemon a command is about, and how its answer is to be shown."""
+    """The daemon that a command asks, and the output format."""
 
     config: DaemonConfig
     timeout: float
@@ -44,24 +46,27 @@ class DaemonOptions:
 
     @property
     def directory(self) -> str:
-        """Of its sockets."""
+        """Directory of its sockets."""
         return os.path.realpath(self.config.runtime_dir)
 
     @property
     def path(self) -> str:
-        """Of the engines' socket."""
+        """Path of the engines' socket."""
         return f"{self.directory}/{CHANNEL_NAME}"
 
     @property
     def admin_path(self) -> str:
-        """Of the operators' socket; empty where there is none."""
+        """Path of the operators' socket; empty if there is none."""
         return self.config.admin_path(self.directory)
 
 
 def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
-    """``--config``, ``--runtime-dir``, ``--timeout``, ``--json`` and so on, given to it as :class:`DaemonOptions`."""
+    """Add ``--config``, ``--runtime-dir``, ``--timeout``, ``--json`` and so on to a command.
 
-    @functools.wraps(function)  # with what click has noted of the function's own options
+    It is called with :class:`DaemonOptions`.
+    """
+
+    @functools.wraps(function)  # with the options that click has stored for the function itself
     def with_options(config_file: str | None, timeout: float, as_json: bool, **rest: object) -> None:
         knobs = {name: rest.pop(name) for name in _KNOBS}
         try:
@@ -93,7 +98,7 @@ def daemon_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class Operator:
-    """A connection to one of a daemon's sockets, for one request after the other."""
+    """A connection to a daemon's socket, for one request after the other."""
 
     def __init__(
         self, path: str, timeout: float, decode: Callable[[bytes], Answer], check: Callable[[bytes], Request]
@@ -111,7 +116,9 @@ class Operator:
             raise EnvironmentFault(_nobody(path)) from exc
 
     def ask(self, make: Callable[[int], Request], answer: type[A], *, timeout: float = 0.0) -> A:
-        """Send a request, and wait for its answer, at most ``timeout`` seconds where that is more than usual.
+        """Send a request, and wait for its answer.
+
+        It waits for ``timeout`` seconds if that is more than usual.
 
         Raises:
             click.ClickException: there is none, or it was refused.
@@ -119,7 +126,7 @@ class Operator:
         self._seq += 1
         request = encode(make(self._seq))
         try:
-            self._check(request)  # here: the daemon hangs up on what is no request, and does not say why
+            self._check(request)  # Here: the daemon hangs up on an invalid request, and sends no reason.
         except BadFrame as exc:
             raise BadInput(f"this is more than a request may hold: {exc}") from exc
         timeout = max(timeout, self._timeout)
@@ -153,7 +160,7 @@ class Operator:
 
 @contextmanager
 def open_engine_side(options: DaemonOptions) -> Iterator[Operator]:
-    """The socket of the engines, without a session."""
+    """Open the socket of the engines, without a session."""
     operator = Operator(options.path, options.timeout, decode_answer, decode_request)
     try:
         yield operator
@@ -163,7 +170,7 @@ def open_engine_side(options: DaemonOptions) -> Iterator[Operator]:
 
 @contextmanager
 def open_operator(options: DaemonOptions) -> Iterator[Operator]:
-    """The socket of the operators, with the token shown.
+    """Open the socket of the operators, and show the token.
 
     Raises:
         click.ClickException: there is no such socket, or the token is another one.

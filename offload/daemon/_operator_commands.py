@@ -1,4 +1,7 @@
-"""The commands of an operator: ``offload ping | describe | query | explain | drain | quarantine | reload | log-level``."""
+"""The commands of an operator.
+
+These are ``offload ping | describe | query | explain | drain | quarantine | reload | log-level``.
+"""
 
 from __future__ import annotations
 

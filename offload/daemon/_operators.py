@@ -1,4 +1,4 @@
-"""The operators of the daemon: which connections have shown the token. Pure."""
+"""The operators of the daemon: connections that have shown the token. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ._messages import Refusal
 
 @attrs.define(eq=False)
 class Operators:
-    """Which connections have shown the token, and what each has under way."""
+    """The connections that have shown the token, and their running requests."""
 
     token: bytes = attrs.field(repr=False)
     wrong: int = 0
-    """Tokens that were none."""
+    """Number of wrong tokens."""
     _admitted: set[bytes] = attrs.field(factory=set)
     _asking: set[bytes] = attrs.field(factory=set)
 
     def show(self, peer: bytes, token: bytes) -> bool:
-        """Whether this is the token. Then its connection is admitted."""
+        """Return whether this is the token. Admits its connection then."""
         right = hmac.compare_digest(token, self.token)
         if right:
             self._admitted.add(peer)
@@ -28,10 +28,10 @@ class Operators:
         return right
 
     def begin(self, peer: bytes) -> None:
-        """A connection asks for something.
+        """Begin the request of a connection.
 
         Raises:
-            Refusal: it has not shown the token, or has something under way.
+            Refusal: it has not shown the token, or has a running request.
         """
         if peer not in self._admitted:
             raise Refusal("credential", "show the token of admin_token_file first")
@@ -40,16 +40,16 @@ class Operators:
         self._asking.add(peer)
 
     def end(self, peer: bytes) -> None:
-        """Its request is answered."""
+        """End the request of a connection."""
         self._asking.discard(peer)
 
     def gone(self, peer: bytes) -> None:
-        """The connection is over."""
+        """Forget a connection that is over."""
         self._admitted.discard(peer)
         self._asking.discard(peer)
 
     def change(self, token: bytes) -> None:
-        """From now on this is the token; connections have to show it, if it is another one."""
+        """Set the token. Connections have to show a new one."""
         if not hmac.compare_digest(token, self.token):
             self.token = token
             self._admitted.clear()

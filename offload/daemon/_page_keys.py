@@ -1,7 +1,7 @@
-"""What a page store that the daemon runs itself holds, in the daemon's keys. Pure.
+"""The daemon's keys in a page store that it runs itself. Pure.
 
-Others may store there as well: engines, which write pages themselves, and clients that know nothing of the daemon. Each page
-counts, by whichever process it was written; a name that is no key of a daemon is passed over.
+Others may store there as well: engines, which write pages themselves, and clients that know nothing of the daemon. Each
+page counts, whichever process wrote it; a name that is no key of a daemon is skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PageKeys:
     names: KeyBook[str]
 
     def list_keys(self) -> list[Key]:
-        """All keys that it has."""
+        """Return all keys that it has."""
         return _keys(self.names.list_keys())
 
     def list_lazily(self) -> KeyList[Key]:
@@ -32,13 +32,13 @@ class PageKeys:
         return _KeysOf(self.names.list_keys())
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """See :class:`maru.kv_events.KeyBook`."""
+        """Watch the keys; see :class:`maru.kv_events.KeyBook`."""
         return self.names.watch_keys(_Translated(watcher))
 
 
 @attrs.frozen(eq=False)
 class _KeysOf:
-    """Keys of a list of names, some of which name none."""
+    """Keys of a list of names, some of which are no keys."""
 
     _names: list[str]
 
@@ -63,7 +63,10 @@ class _Translated:
 
 
 def _keys(names: Iterable[str]) -> list[Key]:
-    """The keys that a tier gives these names: see :class:`backends.maru.KeyNaming`. Others have no place among them."""
+    """Return the keys that a tier gives these names.
+
+    See :class:`backends.maru.KeyNaming`. Other names are skipped.
+    """
     return [key for name in names if (key := _key(name)) is not None]
 
 
@@ -72,4 +75,4 @@ def _key(name: str) -> Key | None:
         key = bytes.fromhex(name)
     except ValueError:
         return None
-    return key if key.hex() == name else None  # "AB" and "a b" are read as well, and are the names of others
+    return key if key.hex() == name else None  # "AB" and "a b" can be read as well, and are the names of others.

@@ -1,17 +1,18 @@
-"""Pages of the page store that engines write and read themselves: which tier that is, and what engines have announced.
+"""Pages of the page store that engines write and read themselves.
 
-    reserve_write   policies, what is there already, the quota -> the rest counts as coming
+    reserve_write   policies, blocks that are there already, the quota -> the rest counts as coming
     (the engine writes pages of its own region and registers them with the page store: no message of this protocol)
-    commit          what was registered counts as there; nothing is coming any more; it goes on to the tiers behind
+    commit          registered blocks count as there; nothing is coming any more; they go on to the tiers behind
 
-A page of the page store belongs to the process that writes it. So which process maps what, late writers and leases are the page
-store's; here is what makes such a block one of the daemon's.
+This module knows the tier, and the blocks that engines have announced. A page of the page store belongs to the process
+that writes it. So mappings, late writers and leases are the page store's business; here such a block becomes one of the
+daemon's.
 
-Rule 1. What is announced passes the policies of the first route, and the quota of its tenant, as any store.
-Rule 2. What is coming counts against the quota until the engine has said what became of it. Where it cannot say it any more,
-        the page store is asked; where that does not answer, all of it counts as there: never too little.
-Rule 3. An engine registers nothing after its lease (its clock ends it earlier than ours does), so what was asked in rule 2 does
-        not come later.
+Rule 1. Announced blocks pass the policies of the first route, and the quota of the tenant, as any store.
+Rule 2. Coming blocks count against the quota until the engine has reported their fates. If it cannot report any more,
+    the page store is asked; if that does not answer, all of it counts as there: never too little.
+Rule 3. An engine registers nothing after its lease (its clock ends it earlier than ours does), so blocks that are
+    missing in rule 2 do not come later.
 """
 
 from __future__ import annotations
@@ -44,34 +45,34 @@ _log = logging.getLogger("offload.daemon")
 
 @attrs.define(eq=False)
 class Announced:
-    """Blocks that an engine writes itself, and has not told the end of."""
+    """Blocks that an engine writes itself, and has not committed yet."""
 
     tier: str
     """The name of the page store."""
     keys: Sequence[Key]
-    """Those that were not filtered, as they are stored."""
+    """Keys of the blocks that were not filtered, as they are stored."""
     account: Account | None
     coming: Sequence[Key]
-    """Of its keys, those that count there until the end."""
+    """Its keys that count in the account until the end."""
     unlock: Callable[[], None] | None
-    """Releases what a policy has locked for them."""
+    """Releases the locks of a policy for them."""
     cost: int = 0
-    """What its keys count for in its session."""
+    """Cost of its keys in its session."""
 
 
 class Pages:
-    """What engines write and read themselves.
+    """The pages that engines write and read themselves.
 
     Args:
         engine: the tiers and pipelines.
         quotas: of tenants.
         stores: makes room within them.
-        onward: passes on what was committed.
-        sessions: what each has announced.
+        onward: passes on committed blocks.
+        sessions: has the announcements of each session.
         is_on: whether engines may.
 
     Attributes:
-        counts: blocks, by what became of them.
+        counts: blocks, by fate.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class Pages:
         return self._its_tier()[0]
 
     async def place(self, request: PageStore, epoch: int) -> PageStoreAt:
-        """Where the page store is. Opens the tiers, if that was not done yet.
+        """Return the place of the page store. Opens the tiers if necessary.
 
         Raises:
-            Refusal: engines cannot write pages there; the text says what to change.
+            Refusal: engines cannot write pages there; the text names the setting to change.
             BadLayout: the tiers hold blocks of another size.
         """
         if not request.block_bytes:
@@ -136,7 +137,10 @@ class Pages:
         )
 
     def reserve_nowait(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved | None:
-        """Like :meth:`reserve`; ``None`` where it would have to wait: for a policy, for the page store, or for room."""
+        """Announce blocks like :meth:`reserve`; ``None`` if it had to wait.
+
+        It waits for a policy, for the page store, or for room.
+        """
         if not self._onward.has_room:
             return None
         name, tier, keys, account = self._asked(session, request)
@@ -144,16 +148,16 @@ class Pages:
         wanted = [key for key in keys if there is not None and key not in there]
         if there is None or (account is not None and account.shortage(wanted, self._quotas.block_bytes)):
             return None
-        said = self._engine.require().pipelines[0].ask_policies_nowait(wanted)  # last: it is asked once
+        said = self._engine.require().pipelines[0].ask_policies_nowait(wanted)  # Last: it is asked once.
         if said is None:
             return None
         reasons = {**dict.fromkeys(there, "present"), **said[0]}
         return self._announce(session, request, epoch, name, keys, reasons, said[1])
 
     async def reserve(self, session: Session, request: ReserveWrite, epoch: int) -> Reserved:
-        """Announce blocks, once those that were committed before have room in the routes that lead on.
+        """Announce blocks, once earlier commits have room in the onward routes.
 
-        Cancelled, nothing is announced, though blocks of the tenant may have gone for it.
+        If cancelled, nothing is announced, though blocks of the tenant may have been deleted for it.
 
         Raises:
             Refusal: see :meth:`place`.
@@ -174,11 +178,11 @@ class Pages:
             if unlock is not None:
                 give_back(unlock)
             raise
-        # No checkpoint from here on: what has gone makes room for these.
+        # No checkpoint from here on: deleted blocks make room for these.
         return self._announce(session, request, epoch, name, keys, reasons, unlock)
 
     def _asked(self, session: Session, request: ReserveWrite) -> tuple[str, MaruTier, list[Key], Account | None]:
-        """The page store and its name, what is to be written there, and what it counts against."""
+        """Return the page store, its name, the stored keys, and their account."""
         name, tier = self._its_tier()
         distinct_keys(request.keys)
         keys = stored_keys(session.tenant, request.keys)
@@ -195,7 +199,7 @@ class Pages:
         reasons: dict[Key, str],
         unlock: Callable[[], None] | None,
     ) -> Reserved:
-        """Announce what was not filtered, as far as the quota has room."""
+        """Announce the blocks that were not filtered, while the quota has room."""
         account = self._quotas.of(session.tenant)
         coming: Sequence[Key] = ()
         wanted = [key for key in keys if key not in reasons]
@@ -211,7 +215,9 @@ class Pages:
         return Reserved(request.seq, epoch, self._last, filtered)
 
     def commit(self, session: Session, request: Commit) -> int:
-        """Note what became of announced blocks; how many there were. What is not announced is ignored.
+        """Record the fates of announced blocks. Returns the number of blocks.
+
+        An unknown reservation is ignored.
 
         Raises:
             Refusal: there is not one fate for each of them. Nothing was changed.
@@ -251,10 +257,10 @@ class Pages:
         if announced.account is not None:
             self._quotas.settled(announced.account, announced.coming, there)
         if announced.unlock is not None:
-            give_back(announced.unlock)  # of whoever wrote the policy
+            give_back(announced.unlock)  # from foreign code
 
     async def _there(self, tier: MaruTier, keys: Sequence[Key], *, unless: Collection[Key]) -> Collection[Key]:
-        """Those that the page store has; ``unless`` it does not answer."""
+        """Return the keys that the page store has; ``unless`` without an answer."""
         if not keys:
             await trio.lowlevel.checkpoint()
             return ()
@@ -265,17 +271,17 @@ class Pages:
             return unless
 
     def _its_tier(self) -> tuple[str, MaruTier]:
-        """The first tier that is a page store, and its name.
+        """Return the first tier that is a page store, and its name.
 
         Raises:
-            Refusal: there is none, or none whose pages an engine may write; the text says what to change.
+            Refusal: there is none, or none whose pages an engine may write; the text names the setting to change.
         """
         if not self._is_on:
             raise Refusal("pages", f"engine_pool_size_gb = 0: this daemon has no room for pages of engines; {_OR_ELSE}")
         tiers = self._engine.require().tiers
         if (
             "backends.maru" in sys.modules
-        ):  # else no tier is one, and importing it would be 60 ms in which nobody is served
+        ):  # Otherwise no tier is one, and importing it would be 60 ms in which nobody is served.
             from backends.maru import MaruTier
 
             for name, tier in tiers.items():

@@ -1,20 +1,20 @@
-"""How much each tenant may have stored, and what it has: one account of keys for each tenant with a quota. Pure.
+"""The quota accounts of tenants: the keys that each has stored. Pure.
 
     admitted (coming) --a tier has it--> there --no tier has it any more--> forgotten
-          `-----its store has ended-----> forgotten
+            `-----its store has ended-----> forgotten
 
-Rule 1. A block counts once for its tenant, in however many tiers it is: by its key, which begins with the tenant's prefix. What
-        is on its way counts, too; so stores that are under way at the same time do not exceed a quota together. It counts until
-        the last of the stores that bring it has ended, also where it was there before: it may go meanwhile, and come.
-Rule 2. What does not fit makes the tenant's own least recently used blocks go, and never another tenant's. What is held stays.
-        Of what does not fit even then, the blocks behind are refused.
-Rule 3. A tier that tells of its keys (:class:`maru.kv_events.KeyBook`) is believed, and nothing else is: an answer to a
-        deletion may be older than what has come since. In one that does not, such as a page store, a block counts until it is
-        deleted, or is missing when it is its turn to go: there, what is counted is never too little. At the start it
-        is asked to list what it has.
-Rule 4. A tenant that gets a quota while engines are served is charged in steps; what a tier tells meanwhile is newer than its
-        list, and so is a deletion.
-Rule 5. A quota that was made smaller holds for the next store; what is beyond it until then goes as under rule 2.
+Rule 1. A block counts once for its tenant, in however many tiers it is: by its key, which begins with the tenant's
+    prefix. Blocks on their way count, too; so concurrent stores do not exceed a quota together. A block counts until
+    the last of the stores that bring it has ended, even if it was there before: it may go meanwhile, and come.
+Rule 2. To make room, the tenant's own least recently used blocks are deleted, and never another tenant's. Held blocks
+    stay. If room is still short, the last blocks are refused.
+Rule 3. Changes that a tier announces (:class:`maru.kv_events.KeyBook`) are believed, and nothing else is: an answer to
+    a deletion may be older than blocks that have come since. In a tier that announces none, such as a page store, a
+    block counts until it is deleted, or is missing when it is its turn to go: there, the count is never too low. At the
+    start it is asked to list its keys.
+Rule 4. A tenant that gets a quota while engines are served is charged in steps; changes that a tier announces meanwhile
+    are newer than its list, and so is a deletion.
+Rule 5. A quota that was made smaller holds for the next store; until then the excess is deleted as under rule 2.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from maru.kv_events import KeyBook, list_lazily
 from ._tenants import PREFIX_BYTES, prefix_of
 
 REASON: Final = "quota"
-"""Why a block was refused, as its engine is told."""
+"""Reason of a refused block, as reported to its engine."""
 _CHARGED: Final = 2_048
-"""Keys that are looked at in one step: some 3 us each."""
+"""Keys that are processed in one step: some 3 us each."""
 _UNTOLD: Final = 1
-"""The bit of all tiers that do not tell of their keys."""
+"""Bit of all tiers that do not announce changes of their keys."""
 
 
 @attrs.define(eq=False)
 class Account:
-    """What one tenant has stored, in blocks."""
+    """The account of one tenant: its stored blocks."""
 
     tenant: str
     quota_bytes: int
     refused: int = 0
-    """Blocks that did not fit, although what may go was gone."""
+    """Blocks that were refused although all that may go was deleted."""
     evicted: int = 0
-    """Blocks that went to make room for others of this tenant."""
+    """Blocks that were deleted to make room for others of this tenant."""
     is_charged: bool = False
-    """Whether the keys of the tiers that tell of them count."""
+    """Whether the keys of announcing tiers are counted."""
     is_listed: bool = False
-    """Whether the tiers that list their keys, but do not tell of them, were asked what they have of it."""
+    """Whether the other tiers, which can list their keys, were asked."""
     gone: set[Key] | None = attrs.field(default=None, repr=False)
     """Keys deleted during a listing; ``None`` if there is none."""
     _there: OrderedDict[Key, int] = attrs.field(factory=OrderedDict, repr=False)
-    """The tiers that have each, as bits; the least recently used first."""
+    """Bits of the tiers that have each key, least recently used first."""
     _coming: dict[Key, int] = attrs.field(factory=dict, repr=False)
-    """How many stores bring each."""
+    """Number of stores that bring each key."""
     _new: set[Key] = attrs.field(factory=set, repr=False)
-    """Those that are coming, and not there."""
+    """Keys that are coming, and not there."""
 
     def __len__(self) -> int:
         return len(self._there) + len(self._new)
@@ -68,16 +68,19 @@ class Account:
     # --- making room ------------------------------------------------------------------------------------------------
 
     def shortage(self, keys: Iterable[Key], block_bytes: int) -> int:
-        """How many blocks have to go, so that these fit."""
+        """Return how many blocks must be deleted, so that these fit."""
         new = sum(key not in self._there and key not in self._coming for key in dict.fromkeys(keys))
         return max(0, len(self) + new - self.quota_bytes // block_bytes)
 
     def victims(self, n: int, stays: Collection[Key]) -> list[Key]:
-        """The ``n`` least recently used blocks, without some that stay."""
+        """Return the ``n`` least recently used blocks, except some that stay."""
         return list(islice((key for key in self._there if key not in stays), n))
 
     def asked(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        """These were to go, and this is what all tiers together have answered. What stays is used, or may be: it goes last."""
+        """Record the answers of all tiers to a deletion that makes room.
+
+        Blocks that stay are used, or may be: they go last.
+        """
         for key, answer in zip(keys, answers, strict=True):
             self.evicted += answer is Deletion.DELETED
             if answer in (Deletion.DELETED, Deletion.MISSING):
@@ -86,7 +89,10 @@ class Account:
                 self._there.move_to_end(key)
 
     def admit(self, keys: Sequence[Key], block_bytes: int) -> tuple[list[Key], list[int]]:
-        """Let blocks come as far as there is room. Returns those, to be :meth:`settled`, and the positions of the refused."""
+        """Admit blocks as far as there is room.
+
+        Returns those, to be :meth:`settled`, and the positions of the refused.
+        """
         room = self.quota_bytes // block_bytes - len(self)
         coming: dict[Key, None] = {}
         refused: list[int] = []
@@ -105,10 +111,13 @@ class Account:
         self.refused += len(refused)
         return list(coming), refused
 
-    # --- what becomes of blocks -------------------------------------------------------------------------------------
+    # --- changes of blocks ------------------------------------------------------------------------------------------
 
     def settled(self, coming: Iterable[Key]) -> None:
-        """The store that these were admitted for has ended: what no other one brings does not come any more."""
+        """End the store that these blocks were admitted for.
+
+        Blocks that no other store brings are not coming any more.
+        """
         for key in coming:
             self._coming[key] -= 1
             if not self._coming[key]:
@@ -116,7 +125,7 @@ class Account:
                 self._new.discard(key)
 
     def stored(self, keys: Iterable[Key], place: int) -> None:
-        """A tier has these, which counts as a use."""
+        """Record blocks that a tier has, which counts as a use."""
         there, gone = self._there, self.gone if place == _UNTOLD else None
         for key in keys:
             there[key] = there.get(key, 0) | place
@@ -126,7 +135,10 @@ class Account:
                 gone.discard(key)
 
     def listed(self, keys: Iterable[Key], place: int) -> None:
-        """Count keys that a tier has had since before: they are less recently used than all others."""
+        """Count keys that a tier already had.
+
+        They are less recently used than all others.
+        """
         there = self._there
         for key in keys:
             is_new = key not in there
@@ -136,7 +148,7 @@ class Account:
             self._new.discard(key)
 
     def removed(self, keys: Iterable[Key], place: int) -> None:
-        """A tier does not have these any more."""
+        """Record keys that a tier does not have any more."""
         for key in keys:
             if self.gone is not None and place == _UNTOLD:
                 self.gone.add(key)
@@ -147,13 +159,13 @@ class Account:
                 self._new.add(key)
 
     def deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        """The tenant has deleted some of these."""
+        """Record the answers to a deletion by the tenant."""
         for key, answer in zip(keys, answers, strict=True):
             if answer in (Deletion.DELETED, Deletion.MISSING):
                 self.removed((key,), _UNTOLD)
 
     def used(self, keys: Iterable[Key]) -> None:
-        """These were found."""
+        """Record the use of blocks that were found."""
         for key in keys:
             if key in self._there:
                 self._there.move_to_end(key)
@@ -164,7 +176,7 @@ class Quotas:
 
     Attributes:
         block_bytes: size of every block; 0 until the tiers are open.
-        all_told: whether every tier tells of its keys: rule 3.
+        all_told: whether every tier announces changes of its keys: rule 3.
     """
 
     def __init__(self) -> None:
@@ -174,17 +186,20 @@ class Quotas:
         self._books: list[KeyBook[Key]] = []
         self._watching = False
         self._gone: tuple[int, set[Key]] = (0, set())
-        """Keys that have left the tier that is being listed since that began, with its bit."""
+        """Bit of the tier being listed, and keys that left it since."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(list(self._accounts.values()))
 
     def of(self, tenant: str) -> Account | None:
-        """The account of this tenant; ``None`` if it has no quota."""
+        """Return the account of this tenant; ``None`` if it has no quota."""
         return self._accounts.get(prefix_of(tenant)) if self._accounts else None
 
     def configure(self, quotas: Mapping[str, int]) -> None:
-        """Have these quotas from now on, in bytes by tenant. A tenant that had none is to be charged: :meth:`charging`."""
+        """Set the quotas, in bytes by tenant.
+
+        A tenant that had none is to be charged: :meth:`charging`.
+        """
         before, self._accounts = self._accounts, {}
         for tenant, quota_bytes in quotas.items():
             prefix = prefix_of(tenant)
@@ -196,11 +211,11 @@ class Quotas:
         self._watch()
 
     def open(self, block_bytes: int, books: Iterable[KeyBook[Key]], *, all_told: bool) -> None:
-        """The tiers are open: charge what they have, and follow what comes and goes.
+        """Charge the blocks in the open tiers, and follow changes.
 
         Args:
             block_bytes: size of every block.
-            books: what tells of its keys.
+            books: the tiers that announce changes of their keys.
             all_told: whether every tier does.
         """
         self.block_bytes = block_bytes
@@ -209,14 +224,14 @@ class Quotas:
         self._watch()
         for account in self:
             account.is_charged = False  # with these books
-        for _ in self.charging():  # at once: nobody is served yet
+        for _ in self.charging():  # At once: nobody is served yet.
             pass
 
     def listing(self, account: Account, keys: list[Key]) -> Generator[None, None, None]:
         """Charge an account with listed keys of a page store, in steps.
 
-        The keys are taken from the list. All that was used before the end counts as used later, and a key that was deleted
-        between two steps is not charged. Close the iterator if it is left before its end.
+        The keys are taken from the list. All blocks that were used before the end count as used later, and a key that
+        was deleted between two steps is not charged. Close the iterator if it is left before its end.
         """
         gone = account.gone = set()
         try:
@@ -229,13 +244,16 @@ class Quotas:
             account.gone = None
 
     def settled(self, account: Account, coming: Iterable[Key], there: Iterable[Key]) -> None:
-        """A store has ended, with which some blocks came to be there."""
+        """Record the end of a store, and its blocks in tiers."""
         account.settled(coming)
         if not self.all_told:
             account.stored(there, _UNTOLD)
 
     def found(self, tenant: str, keys: Iterable[Key]) -> None:
-        """A lookup of this tenant has found these. Where not all tiers tell, one may have had them since before."""
+        """Record blocks that a lookup of this tenant has found.
+
+        If not all tiers announce changes, one may have had them since before.
+        """
         account = self.of(tenant)
         if account is not None and self.all_told:
             account.used(keys)
@@ -243,13 +261,13 @@ class Quotas:
             account.stored(keys, _UNTOLD)
 
     def deleted(self, tenant: str, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        """A tenant has deleted blocks."""
+        """Record the answers to a tenant's deletion."""
         account = self.of(tenant)
         if account is not None:
             account.deleted(keys, answers)
 
     def counters(self, tenant: str | None = None) -> dict[str, float]:
-        """Name and value of each counter: of one tenant, or of all."""
+        """Return each counter by name: of one tenant, or of all."""
         return {
             f"tenant.{account.tenant}.{name}": value
             for account in self._accounts.values()
@@ -262,10 +280,13 @@ class Quotas:
             )
         }
 
-    # --- what tiers tell --------------------------------------------------------------------------------------------
+    # --- announcements of tiers -------------------------------------------------------------------------------------
 
     def charging(self) -> Iterator[None]:
-        """Charge the accounts that were not charged yet, a step at a time: rule 4. One at a time."""
+        """Charge accounts not charged yet, in steps: rule 4.
+
+        One caller at a time.
+        """
         accounts = {prefix: account for prefix, account in self._accounts.items() if not account.is_charged}
         if not accounts:
             return
@@ -284,7 +305,10 @@ class Quotas:
             account.is_charged = True
 
     def _watch(self) -> None:
-        """Follow the tiers from the first quota on: without one, what comes and goes costs nothing here."""
+        """Follow the tiers from the first quota on.
+
+        Without a quota, changes cost nothing here.
+        """
         if self._accounts and self._books and not self._watching:
             self._watching = True
             for at, book in enumerate(self._books):

@@ -1,12 +1,13 @@
-"""What engines read: lookups and what they hold for a session, loads into its caches, releases, and explanations.
+"""The reads of engines: lookups and holds, loads, releases, explanations.
 
-A lookup is answered at once where the tiers allow it, a release where all of it is in memory; everything else is one task, in
+A lookup is answered at once if the tiers allow it, a release if all of it is in memory; everything else is one task, in
 a scope of its own, which a cancel or the end of the session cancels.
 
-Rule 1. What a lookup has found is held under a number of its session, also where it is nothing, until it is released under
-        that number or the session is over.
+Rule 1. The result of a lookup is held under a number of its session, even if it is empty, until it is released under
+    that number or the session is over.
 Rule 2. A load leaves nothing unverified in the memory of a tenant's engine.
-Rule 3. No session holds more than half of a tier's blocks, so that others can store: a lookup finds no more than that leaves.
+Rule 3. No session holds more than half of a tier's blocks, so that others can store: a lookup finds no more than that
+    leaves.
 """
 
 from __future__ import annotations
@@ -51,11 +52,17 @@ from ._sessions import Session, Sessions
 from ._tenants import stored_keys
 
 _EXPLAINED: Final = 2_048
-"""Blocks that are explained in one step, which other engines wait for: some 5 us each."""
+"""Blocks that are explained in one step, some 5 us each.
+
+Other engines wait for the step.
+"""
 _RELEASED: Final = 16_384
-"""Blocks of the holds that are released in the step of their request: some 0.3 us each."""
+"""Blocks of holds that are released within their request's step.
+
+They take some 0.3 us each.
+"""
 _CLEAR_AGAIN: Final = 0.1
-"""Seconds until blocks are cleared for which there was no thread."""
+"""Seconds until clearing is tried again, if no thread could start."""
 
 _log = logging.getLogger("offload.daemon")
 
@@ -69,12 +76,12 @@ class Start(Protocol):
 
 
 class Reads:
-    """What engines read, and hold for that.
+    """The reads of engines, and their holds.
 
     Args:
         engine: the tiers and pipelines.
         quotas: of tenants.
-        sessions: what each holds, and the bounds of that.
+        sessions: has the holds of each session, and their bounds.
         epoch: this start of the daemon.
         start: answers a request in a task.
     """
@@ -89,7 +96,10 @@ class Reads:
         self._explaining = trio.Lock()
 
     def lookup(self, session: Session, request: Lookup) -> Answer | None:
-        """Find and hold a prefix: at once where the tiers allow it, else in a task."""
+        """Find and hold a prefix: at once, or in a task.
+
+        It is found at once if the tiers allow it.
+        """
         if len(session.holds) + len(session.requests) >= self._sessions.limits.holds:
             raise Refusal("full", f"a session has at most {self._sessions.limits.holds} holds: release some")
         keys = stored_keys(session.tenant, request.keys)
@@ -109,8 +119,11 @@ class Reads:
         return await self._look_up_less(hit, session, request)
 
     async def _look_up_less(self, hit: Any, session: Session, request: Lookup) -> Answer:
-        """Look up again for as long as more is found than the session may hold: rule 3. Cancelled, nothing is held."""
-        held = [hit]  # it is in no table yet
+        """Look up again while the hit exceeds the session's limit: rule 3.
+
+        Nothing is held if cancelled.
+        """
+        held = [hit]  # It is in no table yet.
         try:
             while self._is_near_half(session, held[0]):
                 await self._count_holds(session)
@@ -131,12 +144,18 @@ class Reads:
         return self._found(session, request, held[0])
 
     def _is_near_half(self, session: Session, hit: Any) -> bool:
-        """Whether the session may hold too much with this, so that its keys must be counted."""
+        """Return whether this hit may exceed the session's limit.
+
+        Then its keys must be counted.
+        """
         wanted = session.held + len(hit.keys)
         return any([self._engine.most_held(name, wanted) is not None for name, _ in hit.runs])
 
     async def _count_holds(self, session: Session) -> None:
-        """Count the keys of the session's holds, a hold a step. None is left uncounted when this returns."""
+        """Count the keys of the session's holds, one hold per step.
+
+        None is left uncounted when this returns.
+        """
         while rest := [hold for hold in session.holds if hold not in session.held_keys]:
             for hold in rest:
                 if hold in session.holds and hold not in session.held_keys:  # released or counted meanwhile
@@ -144,7 +163,7 @@ class Reads:
                 await trio.lowlevel.checkpoint()
 
     def _allowed(self, session: Session, hit: Any) -> int:
-        """How many of the blocks that were found, from the first on, the session may hold."""
+        """Return how many leading found blocks the session may hold."""
         allowed = 0
         for name, keys in _runs(hit):
             most = self._engine.most_held(name, session.held + len(hit.keys))
@@ -157,7 +176,7 @@ class Reads:
     def _found(self, session: Session, request: Lookup, hit: Any) -> Answer:
         unavailable = {name: cut(f"{type(why).__name__}: {why}") for name, why in hit.unavailable.items()}
         self._last_hold += 1
-        # Held also where nothing was found: released with the others, and there is one way for all.
+        # An empty hit is held, too: it is released like the others, and there is one way for all.
         session.holds[self._last_hold] = hit
         session.held += len(hit.keys)
         if hit.keys:
@@ -166,7 +185,7 @@ class Reads:
         return Found(request.seq, self._epoch, self._last_hold, len(hit.keys), hit.runs, unavailable)
 
     def exists(self, session: Session, request: Exists) -> None:
-        """Tell which keys are there."""
+        """Answer which keys are stored."""
         self._start(session, request, self._exist)
 
     async def _exist(self, session: Session, request: Exists) -> Answer:
@@ -190,7 +209,7 @@ class Reads:
         except BaseException as exc:
             if not holds(exc, Unproven):
                 raise
-            session.requests[request.seq].unproven = True  # also in a group with a cancel, which asked for this answer
+            session.requests[request.seq].unproven = True  # Also in a group with a cancel, which asked for this answer.
             if holds(exc, (KeyboardInterrupt, SystemExit)):
                 raise
             return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
@@ -198,7 +217,7 @@ class Reads:
 
     async def _load_or_clear(self, hit: Any, destination: CacheBlocks, session: Session) -> LoadResult:
         try:
-            # What must be over before the cache may be written, the client has waited for before it asked.
+            # The client has waited for the precondition of the load before it asked.
             result = await self._engine.require().load(hit, destination, precondition=NO_WAIT)
         except BaseException as exc:
             if not holds(exc, Unproven):
@@ -209,9 +228,9 @@ class Reads:
         return result
 
     async def _clear(self, session: Session, destination: CacheBlocks, positions: Sequence[int]) -> None:
-        """Leave nothing unverified in a tenant's memory.
+        """Clear unverified blocks in a tenant's memory.
 
-        A block is compared with what was stored when it has been copied already. What is wrong in it may be another tenant's
+        A loaded block is verified only after it was copied. Wrong content may be another tenant's
         bytes: a copy of that one, whose end could not be proven, may have written to a page that was released since.
         """
         if not session.tenant or not positions:
@@ -227,13 +246,16 @@ class Reads:
                 try:
                     await run_in_thread_to_the_end(clear)
                 except (OSError, RuntimeError) as exc:
-                    if begun:  # its engine has cut it off, or its device does not copy
+                    if begun:  # Its engine has cut it off, or its device does not copy.
                         _log.info("%s: of %d blocks that were not loaded some stay: %s", session, len(positions), exc)
-                    else:  # there is no thread or descriptor for it now
+                    else:  # There is no thread or descriptor for it now.
                         await trio.sleep(_CLEAR_AGAIN)
 
     def release(self, session: Session, request: Release) -> Answer | None:
-        """Let go of holds: at once where they are few and all in memory, else in a task."""
+        """Release holds: at once, or in a task.
+
+        They are released at once if they are few and all in memory.
+        """
         hits = [self._take_out(session, hold) for hold in request.holds if hold in session.holds]
         direct, blocks, left = self._engine.require().direct, 0, []
         for hit in hits:
@@ -248,7 +270,7 @@ class Reads:
     async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
         for hit in hits:
             await self.let_go(hit)
-            await trio.lowlevel.cancel_shielded_checkpoint()  # others are served between two
+            await trio.lowlevel.cancel_shielded_checkpoint()  # Others are served between two.
         return Done(request.seq, self._epoch, count)
 
     async def release_any(self, session: Session) -> None:
@@ -263,9 +285,9 @@ class Reads:
         return hit
 
     async def let_go(self, hit: Any) -> None:
-        """Release a hit that is in no table any more, and log errors of its tiers.
+        """Release a hit that is in no table; log its tiers' errors.
 
-        Cancelled, it is released as well: nobody else would.
+        If cancelled, it is released as well: nobody else would.
         """
         try:
             with trio.CancelScope(shield=True):
@@ -280,7 +302,7 @@ class Reads:
     async def _explain(self, session: Session, request: Explain) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
         blocks: list[BlockExplanation] = []
-        async with self._explaining:  # a step of each of many would be one long step for all other engines
+        async with self._explaining:  # A step of each of many would be one long step for all other engines.
             for start in range(0, max(1, len(keys)), _EXPLAINED):
                 part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
                 blocks += part.blocks
@@ -289,7 +311,7 @@ class Reads:
 
 
 def _runs(hit: Any) -> Iterator[tuple[str, Sequence[Key]]]:
-    """The tiers of a hit, in order, each with the keys that are held there."""
+    """Yield the tiers of a hit, in order, with their held keys."""
     start = 0
     for name, blocks in hit.runs:
         yield name, hit.keys[start : start + blocks]

@@ -1,4 +1,4 @@
-"""Requests that are under way, and their answers: what the daemon keeps between the two."""
+"""Requests that are not answered yet, and the making of their answers."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class UnderWay:
     cancel: Callable[[], None]
     """Requests its end. Idempotent; does not wait."""
     cache: int = 0
-    """Whose blocks it reads or writes."""
+    """The cache whose blocks it reads or writes."""
     cancel_token: int = 0
     signal: EngineSignal | None = None
-    """What a store waits for."""
+    """Precondition of a store."""
     keys: Sequence[Key] = ()
-    """Of a store, as they are stored."""
+    """Keys of a store, as they are stored."""
     account: Account | None = None
-    """Of a store: what its blocks count against."""
+    """Account that a store's blocks count against."""
     coming: Sequence[Key] = ()
-    """Of its keys, those that count there until it has ended."""
+    """Its keys that count there until it has ended."""
     refused: Sequence[int] = ()
-    """Positions of those that did not fit there."""
+    """Positions of the blocks that did not fit there."""
     waiting: int = 0
     """Blocks that count as waiting for the signal."""
     over: trio.Event = attrs.field(factory=trio.Event)
     unproven: bool = False
-    """Once it is over: whether a copy may still be going on."""
+    """Whether a copy may still be running, once it is over."""
 
 
 class EngineSignal(Precondition):
@@ -56,17 +56,17 @@ class EngineSignal(Precondition):
         self._failed = ""
 
     def report(self, failed: str) -> None:
-        """Note what the engine has said; the first time counts."""
+        """Record the engine's report; the first one counts."""
         if not self._reported.is_set():
             self._failed = failed
             self._reported.set()
 
     async def wait_reported(self) -> None:
-        """Wait until the engine has reported, whatever it says."""
+        """Wait until the engine has reported, either way."""
         await self._reported.wait()
 
     def is_set(self) -> bool:
-        """Whether it is fulfilled."""
+        """Return whether it is fulfilled."""
         return self._reported.is_set() and not self._failed
 
     async def wait(self) -> None:
@@ -86,7 +86,7 @@ class EngineSignal(Precondition):
 
 
 def stored(seq: int, epoch: int, keys: Sequence[Key], result: TransferResult, refused: Sequence[int] = ()) -> Stored:
-    """The answer to a store, of which a tenant's quota has refused some positions."""
+    """Return the answer to a store; a quota has refused some positions."""
     status: StoreStatus = "unproven" if isinstance(result.error, DrainUnproven) else _STATUS[result.status]
     error = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
     failed = {key: f"{type(why).__name__}: {why}" for key, why in result.failed.items()}
@@ -107,7 +107,7 @@ def _at(keys: Sequence[Key], reasons: Mapping[Key, str]) -> list[tuple[int, str]
 
 
 def loaded(seq: int, epoch: int, result: LoadResult) -> Loaded:
-    """The answer to a load."""
+    """Return the answer to a load."""
     if result.loaded == len(result.outcomes):
         return Loaded(seq, epoch, result.loaded, [], [], unproven=False)
     missed: list[tuple[int, str]] = []

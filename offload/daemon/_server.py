@@ -1,16 +1,18 @@
-"""The daemon: owns the tiers and pipelines of a host, and serves the inference engines on it.
+"""The daemon: owns a host's tiers and pipelines, and serves its engines.
 
     engine process                                     daemon process
     tensors ---- descriptor, once (memory.sock) ---->  mapped
     client ----- frames of numbers (daemon.sock) --->  service -> one engine: pipelines, tiers
     blocks <======= copied by the daemon's threads =======>
 
-One task reads all connections, a task takes descriptors, one looks for silent engines, one keeps the tiers open; requests that
-take time have a task each. Blocks outlive the engines that stored them, as long as the daemon or a tier behind it lives.
+One task reads all connections, a task takes descriptors, one looks for silent engines, one keeps the tiers open;
+requests that take time have a task each. Blocks outlive the engines that stored them, as long as the daemon or a tier
+behind it lives.
 
-Rule 1. One daemon for a directory: it holds a lock there until its last copy is over. What a dead one left is replaced.
-Rule 2. The end first refuses what begins work, waits for what is under way for ``drain_timeout``, gives all sessions back, and
-        closes the tiers last. What was dropped is counted (:class:`Dropped`).
+Rule 1. One daemon for a directory: it holds a lock there until its last copy is over. Files of a dead daemon are
+    replaced.
+Rule 2. The end first refuses new work, waits for running requests for ``drain_timeout``, gives all sessions back, and
+    closes the tiers last. Dropped requests are counted (:class:`Dropped`).
 """
 
 from __future__ import annotations
@@ -66,27 +68,39 @@ if TYPE_CHECKING:
 
 LOCK_NAME: Final = "daemon.lock"
 _UNREAD_BYTES: Final = 16 << 20
-"""Answers that may wait for one engine. One that reads so little is hung up on."""
+"""Bytes of answers that may wait for one engine.
+
+One that reads so little is hung up on.
+"""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
 _LATE: Final = 2
-"""Intervals that may pass between two looks for silent engines: beyond, the daemon stood still."""
+"""Intervals that may pass between two looks for silent engines.
+
+After more than that, the daemon stood still.
+"""
 _GIVE_BACK: Final = 0.25
-"""Seconds at the end for giving sessions back, whose copies were waited for before."""
+"""Seconds at the end for giving sessions back.
+
+Their copies were waited for before.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
 
 class DaemonInUse(OffloadError, OSError):
-    """Another daemon has this directory. An operator must act: end that one, or choose another ``runtime_dir``."""
+    """Another daemon has this directory.
+
+    An operator must act: end that one, or choose another ``runtime_dir``.
+    """
 
 
 class Daemon:
     """A running daemon. Made by :func:`open_daemon`; belongs to one trio run.
 
     Attributes:
-        url: where engines find it.
+        url: the URL for engines.
         epoch: this start of it: a random number, in every answer.
-        status_at: where its status page is served over HTTP.
+        status_at: addresses of its status page over HTTP.
         pinned_pool: the server of pinned memory that it hosts, if it does.
         drain_asked: set when its end was asked for; the code that has opened it then leaves.
     """
@@ -112,7 +126,7 @@ class Daemon:
         self.degradations: Degradations = Degradations(
             lambda: self.engine, self._journal_trouble, lambda: self._service.devices.lost
         )
-        """What it does less than it was set up for."""
+        """The degradations: services that it does not fully provide."""
         self.epoch: int = secrets.randbits(62) | 1
         self.url: str = ""
         self.directory: str = ""
@@ -126,36 +140,39 @@ class Daemon:
 
     @property
     def state(self) -> str:
-        """``starting``, ``ready``, or ``draining``."""
+        """State: ``starting``, ``ready``, or ``draining``."""
         return "draining" if self._service.draining else self._engine.state
 
     @property
     def events_at(self) -> tuple[str, ...]:
-        """Where KV events are published, and where readers ask for what they missed; empty where they are not."""
+        """Addresses of KV events, and for missed ones; empty if not published."""
         return () if self._events is None else self._events.endpoints
 
     @property
     def admin_url(self) -> str:
-        """Where its operators come; empty: nowhere."""
+        """URL for operators; empty if there is none."""
         return "" if self.admin is None else self.admin.url
 
     @property
     def engine(self) -> Engine | None:
-        """Of its tiers; ``None`` until they are open."""
+        """Engine of its tiers; ``None`` until they are open."""
         return self._engine.engine
 
     def require_engine(self) -> Engine:
-        """The same; refused until they are open: see :meth:`DaemonEngine.require`."""
+        """Return the engine of the tiers, or refuse until they are open.
+
+        See :meth:`DaemonEngine.require`.
+        """
         return self._engine.require()
 
     @property
     def block_bytes(self) -> int:
-        """Size of every block; 0: not known yet."""
+        """Size of every block in bytes; 0: not known yet."""
         return self._engine.block_bytes
 
     @property
     def sessions(self) -> Sessions:
-        """Of its engines."""
+        """Sessions of its engines."""
         return self._service.sessions
 
     @property
@@ -165,19 +182,19 @@ class Daemon:
 
     @property
     def pool_path(self) -> str:
-        """Where the embedded page store has its pool; empty without one."""
+        """Pool directory of the embedded page store; empty without one."""
         return "" if self._maru is None else self._maru.pool_path
 
     @property
     def pages_of_engines(self) -> str:
-        """The tier in which engines write pages themselves; or why they cannot."""
+        """Tier in which engines write pages, or the reason for none."""
         try:
             return self._service.pages.tier_name
         except Refusal as refusal:
             return f"none: {refusal}"
 
     def statistics(self) -> dict[str, float]:
-        """The counters, as engines are told."""
+        """Return the counters, as engines get them."""
         channel = self._channel.statistics()
         return {
             **counters(self._service, None, self._engine),
@@ -188,7 +205,7 @@ class Daemon:
         }
 
     def _hosted(self) -> dict[str, float]:
-        """The counters of what is hosted beside the tiers."""
+        """Return the counters of servers that the daemon hosts."""
         values = {} if self._events is None else self._events.counters()
         if self.pinned_pool is not None:
             told = attrs.asdict(self.pinned_pool.statistics())
@@ -196,7 +213,9 @@ class Daemon:
         return values
 
     def reload(self, config: DaemonConfig, engine: EngineConfig | None = None) -> None:
-        """Take over the settings that can change while it runs; sessions of tenants that are gone end.
+        """Apply the settings that can change while it runs.
+
+        Sessions of tenants that are gone end.
 
         Args:
             config: of the daemon.
@@ -209,14 +228,14 @@ class Daemon:
         tenants = read_tenants(config.tenants_file)
         if self.admin is not None and config.admin_token_file:
             self.admin.operators.change(read_token(config.admin_token_file))
-        if self.admin is not None and not config.admin_path(self.directory):  # engines of tenants could read its token
+        if self.admin is not None and not config.admin_path(self.directory):  # Engines of tenants could read its token.
             self._nursery.start_soon(self.admin.end)
             self.admin = None
             self.degradations.keep(*self._own_files())
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
-        self._nursery.start_soon(service.charge_later)  # what a page store has of a tenant that had no quota
+        self._nursery.start_soon(service.charge_later)  # For the blocks in a page store of a tenant that had no quota.
         service.stores.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
@@ -232,9 +251,9 @@ class Daemon:
                 self._channel.hang_up(session.peer)
 
     async def drain(self) -> Dropped:
-        """Refuse what begins work, and wait for what is under way, for ``drain_timeout``. Then end all sessions.
+        """Refuse new work, wait for running requests, and end all sessions.
 
-        Cancelled, this returns, and the drain goes on.
+        It waits for ``drain_timeout``. If cancelled, this returns, and the drain goes on.
         """
         over = trio.Event()
         self.ask_drain(lambda dropped: over.set())
@@ -243,7 +262,7 @@ class Daemon:
         return self._dropped
 
     def ask_drain(self, tell: Callable[[Dropped], None]) -> None:
-        """Begin to drain, unless that has begun; ``tell`` is called when it is over."""
+        """Begin to drain, unless begun; call ``tell`` when it is over."""
         if self._dropped is not None:
             tell(self._dropped)
             return
@@ -266,7 +285,7 @@ class Daemon:
         with trio.move_on_after(_GIVE_BACK):
             for under_way in left:
                 under_way.cancel()
-            for under_way in left:  # their engines are told
+            for under_way in left:  # Their engines get an answer.
                 await under_way.over.wait()
             for session in service.sessions:
                 service.end(session, "the daemon ends")
@@ -304,7 +323,8 @@ class Daemon:
             ):
                 self._engine.instruments += instruments
                 self._channel, self.url = channel, f"ipc://{channel.path}"
-                # The page store outlives the tier that is its client; pinned memory, the engines that the daemon drains.
+                # The page store outlives the tier that is its client; pinned memory, the engines that the daemon
+                # drains.
                 async with (
                     _page_store(self._maru) as page_store,
                     _pinned_pool(self._pool_config) as self.pinned_pool,
@@ -377,7 +397,7 @@ class Daemon:
         return "" if page_store is None else page_store.journal_trouble
 
     def _own_files(self) -> list[str]:
-        """Paths that have to stay as they are, for engines and operators to find it."""
+        """Return the paths that engines and operators need to find it."""
         paths = [f"{self.directory}/{name}" for name in (CHANNEL_NAME, HANDOVER_NAME, LOCK_NAME)]
         if self.admin is not None:
             paths.append(self.admin.url.removeprefix("ipc://"))
@@ -392,7 +412,7 @@ class Daemon:
             service.end_silent()
 
     async def _keep_files(self, own: _OwnDirectory, channel: ChannelServer, handover: Handover) -> None:
-        """Make again what is removed from the directory under this daemon.
+        """Make files again that were removed from the directory.
 
         Raises:
             DaemonInUse: another daemon holds the directory by now.
@@ -422,7 +442,7 @@ class Daemon:
 
 
 def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[MaruServer | None]:
-    """The embedded page store, or nothing."""
+    """Open the embedded page store, if there is one."""
     if config is None:
         return nullcontext()
     from maru import open_server  # it brings ZeroMQ
@@ -432,7 +452,7 @@ def _page_store(config: ServerConfig | None) -> AbstractAsyncContextManager[Maru
 
 @asynccontextmanager
 async def _pinned_pool(config: PinnedPoolConfig | None) -> AsyncIterator[PinnedPoolServer | None]:
-    """The hosted server of pinned memory, or nothing.
+    """Open the hosted server of pinned memory, if there is one.
 
     Raises:
         CannotOpen: it cannot listen at its address.
@@ -458,7 +478,9 @@ async def open_daemon(
     maru: ServerConfig | None = None,
     pinned_pool: PinnedPoolConfig | None = None,
 ) -> AsyncIterator[Daemon]:
-    """Run a daemon for the length of an ``async with`` block. Leaving it ends every session, and then the tiers.
+    """Run a daemon for the length of an ``async with`` block.
+
+    Leaving it ends every session, and then the tiers.
 
     Args:
         config: the settings of the daemon.
@@ -470,14 +492,15 @@ async def open_daemon(
         offload.ConfigError: the directory or the tenants' file cannot be used, or an instrument cannot be made.
         DaemonInUse: another daemon has the directory.
         offload.recorder.RecorderBusy: another process has the file of the flight recorder.
-        CannotOpen: the tiers of the configured block size cannot be opened, or the server of pinned memory cannot listen.
+        CannotOpen: the tiers of the configured block size cannot be opened, or the server of pinned memory cannot
+            listen.
     """
     daemon = Daemon(config, engine, maru, pinned_pool)
     with raise_unwrapped():
         async with trio.open_nursery() as nursery:
             await nursery.start(daemon._run)
             yield daemon
-            # Not all of it: the tier that is a client of the page store says good-bye, and waits a second for an answer.
+            # Not all of it: the tier that is a client of the page store signs off, and waits a second for an answer.
             daemon._nursery.cancel_scope.cancel()
 
 
@@ -499,7 +522,7 @@ class _OwnDirectory:
             raise
 
     def renew(self) -> list[str]:
-        """Make again what was removed of it; return the paths.
+        """Make its removed files again. Returns their paths.
 
         Raises:
             DaemonInUse: another daemon holds it by now.
@@ -508,7 +531,7 @@ class _OwnDirectory:
         return renew_directory(self._fd, self._lock, self.path, LOCK_NAME, self._refuse, self._in_use)
 
     def close(self) -> None:
-        """Let another daemon have it."""
+        """Unlock the directory for another daemon."""
         os.close(self._lock)
         os.close(self._fd)
 
@@ -529,5 +552,5 @@ def _own_directory(path: str) -> Iterator[_OwnDirectory]:
         yield own
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(f"{own.path}/{STATUS_NAME}")  # the web server leaves it
+            os.unlink(f"{own.path}/{STATUS_NAME}")  # The web server leaves it.
         own.close()

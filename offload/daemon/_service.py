@@ -1,15 +1,16 @@
-"""Serves the requests of engines: each message of the table by the method of its name.
+"""Handlers for the requests of engines, one method for each message.
 
-A method answers at once, or starts what will answer and returns nothing. What is under way is in its session's table until
-it is answered; so that whatever ends a session finds all of it.
+A method answers at once, or starts a task that will answer and returns nothing. Unanswered requests are in their
+session's table, so that the end of a session finds all of them.
 
-    store    one container of the engine's pipeline; answered when it has settled, without a task (:class:`Stores`)
-    lookup, load, ...    what engines read, and hold for that (:class:`Reads`)
-    delete, ...    one task each, in a scope of its own, which a cancel or the end of the session cancels
+    store               one container of the engine's pipeline; answered when it has settled, without a task
+        (:class:`Stores`)
+    lookup, load, ...   reads of engines, and their holds (:class:`Reads`)
+    delete, ...         one task each, in a scope of its own, which a cancel or the end of the session cancels
 
-Rule 1. A frame that is no message costs its sender the session. A request that asks for what cannot be is refused. Neither
-        concerns another session.
-Rule 2. An answer never waits for its reader. What it does not read is bounded by the channel, which then hangs up.
+Rule 1. An invalid frame costs its sender the session. An impossible request is refused. Neither
+    concerns another session.
+Rule 2. An answer never waits for its reader. Unread answers are bounded by the channel, which then hangs up.
 Rule 3. A session is given back in the order of :class:`~offload.daemon._sessions.Stage`, whatever has ended it.
 """
 
@@ -90,30 +91,42 @@ _DELETIONS: Final = list(Deletion)
 _BEGINS_WORK: Final = frozenset({RegisterKVCache, Store, Lookup, Exists, Load, Delete, PageStore, ReserveWrite})
 """Requests that a daemon refuses while it drains."""
 _ENDS_WORK: Final = frozenset({Status, Signal, Cancel, Release, Commit, UnregisterKVCache})
-"""Requests for which there is as much room again: else an engine all of whose stores wait could signal and cancel none."""
+"""Requests for which there is as much room again.
+
+Otherwise an engine all of whose stores wait could signal and cancel none.
+"""
 _COSTS: Final = {"keys": (64, 1), "blocks": (64, 4), "depths": (64, 4), "tensors": (1_024, 1), "cuda": (1_024, 1)}
-"""By field: bytes that an item takes in objects and lists, and its length in the field."""
+"""Bytes of an item in objects and lists, and its field length.
+
+By name of the field.
+"""
 _COSTS_OF: Final = {
     request: [(name, *_COSTS[name]) for name in request.__struct_fields__ if name in _COSTS] for request in NAME_OF
 }
 _LISTING: Final = 5.0
-"""Seconds for which a start waits for page stores to list what tenants with a quota have there."""
+"""Seconds that a start waits for page stores to list their keys.
+
+These are keys of tenants with a quota.
+"""
 _LOOKS_A_LEASE: Final = 4
 _LIST_AGAIN: Final = 30.0
-"""Seconds until one that did not answer is asked again."""
+"""Seconds until a store that did not answer is asked again."""
 _REGISTERING: Final = 4
-"""Threads that list and open caches: what takes long for some engines takes no thread from the copies of others."""
+"""Threads that list and open caches.
+
+They are few: slow caches of some engines must not take threads from the copies of others.
+"""
 
 
 class Service:
-    """What the daemon does for engines, between their frames and the engine of its tiers.
+    """Handlers for frames of engines, over the engine of the tiers.
 
     Args:
         engine: the tiers and pipelines.
         epoch: this start of the daemon.
-        limits: of what engines may have.
-        tenants: which engines may come.
-        send: sends a frame to a connection, without waiting; whether it is there.
+        limits: on engines.
+        tenants: the tenants whose engines are admitted.
+        send: sends a frame to a connection, without waiting; returns whether it is there.
         hang_up: ends a connection.
         admit: lets a connection stay, whose engine has shown its credential and has, or waits for, a session.
         nursery: of the tasks.
@@ -137,15 +150,15 @@ class Service:
     ) -> None:
         self.sessions: Sessions = Sessions(limits)
         self.time: ServedTime = ServedTime(trio.current_time, look_interval(limits.lease))
-        """The time by which engines are silent: none passes while the daemon does not listen."""
+        """The clock for engines' silence, which stops while the daemon stands still."""
         self.tenants: Tenants = tenants
         self.quotas: Quotas = Quotas()
         self.quotas.configure(tenants.quotas)
         self.draining: bool = False
-        """Whether what begins work is refused: new sessions, stores, lookups and loads."""
+        """Whether new work is refused: sessions, stores, lookups and loads."""
         self.handover_path: str = ""
         self.hosted: Callable[[], Mapping[str, float]] = dict
-        """The counters of what the daemon hosts beside its tiers."""
+        """Returns the counters of servers that the daemon hosts."""
         self.epoch: int = epoch
         self._engine = engine
         self._send_frame = send
@@ -176,14 +189,20 @@ class Service:
         self.quotas.open(self._engine.block_bytes, books.values(), all_told=len(books) == len(opened.tiers))
 
     async def _charge_at_first(self, opened: Engine) -> None:
-        """Charge the quotas with what page stores list, before anything is stored; behind, if that takes long."""
+        """Charge the quotas with listed keys of page stores, before any store.
+
+        If that takes long, it goes on in the background.
+        """
         with trio.move_on_after(_LISTING):
             await self._charge(opened)
         if not all(account.is_listed for account in self.quotas):
             self._nursery.start_soon(self.charge_later)
 
     async def charge_later(self) -> None:
-        """Charge new quotas, and list keys of page stores for them until all are listed. One task at a time does it."""
+        """Charge new quotas, and list keys of page stores until all are.
+
+        One task at a time does it.
+        """
         if self._new_quotas is not None:
             self._new_quotas.set()
             return
@@ -224,13 +243,13 @@ class Service:
 
     @property
     def under_way(self) -> int:
-        """Requests that are not answered."""
+        """Number of requests that are not answered."""
         return sum(len(session.requests) for session in self.sessions)
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def handle(self, peer: bytes, frame: bytes) -> None:
-        """Serve one frame of a connection. Never raises for what is in it."""
+        """Serve one frame of a connection. Never raises for its content."""
         session = self.sessions.of(peer)
         try:
             request = decode_request(frame)
@@ -252,11 +271,11 @@ class Service:
             answer = self._refused(request, refusal)
         except (BadFrame, ValueError, TypeError) as exc:
             answer = self._refused(request, Refusal("invalid", str(exc)))
-        except Exception as exc:  # of a tier or a policy: it is the answer to this request, and no end of the others
+        except Exception as exc:  # From a tier or a policy: it fails this request only.
             _log.exception("%s: %s failed", session or "an engine", NAME_OF[type(request)])
             answer = self._refused(request, Refusal("unavailable", f"{type(exc).__name__}: {exc}"))
         if session is not None and isinstance(request, RegisterKVCache) and not request.cuda:
-            for tensor in request.tensors:  # its registration has them; one that is refused leaves none behind
+            for tensor in request.tensors:  # Its registration has them; one that is refused leaves none.
                 session.memories.pop(tensor.memory, None)
         if answer is not None:
             if session is not None and request.seq in session.costs:
@@ -265,7 +284,7 @@ class Service:
 
     def _serve(self, session: Session | None, request: Request, size: int) -> Answer | None:
         if session is None and isinstance(request, Status):
-            return self._state(request)  # whether it lives may be asked without a credential
+            return self._state(request)  # The daemon's state may be asked without a credential.
         if session is None:
             raise Refusal("session", "there is no session of this connection: hello comes first")
         session.heard = self.time.now()
@@ -279,12 +298,12 @@ class Service:
         if len(session.requests) >= most:
             raise Refusal("full", f"{len(session.requests)} requests are under way, as many as may be")
         if type(request) not in _ENDS_WORK:
-            # What waits keeps its keys and columns: 1,024 requests of 8 MiB would be gigabytes of a session.
+            # A waiting request keeps its keys and columns: 1,024 requests of 8 MiB would be gigabytes of a session.
             self.sessions.charge(session, request.seq, size + _cost(request))
         return self._handlers[type(request)](session, request)
 
     def gone(self, peer: bytes) -> None:
-        """A connection has ended, and its session with it."""
+        """End the session of a connection that has ended."""
         session = self.sessions.of(peer)
         if session is not None:
             self.end(session, "its connection is lost")
@@ -340,7 +359,7 @@ class Service:
         )  # fmt: skip
 
     def _welcome_late(self, previous: Session) -> None:
-        """Welcome an engine whose previous session is over by now, if it may come still."""
+        """Welcome an engine whose previous session is now over, if still allowed."""
         peer, request = previous.successor
         try:
             # Decided again: while it waited, its credential may have been taken away, or the daemon begun to drain.
@@ -348,21 +367,24 @@ class Service:
             assert answer is not None, "nothing is left of the previous session"
         except (Refusal, ValueError) as exc:
             self._send(peer, self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc))))
-            self._hang_up(peer)  # it was admitted for a session that it does not get
+            self._hang_up(peer)  # It was admitted for a session that it does not get.
             return
         if not self._send_frame(peer, encode(answer)):
-            self.gone(peer)  # it was lost while the previous one was given back
+            self.gone(peer)  # It was lost while the previous one was given back.
 
     def end(self, session: Session, why: str) -> None:
-        """End a session: all that it holds is given back, in a task. Idempotent."""
+        """End a session, and give back everything it holds. Idempotent.
+
+        A task gives it back.
+        """
         if self.sessions.end(session, why):
             _log.info("%s is over: %s", session, why)
             self._nursery.start_soon(self._give_back, session)
 
     def end_silent(self) -> None:
-        """End the sessions whose engines have been silent for longer than their leases.
+        """End the sessions whose engines were silent longer than their leases.
 
-        If the daemon stood still since it was called last, none is ended: frames that came meanwhile are read first.
+        If the daemon stood still since the last call, none is ended: frames that came meanwhile are read first.
         """
         away = self.time.away
         now = self.time.look()
@@ -403,7 +425,7 @@ class Service:
         session.memories.clear()
 
     def status(self, session: Session, request: Status) -> Answer:
-        """Say how the daemon is."""
+        """Answer with the state of the daemon."""
         self.pages.counts["read_blocks"] += request.read_blocks
         return self._state(request)
 
@@ -414,9 +436,9 @@ class Service:
     # --- caches -----------------------------------------------------------------------------------------------------
 
     def take_memory(self, token: bytes, descriptor: int) -> int:
-        """Keep memory that was handed over for the session with this token. Returns its number.
+        """Keep memory that was handed over for a session. Returns its number.
 
-        The descriptor is taken over, also when this raises.
+        The session is that with this token. The descriptor is taken over, also when this raises.
 
         Raises:
             Refusal: there is no such session, or it has too much.
@@ -476,8 +498,8 @@ class Service:
         sizes = [memory.size for memory in memories]
         pieces = count_pieces(tensors, sizes)
         with granted(self.shares.pieces, session.number, pieces, "pieces of blocks") as keep:
-            # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports torch,
-            # or numpy on a device.
+            # In threads: 65,536 pieces take a tenth of a second to list, and the first cache of several pieces imports
+            # torch, or numpy on a device.
             layout = await run_in_thread(check_layout, tensors, sizes, limiter=self._registering)
             await self._engine.wait_open(layout.block_bytes)
             storage = await run_in_thread(memories[0].storage, layout, memories, limiter=self._registering)
@@ -485,7 +507,7 @@ class Service:
         return storage, layout
 
     def _lose_soon(self, device: str) -> None:
-        """End the sessions with caches on a lost device. Any thread."""
+        """End the sessions with caches on a lost device. Thread-safe."""
         with suppress(trio.RunFinishedError):
             self._trio.run_sync_soon(self._lose, device)
 
@@ -508,7 +530,8 @@ class Service:
             for under_way in [one for one in session.requests.values() if one.cache == request.cache]:
                 await under_way.over.wait()
         except BaseException:
-            # Copies may go on, in batches with blocks of other engines: it is forgotten with the session, or when asked again.
+            # Copies may go on, in batches with blocks of other engines: it is forgotten with the session, or when asked
+            # again.
             session.caches.add(request.cache)
             raise
         finally:
@@ -527,7 +550,7 @@ class Service:
         """Report the precondition of a store."""
         under_way = session.requests.get(request.store)
         if under_way is None or under_way.signal is None:
-            return Done(request.seq, self.epoch, 0)  # it was cancelled meanwhile, say
+            return Done(request.seq, self.epoch, 0)  # It was cancelled meanwhile, perhaps.
         under_way.signal.report(request.failed)
         self.stores.signalled(under_way)
         return Done(request.seq, self.epoch, 1)
@@ -566,14 +589,17 @@ class Service:
     # --- pages that engines write and read themselves ---------------------------------------------------------------
 
     def page_store(self, session: Session, request: PageStore) -> None:
-        """Tell where the page store is."""
+        """Answer with the place of the page store."""
         self._start(session, request, self._place)
 
     async def _place(self, session: Session, request: PageStore) -> Answer:
         return await self.pages.place(request, self.epoch)
 
     def reserve_write(self, session: Session, request: ReserveWrite) -> Answer | None:
-        """Announce blocks that the engine writes itself: at once where nothing is to be waited for, else in a task."""
+        """Announce blocks that the engine writes itself.
+
+        They are announced at once if there is nothing to wait for, and otherwise in a task.
+        """
         if len(session.announced) + len(session.requests) >= self.sessions.limits.holds:
             raise Refusal("full", f"a session announces pages at most {self.sessions.limits.holds} times: commit some")
         answer = self.pages.reserve_nowait(session, request, self.epoch)
@@ -585,13 +611,13 @@ class Service:
         return await self.pages.reserve(session, request, self.epoch)
 
     def commit(self, session: Session, request: Commit) -> Answer:
-        """Note what became of announced blocks."""
+        """Record the fates of announced blocks."""
         return Done(request.seq, self.epoch, self.pages.commit(session, request))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def stats(self, session: Session, request: Stats) -> Answer:
-        """Tell the counters."""
+        """Answer with the counters."""
         values = {**counters(self, session, self._engine), **self.hosted()}
         return Counters(request.seq, self.epoch, values)
 
@@ -643,12 +669,18 @@ class Service:
 
 
 def look_interval(lease: float) -> float:
-    """Return the seconds between two looks for silent engines. Short, as sessions of before a reload have another lease."""
+    """Return the seconds between two looks for silent engines.
+
+    Short, as sessions from before a reload have another lease.
+    """
     return min(LOOK, lease / _LOOKS_A_LEASE)
 
 
 def _cost(request: Request) -> int:
-    """Return the bytes that a request takes beside its frame, once it is decoded and its columns are unpacked."""
+    """Return the bytes of a decoded request beyond its frame.
+
+    Its columns are unpacked.
+    """
     cost = 0
     for name, each, length in _COSTS_OF[type(request)]:
         cost += len(getattr(request, name)) // length * each

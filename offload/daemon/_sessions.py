@@ -1,17 +1,18 @@
-"""The sessions of engines: what each holds, when it is over, and the order in which all of it is given back. Pure.
+"""The sessions of engines, and the order of giving back. Pure.
 
-A session is one connection of one engine. It ends when the connection does, when the engine has been silent for its lease,
-or at a frame that is no message. What it held is then given back in this order, each only when nothing of the one before is
-left:
+A session is one connection of one engine. It ends when the connection does, when the engine has been silent for its
+lease, or at an invalid frame. Everything that it held is then given back in this order, each only when nothing of the
+one before is left:
 
-    copies under way -> holds -> announced pages -> memory -> over
+    running copies -> holds -> announced pages -> memory -> over
 
-Rule 1. Copies first: a copy reads or writes the engine's memory, and uses what its holds keep from eviction.
-Rule 2. From its end on, a session takes no request, and counts as connected to nothing. It is found by its token until it is
-        over, so that the engine's next session can wait for that.
-Rule 3. Over is not proven over: a request that ended without the end of its copy is remembered beyond its session, and named
-        to the next one. Its answer may have been lost with the connection.
-Rule 4. Everything that an engine can make grow has a bound (:class:`Limits`). What meets one is refused, and costs nothing.
+Rule 1. Copies first: a copy reads or writes the engine's memory, and uses blocks that its holds keep from eviction.
+Rule 2. From its end on, a session takes no request, and counts as connected to nothing. It is found by its token until
+    it is over, so that the engine's next session can wait for that.
+Rule 3. Over is not proven over: a request that ended without the end of its copy is remembered beyond its session, and
+    named to the next one. Its answer may have been lost with the connection.
+Rule 4. Everything that an engine can make grow has a bound (:class:`Limits`). A request that meets one is refused, and
+    costs nothing.
 """
 
 from __future__ import annotations
@@ -32,33 +33,42 @@ from ._messages import MAX_NUMBERS, TOKEN_BYTES, Refusal
 _ANY: Final = 0
 """In place of the number of a request, which none has."""
 _REMEMBERED: Final = 1_024
-"""Sessions with copies whose ends are not proven: each has left a thread, or a device, behind."""
+"""Sessions with copies whose ends are not proven.
+
+Each has left a thread, or a device, behind.
+"""
 
 
 @attrs.frozen
 class Limits:
-    """Bounds of what engines may have."""
+    """Limits on engines."""
 
     sessions: int = 64
     """At once: several engines for each device of a host."""
     requests: int = 1_024
-    """Of a session, that are not answered."""
+    """Unanswered requests of a session."""
     holds: int = 4_096
-    """Of a session: more than an engine has requests. As many announcements of pages."""
+    """Holds of a session: more than an engine has requests.
+
+    As many announcements of pages.
+    """
     caches: int = 64
-    """Of a session."""
+    """Caches of a session."""
     memories: int = 1_024
-    """Of a session: each is a mapping of the daemon."""
+    """Memories of a session: each is a mapping of the daemon."""
     bytes: int = 256 << 20
-    """Of a session: requests that are not answered, holds and announcements. 500,000 keys of common length."""
+    """Bytes of a session's unanswered requests, holds and announcements.
+
+    That is 500,000 keys of common length.
+    """
     bytes_together: int = 1 << 30
-    """The same for all sessions."""
+    """Bytes of requests, holds and announcements of all sessions."""
     lease: float = 30.0
     """Seconds that an engine may be silent whose session begins now."""
 
 
 class Stage(enum.Enum):
-    """What has to be given back next."""
+    """The next thing that a session has to give back."""
 
     COPIES = "copies under way"
     HOLDS = "holds"
@@ -68,9 +78,9 @@ class Stage(enum.Enum):
 
 
 class HeldKeys:
-    """The keys that a session holds in each tier, from those of its holds that were counted.
+    """The keys that a session's counted holds have in each tier.
 
-    Counted only where it matters, and once for each hold, since there may be half a million keys.
+    Counted only if it matters, and once for each hold, since there may be half a million keys.
     """
 
     def __init__(self) -> None:
@@ -87,7 +97,7 @@ class HeldKeys:
             self._in_tier.setdefault(tier, Counter()).update(keys)
 
     def remove(self, hold: int, runs: Iterator[tuple[str, Sequence[Key]]]) -> None:
-        """Count a hold no more, if it was."""
+        """Remove a hold from the counts, if it was counted."""
         if hold not in self._holds:
             return
         self._holds.remove(hold)
@@ -99,7 +109,10 @@ class HeldKeys:
                     del counts[key]
 
     def fitting(self, tier: str, keys: Sequence[Key], most: int) -> int:
-        """Count the leading keys that may be held in a tier next to the held ones, ``most`` together."""
+        """Return how many more leading keys may be held in a tier.
+
+        ``most`` keys may be held there together.
+        """
         counts: Mapping[Key, int] = self._in_tier.get(tier, {})
         new: set[Key] = set()
         for at, key in enumerate(keys):
@@ -112,7 +125,7 @@ class HeldKeys:
 
 @attrs.define(eq=False)
 class Session:
-    """What the daemon keeps of one engine."""
+    """The state of one engine in the daemon."""
 
     number: int
     peer: bytes
@@ -120,12 +133,12 @@ class Session:
     name: str
     tenant: str
     heard: float
-    """When its engine was heard last."""
+    """Time when its engine was heard last, in seconds."""
     token: bytes = attrs.field(factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     requests: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Requests that are not answered, by number."""
     version: int = 1
-    """Of the protocol that is spoken."""
+    """Version of its protocol."""
     holds: dict[int, Any] = attrs.field(factory=dict, repr=False)
     held: int = 0
     """Blocks of its holds, each as often as it is held."""
@@ -133,26 +146,32 @@ class Session:
     announced: dict[int, Any] = attrs.field(factory=dict, repr=False)
     """Blocks that it writes into the page store itself, by number."""
     memories: dict[int, Any] = attrs.field(factory=dict, repr=False)
-    """Handed over, by number."""
+    """Memories that were handed over, by number."""
     caches: set[int] = attrs.field(factory=set, repr=False)
     pending_caches: int = 0
     """Caches that are being registered, or that copies keep from being unregistered."""
     unproven: set[int] = attrs.field(factory=set, repr=False)
-    """Its requests that have ended, and whose copies may still be going on."""
+    """Its ended requests whose copies may still be running."""
     bytes: int = 0
-    """What its requests, holds and announcements count for together."""
+    """Bytes of its requests, holds and announcements together."""
     lease: float = 30.0
-    """Seconds that its engine may be silent, as it was told: a reload changes those of later sessions."""
+    """Seconds that its engine may be silent, as announced to it.
+
+    A reload changes those of later sessions.
+    """
     waiting: int = 0
     """Blocks of its stores that wait for their signal."""
     costs: dict[int, int] = attrs.field(factory=dict, repr=False)
-    """Of each request that is not answered, by number."""
+    """Cost of each request that is not answered, by number."""
     held_costs: dict[int, int] = attrs.field(factory=dict, repr=False)
-    """Of each hold, by number."""
+    """Cost of each hold, by number."""
     ended: str = ""
     """Why it has ended; empty while it goes on."""
     successor: Any = None
-    """The hello that waits for its end, with its connection: one, since each keeps a connection."""
+    """The hello that waits for its end, with its connection.
+
+    One, since each keeps a connection.
+    """
     when_over: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
     """Called once nothing of it is left."""
 
@@ -161,7 +180,7 @@ class Session:
 
     @property
     def due(self) -> Stage:
-        """What is to be given back next: the order of the module's docstring."""
+        """The next stage of giving back: see the module's docstring."""
         if self.requests:
             return Stage.COPIES
         if self.holds:
@@ -187,7 +206,7 @@ class Sessions:
 
     Attributes:
         turned_away: engines that were refused for lack of places.
-        bad: sessions that ended because of a frame that was no message.
+        bad: sessions that ended because of an invalid frame.
         given_back: sessions of which nothing is left.
     """
 
@@ -201,7 +220,7 @@ class Sessions:
         self._unproven: dict[bytes, list[int]] = {}  # by the token of a session that is forgotten
         self._unknown: list[int] = []  # of other tokens
         self.bytes: int = 0
-        """What the requests, holds and announcements of all sessions count for."""
+        """Bytes of the requests, holds and announcements of all sessions."""
         self._last = 0
 
     def __len__(self) -> int:
@@ -213,9 +232,10 @@ class Sessions:
     def begin(
         self, peer: bytes, name: str, tenant: str, now: float, version: int = 1, tenants: Collection[str] = ()
     ) -> Session | None:
-        """Begin a session for this connection; ``None`` if there are as many as may be.
+        """Begin a session for this connection; ``None`` if all places are taken.
 
-        A place is left for each of ``tenants`` that has no session, in up to half of all: no tenant keeps another one out.
+        A place is left for each of ``tenants`` that has no session, in up to half of all: no tenant keeps another one
+        out.
 
         Raises:
             ValueError: the connection has one.
@@ -234,19 +254,22 @@ class Sessions:
         return session
 
     def of(self, peer: bytes) -> Session | None:
-        """The session of this connection."""
+        """Return the session of this connection."""
         return self._by_peer.get(peer)
 
     def by_token(self, token: bytes) -> Session | None:
-        """The session with this token, also while it is given back."""
+        """Return the session with this token, also while it is given back."""
         return next((session for session in self._all.values() if secrets.compare_digest(session.token, token)), None)
 
     def unproven(self, token: bytes) -> list[int]:
-        """The requests of a session that is over whose copies may still be going on; 0 among them: any."""
+        """Return the requests of an ended session whose copies may still run.
+
+        A 0 among them stands for any request.
+        """
         return self._unproven.get(token, self._unknown)
 
     def charge(self, session: Session, seq: int, cost: int) -> None:
-        """Count a request, asked before anything is made of it.
+        """Charge a request, before anything is made of it.
 
         Raises:
             Refusal: the session, or all of them, have as much as may be.
@@ -263,16 +286,19 @@ class Sessions:
         self.bytes += cost
 
     def refund(self, session: Session, cost: int) -> None:
-        """Count no more what was charged."""
+        """Refund a charge."""
         session.bytes -= cost
         self.bytes -= cost
 
     def expired(self, now: float) -> list[Session]:
-        """Sessions whose engine has been silent for longer than its lease."""
+        """Return the sessions whose engines were silent longer than their leases."""
         return [session for session in self._by_peer.values() if session.heard < now - session.lease]
 
     def end(self, session: Session, why: str) -> bool:
-        """End a session; whether it went on until now. What it holds is to be given back."""
+        """End a session; return whether it was going on until now.
+
+        The caller has to give back everything that it holds.
+        """
         if session.ended:
             return False
         session.ended = why
@@ -280,7 +306,7 @@ class Sessions:
         return True
 
     def forget(self, session: Session) -> None:
-        """Forget a session of which nothing is left, and tell those that wait for that."""
+        """Forget a session of which nothing is left, and call its waiters."""
         assert session.ended and session.due is Stage.OVER
         if self._all.pop(session.number, None) is not None:
             self.refund(session, session.bytes)
@@ -290,6 +316,6 @@ class Sessions:
                 self._unproven[session.token] = numbers if len(numbers) <= MAX_NUMBERS else [_ANY]
                 if len(self._unproven) > _REMEMBERED:
                     del self._unproven[next(iter(self._unproven))]
-                    self._unknown = [_ANY]  # it may be that one
+                    self._unknown = [_ANY]  # It may be that one.
             for call in session.when_over:
                 call()

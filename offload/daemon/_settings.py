@@ -1,4 +1,7 @@
-"""All settings of a daemon together, each with where it was set: what ``--print-config`` shows, and what a reload compares."""
+"""All settings of a daemon, with the places that set them.
+
+They are shown by ``--print-config``, and compared by a reload.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Settings:
-    """What a daemon was started with."""
+    """The settings that a daemon was started with."""
 
     path: str
-    """Of its file; empty without one."""
+    """Path of its file; empty without one."""
     document: Document
     options: Mapping[str, tuple[str, object]]
     daemon: DaemonConfig
@@ -43,11 +46,11 @@ class Settings:
     embeds_maru: bool
     """Whether the daemon runs a Maru server of its own."""
     pinned_pool: PinnedPoolConfig | None
-    """Of the pool that it serves, if it serves one."""
+    """Configuration of the pool that it serves, if it serves one."""
 
     @property
     def maru_directory(self) -> str:
-        """Where that has its pool and its sockets."""
+        """Directory of the embedded Maru server's pool and sockets."""
         return f"{self.daemon.runtime_dir}/{MARU_NAME}"
 
 
@@ -69,7 +72,7 @@ def read_settings(path: str, options: Mapping[str, tuple[str, object]]) -> Setti
 
 
 def refused_changes(before: Settings, after: Settings) -> list[str]:
-    """Settings that differ, and need a restart; by name."""
+    """Return the settings that differ and need a restart, by name."""
     names = [
         f"daemon.{field.name}"
         for field in attrs.fields(DaemonConfig)
@@ -95,18 +98,21 @@ def refused_changes(before: Settings, after: Settings) -> list[str]:
 
 
 def keep_unreloadable(before: DaemonConfig, after: DaemonConfig) -> DaemonConfig:
-    """The settings of before, with those of after that a reload takes over."""
+    """Return the settings before, with reloadable ones from after."""
     kept = {"admin_token_file"} if _listens_otherwise(before, after) else set()
     return attrs.evolve(before, **{name: getattr(after, name) for name in RELOADED - kept})
 
 
 def _listens_otherwise(before: DaemonConfig, after: DaemonConfig) -> bool:
-    """Return whether only one of the two has a file for the token, so that a listener would begin, or write a file."""
+    """Return whether only one of the two has a token file.
+
+    A listener would then begin, or write a file.
+    """
     return bool(before.admin_token_file) != bool(after.admin_token_file)
 
 
 def keep_unreloadable_of_engine(before: EngineConfig, after: EngineConfig) -> EngineConfig:
-    """The engine's settings of before, with the thresholds of after that a reload takes over."""
+    """Return the engine's settings before, with reloadable thresholds from after."""
     choice = attrs.evolve(
         before.load_or_recompute,
         max_loss=after.load_or_recompute.max_loss,
@@ -116,7 +122,10 @@ def keep_unreloadable_of_engine(before: EngineConfig, after: EngineConfig) -> En
 
 
 def as_toml(settings: Settings, environ: Mapping[str, str]) -> str:
-    """Every setting and its value as a file that gives them again; where it was set, as a comment."""
+    """Return all settings as a file that sets them again.
+
+    A comment names the place where each was set.
+    """
     file = settings.document.parse()
     shown: list[tuple[tuple[Knob, ...], Any]] = [
         (daemon_knobs(), settings.daemon),
@@ -154,7 +163,10 @@ def _value(config: Any, path: Sequence[str]) -> Any:
 
 
 def _shown(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """A value as TOML, which JSON is but for tables and what is nothing: those are shown name by name, or not at all."""
+    """Yield a value as TOML, by name.
+
+    JSON is TOML except for tables, which are shown name by name, and for empty values, which are left out.
+    """
     if value is None or (isinstance(value, Mapping | tuple) and not value):
         return
     if isinstance(value, Mapping):
@@ -174,7 +186,7 @@ def _inline(item: Any) -> str:
 
 
 def maru_config(settings: Settings) -> Any:
-    """The configuration of the embedded Maru server, where there is one."""
+    """Return the configuration of the embedded Maru server, if there is one."""
     if not settings.embeds_maru:
         return None
     from maru import ServerConfig
@@ -185,14 +197,14 @@ def maru_config(settings: Settings) -> Any:
     return ServerConfig(
         rm_address="",
         pool_path=settings.maru_directory,
-        # Beside this daemon's region that of the one before, which is still read.
+        # Next to this daemon's region there is that of the one before, which is still read.
         capacity_bytes=2 * pool_bytes + of_engines + (64 << 20),
         log_level=settings.daemon.log_level,
     )
 
 
 def notes_on_page_stores(settings: Settings) -> Iterator[str]:
-    """A sentence for each tier that is a client of a page store which this daemon does not run."""
+    """Yield a sentence for each tier whose page store runs elsewhere."""
     if not settings.document.parse().get("engine", {}).get("tiers"):
         return
     for name, tier in settings.engine.tiers.items():
@@ -204,5 +216,5 @@ def notes_on_page_stores(settings: Settings) -> Iterator[str]:
 
 
 def socket_url(daemon: DaemonConfig) -> str:
-    """Where engines find the daemon of this configuration."""
+    """Return the URL of the daemon with this configuration."""
     return f"ipc://{daemon.runtime_dir}/{CHANNEL_NAME}"

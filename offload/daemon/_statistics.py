@@ -1,4 +1,7 @@
-"""The counters that engines and operators are told, by name: of the daemon, of its tiers, and of the session that asks."""
+"""The counters that engines and operators get, by name.
+
+They are of the daemon, of its tiers, and of the session that asks.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ _NOT_ENTERED: Final = Health(HealthState.CLOSED, 0.0, 0, "", None, entered=False
 
 
 def before_opening(config: EngineConfig) -> EngineStatistics:
-    """The statistics of an engine whose tiers are not open yet: all that it will count is 0, under the names that it will have.
+    """Return the statistics of an engine whose tiers are not open yet.
 
-    A pipeline that turns out not to be, since its tier cannot be read from, is named here as well.
+    All later counters are 0, under their later names. A pipeline that turns out not to exist, since its tier cannot be
+    read from, is named here as well.
     """
     tiers = list(config.tiers)
     try:
         pipelines = [route.name for route in plan(tiers, tiers, config.routes, config.chain)]
-    except ConfigError:  # said where the tiers are opened
+    except ConfigError:  # It is reported when the tiers are opened.
         pipelines = []
     nothing: dict[str, int] = {field.name: 0 for field in attrs.fields(EngineStatistics) if str(field.type) == "int"}
     return EngineStatistics(
@@ -57,7 +61,10 @@ def _nothing_through() -> PipelineStatistics:
 
 
 def counters(service: Service, session: Session | None, daemon_engine: DaemonEngine) -> dict[str, float]:
-    """Name and value of each, now. A session of a tenant is told what is its own: the rest is of others as well."""
+    """Return each current counter by name.
+
+    A session of a tenant gets only its own: the rest includes those of others.
+    """
     if session is not None and session.tenant:
         return _of_session(session) | service.quotas.counters(session.tenant)
     sessions = list(service.sessions)

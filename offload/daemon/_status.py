@@ -1,7 +1,8 @@
-"""The status page of a daemon: what :mod:`offload.status` shows, of the engine that a daemon keeps open, and its metrics.
+"""The status page of a daemon, and its metrics.
 
-The tiers are opened after the page is served, and perhaps only when the first cache is registered. Until then the page shows no
-tier, and ``/readyz`` says why.
+It is that of :mod:`offload.status`, for the engine that a daemon keeps open. The tiers are opened after the page is
+served, and perhaps only when the first cache is registered. Until then the page shows no tier, and ``/readyz`` has the
+reason.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class DaemonStatus:
     Args:
         engine: of the daemon; ``times`` is one of its instruments.
         times: measures its stages.
-        state: tells how the daemon is: ``ready``, or why it is not.
+        state: returns the state of the daemon: ``ready``, or why it is not.
         server: the embedded page store, if there is one.
-        name: what the page calls it.
-        has_tenants: whether the daemon has tenants. Then the page shows no keys and explains none: it needs no credential, and
-            a tenant must not find out what another one has.
-        degraded: returns what the daemon does less than it was set up for.
+        name: title of the daemon on the page.
+        has_tenants: whether the daemon has tenants. Then the page shows no keys and explains none: it needs no
+            credential, and a tenant must not learn about another one's blocks.
+        degraded: returns the degradations of the daemon.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class DaemonStatus:
 
     @property
     def _status(self) -> EngineStatus | None:
-        """Of the tiers, once they are open."""
+        """Status of the tiers, once they are open."""
         if self._opened is None and self._daemon_engine.engine is not None:
             self._opened = EngineStatus(self._daemon_engine.engine, self._times, server=self._server, maker=self._maker)
         return self._opened
 
     def view(self) -> StatusView:
-        """A snapshot."""
+        """Return a snapshot."""
         status = self._status
         view = self._maker.nothing(trio.current_time()) if status is None else status.view()
         view = attrs.evolve(view, degraded=list(self._degraded().values()))
@@ -73,7 +74,7 @@ class DaemonStatus:
         return view
 
     async def map_pool(self) -> PoolMap | None:
-        """The map of the embedded page store."""
+        """Return the map of the embedded page store."""
         if self._server is None:
             await trio.lowlevel.checkpoint()
             return None
@@ -101,7 +102,7 @@ class DaemonStatus:
         return self._degraded()
 
     def not_ready(self) -> str:
-        """How the daemon is, if it is not ready."""
+        """Return the state of the daemon, if it is not ready."""
         state = self._state()
         return "" if state == "ready" else state
 
@@ -109,7 +110,10 @@ class DaemonStatus:
 def metrics_of(
     engine: DaemonEngine, times: StageTimes, counters: Callable[[], Mapping[str, float]]
 ) -> Callable[[], bytes] | None:
-    """What answers ``/metrics``; ``None`` where prometheus_client is not installed."""
+    """Return the function that answers ``/metrics``.
+
+    ``None`` if prometheus_client is not installed.
+    """
     try:
         from prometheus_client import CollectorRegistry, generate_latest
 

@@ -1,9 +1,11 @@
-"""Stores of engines: each is a container of the engine's pipeline, within the quota of its tenant.
+"""The stores of engines, which are containers of the engine's pipeline.
 
-fits, and there is room --> a container --> it has settled: the answer, without a task
-does not fit            --> a task, in which blocks of the tenant go; then as above
-no room                 --> a task, which waits for it; then as above
-waits for a signal      --> in the pipeline, up to half of its budget for a session; beyond, a task outside of it
+Each is within the quota of its tenant.
+
+    fits, and there is room --> a container --> it has settled: the answer, without a task
+    does not fit            --> a task, in which blocks of the tenant are deleted; then as above
+    no room                 --> a task, which waits for it; then as above
+    waits for a signal      --> in the pipeline, up to half of its budget for a session; beyond, a task outside of it
 """
 
 from __future__ import annotations
@@ -31,20 +33,23 @@ from ._sessions import Session
 from ._tenants import stored_keys
 
 _DELETED: Final = 1_024
-"""Blocks that are deleted for a quota in one step, which other engines wait for: some 3 us each."""
+"""Blocks that are deleted for a quota in one step.
+
+Other engines wait for a step: some 3 us per block.
+"""
 
 _log = logging.getLogger("offload.daemon")
 
 
 class Stores:
-    """The stores of all engines that are under way.
+    """The running stores of all engines.
 
     Args:
         engine: the tiers and pipelines.
         quotas: of tenants.
         epoch: this start of the daemon.
         nursery: of the tasks.
-        finish: answers a request that was under way.
+        finish: answers a request that was running.
     """
 
     def __init__(
@@ -66,7 +71,10 @@ class Stores:
         engine.on_settled = self._settled
 
     def begin(self, session: Session, request: Store) -> None:
-        """Store blocks of a cache of this session. Answered when all of them have ended."""
+        """Store blocks of a cache of this session.
+
+        The answer comes when all of them have ended.
+        """
         keys = stored_keys(session.tenant, request.keys)
         depths = unpacked(request.depths)
         blocks = self._engine.caches.blocks(request.cache, unpacked(request.blocks), keys, depths)
@@ -98,7 +106,7 @@ class Stores:
                 under_way.coming, _ = account.admit(keys, self._quotas.block_bytes)
             handle = engine.store_nowait(blocks, precondition, tenant=session.tenant)
         except PipelineFull:
-            # Not within the quota once more: these blocks were admitted there.
+            # Not within the quota again: these blocks were admitted there.
             enqueue = partial(engine.store, blocks, precondition, tenant=session.tenant)
             self._nursery.start_soon(self._store_late, under_way, scope, enqueue)
         except BaseException:
@@ -111,7 +119,10 @@ class Stores:
             self._admitted(under_way, handle)
 
     def _may_wait(self, engine: Engine, session: Session, blocks: int) -> bool:
-        """Whether so many blocks of a session may wait for their signal in the first pipeline, and take of its budget."""
+        """Return whether a session's blocks may wait in the first pipeline.
+
+        They wait for their signal, and take of its budget.
+        """
         budget = engine.pipelines[0].config.budget_blocks
         return session.waiting + blocks <= budget // 2 and self._waiting + blocks <= budget - budget // 4
 
@@ -133,7 +144,10 @@ class Stores:
         self._waiting += blocks
 
     def signalled(self, under_way: UnderWay) -> None:
-        """Count blocks of a store no more as waiting for its signal: it has come, or the store is over. Idempotent."""
+        """End the count of a store's blocks as waiting for its signal.
+
+        It has come, or the store is over. Idempotent.
+        """
         self._note_waiting(under_way, -under_way.waiting)
 
     async def _store_within(
@@ -144,10 +158,13 @@ class Stores:
         depths: Sequence[int],
         precondition: PreconditionLike,
     ) -> TransferHandle:
-        """Store what fits into a tenant's quota, once its least recently used blocks have gone for that."""
+        """Store the blocks that fit into a tenant's quota.
+
+        Before that, its least recently used blocks are deleted.
+        """
         keys = under_way.keys
         await self.make_room(account, keys)
-        # No checkpoint up to the engine's own: what has gone makes room for these.
+        # No checkpoint up to the engine's own: deleted blocks make room for these.
         under_way.coming, under_way.refused = account.admit(keys, self._quotas.block_bytes)
         refused = set(under_way.refused)
         fits = [at for at in range(len(keys)) if at not in refused]
@@ -160,25 +177,27 @@ class Stores:
         return await self._engine.require().store(blocks, precondition, tenant=account.tenant)
 
     async def make_room(self, account: Account, keys: Sequence[Key], *, staying: Sequence[Key] = ()) -> None:
-        """Delete least recently used blocks of a tenant, as many as these lack room. Cancelled, some are deleted.
+        """Delete a tenant's least recently used blocks until these fit.
 
-        ``staying`` are not deleted: of a prompt, the blocks that are there already.
+        Blocks in ``staying`` are not deleted: of a prompt, the blocks that are there already. If cancelled, some are
+        deleted.
 
-        Held blocks are passed over. A tier that cannot delete now ends it: what a tier keeps stays in the others as well.
+        Held blocks are skipped. A tier that cannot delete now ends it: blocks that a tier keeps stay in the others as
+        well.
         """
         asked: set[Key] = {*keys, *staying}
         while short := account.shortage(keys, self._quotas.block_bytes):
             victims = account.victims(min(short, _DELETED), asked)
             if not victims:
                 return
-            asked.update(victims)  # what is held stays, and is not asked for twice
+            asked.update(victims)  # Held blocks stay, and are not tried twice.
             answers = await self._engine.require().delete(victims, why="over the quota of its tenant", together=True)
             account.asked(victims, answers)
             if Deletion.UNAVAILABLE in answers:
                 return
 
     def trim(self) -> None:
-        """Begin to have go what is beyond quotas that were made smaller."""
+        """Begin to delete the excess over quotas that were made smaller."""
         for account in self._quotas:
             if self._engine.engine is not None:
                 self._nursery.start_soon(self._trim, account)
@@ -198,7 +217,7 @@ class Stores:
         try:
             with scope:
                 handle = await enqueue()
-        except Exception as exc:  # also of a tier that is told the tenant, or deletes for a quota
+        except Exception as exc:  # Also from a tier that gets the tenant, or deletes for a quota.
             if not isinstance(exc, OffloadError | ValueError | trio.TooSlowError):
                 _log.warning("%s: a store failed: %r", under_way.session, exc)
             answer = Stored(under_way.seq, self._epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))
@@ -218,7 +237,7 @@ class Stores:
             under_way.cancel()
 
     def _settled(self, container: OffloadContainer) -> None:
-        """A container of the first pipeline has settled."""
+        """End the store of a settled container of the first pipeline."""
         store = self._open.pop(container, None)
         if store is not None:
             self._end_store(*store)

@@ -1,8 +1,8 @@
-"""Which tenant an engine is, by its credential, and how the keys of tenants are kept apart. Pure.
+"""The tenants of engines, by credential, and their separate keys. Pure.
 
 Rule 1. Without tenants there is one, which has no name; its keys are stored as they are.
-Rule 2. With tenants, an engine shows the credential of one. Its keys are stored behind a prefix of that tenant: a key of
-        another one cannot be said, so what another one has is a miss like any other.
+Rule 2. With tenants, an engine shows the credential of one. Its keys are stored with a prefix of that tenant: it cannot
+    form a key of another one, so another one's blocks are misses like any other.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ PREFIX_BYTES: Final = 8
 
 @attrs.frozen
 class Tenants:
-    """The tenants of a daemon, each with its credential, and some with a quota."""
+    """The tenants of a daemon, with credentials, and some with a quota."""
 
     credentials: Mapping[str, bytes] = attrs.field(factory=dict, repr=False)
     quotas: Mapping[str, int] = attrs.field(factory=dict)
-    """Bytes that a tenant may have stored; one that is not named may have what there is."""
+    """Bytes that a tenant may have stored; no limit if absent."""
 
     def of(self, credential: bytes) -> str | None:
-        """The tenant that this credential belongs to; ``None`` if there is none."""
+        """Return the tenant with this credential; ``None`` if there is none."""
         if not self.credentials:
             return ""
         found = None
-        for tenant, known in self.credentials.items():  # all of them, so that the time says nothing
+        for tenant, known in self.credentials.items():  # All of them, so that the time reveals nothing.
             if hmac.compare_digest(known, credential):
                 found = tenant
         return found
 
 
 def prefix_of(tenant: str) -> bytes:
-    """What stands before the keys of a tenant."""
+    """Return the prefix of a tenant's keys."""
     return hashlib.blake2b(tenant.encode(), digest_size=PREFIX_BYTES).digest() if tenant else b""
 
 
 def stored_keys(tenant: str, keys: Sequence[Key]) -> list[Key]:
-    """The keys under which blocks of this tenant are stored.
+    """Return the keys under which blocks of this tenant are stored.
 
     Raises:
         ValueError: one of them is too long.
