@@ -1,16 +1,16 @@
-"""The memory of engines as the daemon reads and writes it, and all registered caches as one source.
+"""The memory of engines, and all registered caches as one source.
 
-An engine hands over the descriptor of its memory. It may be hostile, or be ended at any moment; its memory must not end the
-daemon:
+An engine hands over the descriptor of its memory. It may be hostile, or be ended at any moment; its memory must not end
+the daemon:
 
-Rule 1. What is mapped can never shrink: only a memfd that is sealed against it (``F_SEAL_SHRINK``), of ordinary pages. A page
-        that is gone under a mapping is a SIGBUS, which ends the process.
-Rule 2. Any other file in memory, such as one in ``/dev/shm``, is read and written by calls. Where it was cut off, the call is
-        short: that block fails, and no other.
-Rule 3. What a session has mapped or open is a share of what this process may have (:class:`Shares`), asked for before, and
-        given back with the last reference.
-Rule 4. Memory is given back with the last reference to it. A copy that is under way holds one, so ending a session never
-        takes memory from under a copy, and a descriptor number is never used for another file while a thread still reads by it.
+Rule 1. Mapped memory can never shrink: only a memfd that is sealed against it (``F_SEAL_SHRINK``), of ordinary pages,
+    is mapped. A page that is gone under a mapping is a SIGBUS, which ends the process.
+Rule 2. Any other file in memory, such as one in ``/dev/shm``, is read and written by calls. If it was cut off, the call
+    is short: that block fails, and no other.
+Rule 3. A session's mappings and open files are a share of this process's limits (:class:`Shares`), taken before, and
+    given back with the last reference.
+Rule 4. Memory is given back with the last reference to it. A running copy holds one, so ending a session never takes
+    memory from under a copy, and a descriptor number is never used for another file while a thread still reads by it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,22 @@ from ._layout import BadLayout, CacheLayout
 from ._messages import Refusal
 
 _CACHE_SHIFT: Final = 32
-"""A reference is the number of a cache, and of a block in it."""
+"""Bits of a block's number in a reference, below the cache's number."""
 _BLOCK_MASK: Final = (1 << _CACHE_SHIFT) - 1
 
 
 _PIECES: Final = Budget(lambda: 1 << 20)
-"""Runs of bytes of the blocks of all caches: some 300 bytes each, as they are listed."""
+"""Budget for runs of bytes of all caches' blocks.
+
+Each takes some 300 bytes when listed.
+"""
 
 
 class Shares:
-    """The share of engines in the limits of this process, and the share of each session in it. A context manager."""
+    """Shares of engines and of each session in this process's limits.
+
+    A context manager.
+    """
 
     def __init__(self) -> None:
         self.descriptors: Door = DESCRIPTORS.open(4, each=0.5)
@@ -65,10 +71,10 @@ class Shares:
 
 @contextlib.contextmanager
 def granted(door: Door, session: Hashable, amount: int, unit: str) -> Iterator[Callable[[object], None]]:
-    """Take a share for an object that the block makes, and passes to the function that this yields.
+    """Take a share for an object that the block makes.
 
-    The share is given back with the last reference to that object, since a copy may outlive its session; or at once if none
-    was passed.
+    The block passes the object to the yielded function. The share is given back with the last reference to that object,
+    since a copy may outlive its session; or at once if none was passed.
 
     Raises:
         Refusal: the session, or all of them, have as much as may be.
@@ -99,12 +105,17 @@ class EngineMemory(Protocol):
     size: int
 
     def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
-        """The blocks of a cache, of which this is the first memory; the others are of the same kind."""
+        """Return the blocks of a cache whose first memory this is.
+
+        The others are of the same kind.
+        """
         ...
 
 
 def adopt(descriptor: int, shares: Shares, session: Hashable) -> EngineMemory:
-    """The memory behind a descriptor, which this takes over, also when it raises.
+    """Return the memory for a descriptor.
+
+    The descriptor is taken over, also when this raises.
 
     Raises:
         BadLayout: it is nothing that can be read and written.
@@ -136,7 +147,7 @@ def adopt(descriptor: int, shares: Shares, session: Hashable) -> EngineMemory:
 
 
 def _never_shrinks(descriptor: int, size: int) -> bool:
-    """Whether no process can ever take a page of this file away: rule 1."""
+    """Return whether no process can take a page away: rule 1."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:  # no memfd
@@ -145,7 +156,7 @@ def _never_shrinks(descriptor: int, size: int) -> bool:
         return False
     if size < 2 * mmap.PAGESIZE:
         return True
-    # Of huge pages there may be none left when one is touched, which is a SIGBUS, too. They cannot be mapped from here on.
+    # Huge pages may be used up when one is touched, which is a SIGBUS, too. They cannot be mapped from here on.
     with contextlib.suppress(CannotMap):
         Memory(descriptor, mmap.PAGESIZE, mmap.PAGESIZE, write=True)
         return True
@@ -163,7 +174,10 @@ class MappedMemory:
         self.size: int = memory.length
 
     def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
-        """See :class:`EngineMemory`. Blocks of several pieces are gathered by torch, which is imported here."""
+        """Return the blocks of a cache; see :class:`EngineMemory`.
+
+        Blocks of several pieces are gathered by torch, which is imported here.
+        """
         mapped = [memory.memory for memory in memories if isinstance(memory, MappedMemory)]
         if len(mapped) != len(memories):
             raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
@@ -183,16 +197,16 @@ class OneRun:
         self._stride = plane.stride_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Return the pages of slots; see :class:`~backends.base.slots.Storage`."""
         first, stride = self._first, self._stride
         return Pages([first + slot * stride for slot in slots], self.block_bytes, self._memory)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Copy slots to pages; see :class:`~backends.base.slots.Storage`."""
         copy_pages(pages, self.pages(slots))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Copy pages to slots; see :class:`~backends.base.slots.Storage`."""
         copy_pages(self.pages(slots), pages)
 
 
@@ -206,15 +220,15 @@ class TensorStorage:
         self.block_bytes: int = layout.block_bytes
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Return the pages of slots; see :class:`~backends.base.slots.Storage`."""
         return self._tier.views(slots)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Copy slots to pages; see :class:`~backends.base.slots.Storage`."""
         self._tier.copy_out(slots, pages)
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`."""
+        """Copy pages to slots; see :class:`~backends.base.slots.Storage`."""
         self._tier.into(slots).copy_in(0, pages)
 
 
@@ -244,7 +258,7 @@ class FileMemory:
         close(self.descriptor)
 
     def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
-        """See :class:`EngineMemory`."""
+        """Return the blocks of a cache; see :class:`EngineMemory`."""
         files = [memory for memory in memories if isinstance(memory, FileMemory)]
         if len(files) != len(memories):
             raise BadLayout("the tensors of one cache are all in sealed memory, or all in files")
@@ -263,10 +277,10 @@ class FileStorage:
         ]
 
     def pages(self, slots: Sequence[int]) -> None:
-        """``None``: they are not mapped."""
+        """Return ``None``: they are not mapped."""
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`.
+        """Copy slots to pages; see :class:`~backends.base.slots.Storage`.
 
         Raises:
             OSError: the file ends before a block does.
@@ -278,7 +292,7 @@ class FileStorage:
                 start += size
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """See :class:`~backends.base.slots.Storage`.
+        """Copy pages to slots; see :class:`~backends.base.slots.Storage`.
 
         Raises:
             OSError: the file ends before a block does.
@@ -287,7 +301,7 @@ class FileStorage:
             start = 0
             for file, offset, stride, size in self._pieces:
                 at = offset + slot * stride
-                if os.fstat(file.descriptor).st_size < at + size:  # a write would make it longer again
+                if os.fstat(file.descriptor).st_size < at + size:  # A write would make it longer again.
                     raise OSError(f"the file of an engine ends before byte {at + size}")
                 write_all_at(file.descriptor, page[start : start + size], at)
                 start += size
@@ -297,7 +311,10 @@ class FileStorage:
 
 
 class Caches:
-    """All registered caches, as the one source of the daemon's engine. For the trio thread, but for :meth:`copy_out`."""
+    """All registered caches, as the one source of the daemon's engine.
+
+    Only for the trio thread, except :meth:`copy_out`.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes: int = block_bytes
@@ -319,11 +336,11 @@ class Caches:
         return self._last
 
     def device_of(self, cache: int) -> str:
-        """Return the UUID of the device that a cache is on; empty for host memory."""
+        """Return the UUID of a cache's device; empty for host memory."""
         return getattr(self._storages.get(cache), "device", "")
 
     def remove(self, cache: int) -> None:
-        """Forget a cache. Copies that are under way hold its memory until they end."""
+        """Forget a cache. Running copies hold its memory until they end."""
         storage = self._storages.pop(cache, None)
         self._blocks.pop(cache, None)
         getattr(storage, "let_go", bool)()
@@ -331,7 +348,7 @@ class Caches:
     def blocks(
         self, cache: int, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int] | None
     ) -> ExternalBlocks:
-        """Blocks of a cache, which its engine keeps as they are.
+        """Return blocks of a cache, which its engine keeps as they are.
 
         Raises:
             ValueError: there is no such block, or the columns do not fit together.
@@ -340,7 +357,7 @@ class Caches:
         return ExternalBlocks(self, keys, [cache << _CACHE_SHIFT | block for block in ids], depths or None)
 
     def into(self, cache: int, ids: Sequence[int]) -> CacheBlocks:
-        """Blocks of a cache to load into.
+        """Return blocks of a cache to load into.
 
         Raises:
             ValueError: there is no such block, or one is named twice.
@@ -360,17 +377,20 @@ class Caches:
     # --- Source ---------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Nothing here is found by key: engines name blocks by their numbers."""
+        """Return only misses: engines name blocks by their numbers, not by key."""
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Nothing is counted: a block stays until its engine has an answer."""
+        """Do nothing: a block stays until its engine has an answer."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Return the addresses of these blocks if all of them are mapped runs of caches that are registered."""
+        """Return the addresses of these blocks, if they have one.
+
+        All of them must be mapped runs of registered caches.
+        """
         by_cache = self._by_cache(refs)
         if any(cache not in self._storages for cache, _, _ in by_cache):
-            return None  # the copy finds which blocks cannot be read, and fails those alone
+            return None  # The copy finds which blocks cannot be read, and fails those alone.
         parts = [(self._storages[cache].pages(ids), at) for cache, at, ids in by_cache]
         if len(parts) == 1:
             return parts[0][0]
@@ -383,11 +403,11 @@ class Caches:
         return Pages(addresses, self.block_bytes, [pages for pages, _ in parts])
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. In a copy thread.
+        """Copy each block into its page. Runs in a copy thread.
 
         Raises:
-            DamagedBlock: its engine has cut a block off, or is gone. The caller copies the others one by one: a batch may be
-                of several engines, and must not cost another one its blocks.
+            DamagedBlock: its engine has cut a block off, or is gone. The caller copies the others one by one: a batch
+                may be of several engines, and must not cost another one its blocks.
             UnreadableBlock: a device did not copy it; likewise.
         """
         for cache, at, ids in self._by_cache(refs):
@@ -400,7 +420,7 @@ class Caches:
                 raise DamagedBlock(self, b"", f"not readable: {exc}") from exc
 
     def _by_cache(self, refs: Sequence[int]) -> list[tuple[int, Sequence[int], list[int]]]:
-        """Cache, positions in the column, and numbers of blocks."""
+        """Return each cache's number, positions in the column, and blocks."""
         caches = {ref >> _CACHE_SHIFT for ref in refs}
         if len(caches) == 1:
             return [(caches.pop(), range(len(refs)), [ref & _BLOCK_MASK for ref in refs])]
@@ -436,14 +456,14 @@ class CacheBlocks(Destination):
         self._storage.copy_in(self._ids[start : start + len(pages)], pages)
 
     def clear(self, positions: Sequence[int]) -> None:
-        """Overwrite these blocks with zeros. In a copy thread.
+        """Overwrite these blocks with zeros. Runs in a copy thread.
 
         Raises:
             OSError: their engine has cut off its memory, or a device does not copy. The others are zeros.
             Unproven: a device may still be copying.
         """
         zeros, error = new_pages(1, self.block_bytes), None
-        for at in positions:  # one by one: it may have cut off the first one alone
+        for at in positions:  # One by one: it may have cut off the first one alone.
             try:
                 with kept_if_unproven(zeros):
                     self._storage.copy_in([self._ids[at]], zeros)

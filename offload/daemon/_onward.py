@@ -27,7 +27,10 @@ from ._engine import DaemonEngine
 
 _log = logging.getLogger("offload.daemon")
 _THERE: Final = ("present", "pending")
-"""Reasons not to copy a block, which the next tier has or gets."""
+"""Reasons not to copy a block: the next tier has it.
+
+It may also be on its way there.
+"""
 
 
 class OnwardCommits:
