@@ -1,7 +1,7 @@
-"""FlightRecorder: observes pipelines and engines, and writes down what they decide.
+"""FlightRecorder: observes pipelines and engines, and records their decisions.
 
-It is an instrument of each pipeline, called on the trio thread, and encodes at once: what it has been told of is in the ring
-when the hook returns. What that costs is counted against an :class:`Allowance`. When that is spent, the recorder takes its
+It is an instrument of each pipeline, called on the trio thread, and encodes at once: an event is in the ring
+when the hook returns. The cost is counted against an :class:`Allowance`. When that is spent, the recorder takes its
 hooks of pipelines away, and a task that sleeps until there is enough again puts them back: meanwhile it costs nothing.
 """
 
@@ -69,13 +69,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload.recorder")
 DEFAULT_BYTES: Final = 16 * MIB
-"""Minutes of some hundred containers a second."""
+"""Size of a ring: minutes of some hundred containers a second."""
 _MOST_FILES: Final = 8
-"""Incidents that one recorder saves by itself: the first ones, since those that follow are most often their consequence."""
+"""Incidents that one recorder saves by itself.
+
+They are the first ones, since those that follow are most often their consequence.
+"""
 _PAY_AT: Final = 0.0005
-"""Seconds of recording after which the allowance is looked at."""
+"""Seconds of recording after which the allowance is checked."""
 _MANY: Final = 1 << 32
-"""Preconditions are told apart by so many numbers."""
+"""Range of the numbers that distinguish preconditions."""
 _KINDS: Final[dict[str, Blocks]] = {"WeakBlocks": "weak", "StrongBlocks": "strong", "ExternalBlocks": "external"}
 
 
@@ -96,18 +99,20 @@ class RecorderStatistics:
 
 
 class FlightRecorder:
-    """Keeps the last minutes of decisions of pipelines and engines in a ring.
+    """Keeps recent decisions of pipelines and engines in a ring.
 
-    Give it to :func:`offload.open_pipeline` or :func:`offload.open_engine` as one of the ``instruments``. Everything is called
-    on one trio thread. Keys are hashed with a secret of this recording; tokens and bytes are not recorded at all.
+    Give it to :func:`offload.open_pipeline` or :func:`offload.open_engine` as one of the ``instruments``. Everything is
+    called on one trio thread. Keys are hashed with a secret of this recording; tokens and bytes are not recorded at
+    all.
 
     Args:
-        path: a file for the ring, which ``offload incident save`` reads while this process runs or after it was killed. What is
-            there is kept as ``path.before``. ``None``: in memory.
-        ring_bytes: how much is kept, from 1 to 64 MiB.
-        most_share: the share of the thread's time that recording may take; what does not fit is recorded as numbers only. 1.0:
+        path: a file for the ring, which ``offload incident save`` reads while this process runs or after it was killed.
+            An existing file is kept as ``path.before``. ``None``: in memory.
+        ring_bytes: size of the ring, from 1 to 64 MiB.
+        most_share: the share of the thread's time that recording may take; the rest is recorded as numbers only. 1.0:
             everything is recorded.
-        incidents: a directory; the recording is saved there when something is noted (:meth:`note`), eight times at most.
+        incidents: a directory; the recording is saved there when something is noted (:meth:`note`), eight times at
+            most.
         clock: gives the time of a record, by default trio's.
 
     Raises:
@@ -152,10 +157,13 @@ class FlightRecorder:
         where = "memory" if self._ring.path is None else os.fspath(self._ring.path)
         return f"<FlightRecorder in {where}: {len(self._watched)} pipelines>"
 
-    # -- what is observed ----------------------------------------------------------------------------------------------
+    # -- observation ---------------------------------------------------------------------------------------------------
 
     def watch(self, opened: Pipeline | Engine) -> None:
-        """Observe a pipeline, or an engine with its pipelines. Done by giving the recorder as an instrument."""
+        """Observe a pipeline, or an engine with its pipelines.
+
+        Giving the recorder as an instrument does this.
+        """
         if isinstance(opened, Pipeline):
             self._watch_pipeline(opened)
         else:
@@ -178,7 +186,7 @@ class FlightRecorder:
         if self._resumes_at == math.inf:
             pipeline.add_instrument(watch)
         else:
-            self._begin_waiting()  # the run in which that began may be over
+            self._begin_waiting()  # The run in which that began may be over.
 
     def _watch_engine(self, engine: Engine) -> None:
         for name, tier in engine.tiers.items():
@@ -196,7 +204,7 @@ class FlightRecorder:
         engine.add_instrument(_EngineWatch(self, engine))
 
     def _tier(self, place: object, name: str = "") -> str:
-        """The name of a place, which is described when it is first met."""
+        """Return the name of a place; describe it when it is new."""
         place = place_of(place)
         if place in self._names:
             return self._names[place]
@@ -211,16 +219,18 @@ class FlightRecorder:
     def _describe(self) -> None:
         try:
             self._ring.describe(msgspec.json.encode(self._description))
-        except ValueError as error:  # no reason for a pipeline not to open
+        except ValueError as error:  # No reason for a pipeline not to open.
             _log.warning("%s: those that were opened last are recorded without a name", error)
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- records
+    # ---------------------------------------------------------------------------------------------------------
 
     def note(self, rule: str, text: str = "") -> None:
-        """Note that something was wrong: the name of a rule, or of an exception. Saves the recording if that was asked for.
+        """Record a fault, and save the recording if configured.
 
         Args:
-            rule: what was broken. A scenario that is made of the recording is to break the same.
+            rule: the broken rule, or the name of an exception. A scenario that is made of the recording is to break the
+                same.
             text: more about it. It is in the recording as it is: have no key and no token in it.
         """
         self._noted += 1
@@ -239,15 +249,20 @@ class FlightRecorder:
         _log.error("%s was noted: the recording is saved as %s", rule, path)
 
     def mismatch(self, mismatch: Mismatch) -> None:
-        """Note that a load was not what its key stands for: the hook of :class:`offload.abc.EngineInstrument`."""
+        """Record that a load differed from its key's content.
+
+        It is the hook of :class:`offload.abc.EngineInstrument`.
+        """
         self.note("bytes", f"{mismatch.tier}, found by what was {mismatch.found_by}")
 
     def recording(self) -> Recording:
-        """What the ring holds now."""
+        """Return the current content of the ring."""
         return read_ring(memoryview(self._ring.memory))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save what the ring holds now as a file, closed to other users as the ring is.
+        """Save the current content of the ring as a file.
+
+        It is closed to other users as the ring is.
 
         Raises:
             OSError: it cannot be written, or there is a file that is no recording.
@@ -255,7 +270,7 @@ class FlightRecorder:
         RECORDING.write(path, to_bytes(self.recording()))
 
     def statistics(self) -> RecorderStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         return RecorderStatistics(
             records=self._ring.records,
             thinned=self._resumes_at < math.inf,
@@ -265,13 +280,16 @@ class FlightRecorder:
         )
 
     def close(self) -> None:
-        """Record no more. A file stays as it is. Idempotent."""
+        """Stop recording. A file stays as it is. Idempotent."""
         if not self._closed:
             self._closed = True
             self._ring.close()
 
     def __enter__(self) -> FlightRecorder:
-        """The recorder, closed when the block is left; an exception that leaves it is noted, unless it is a cancel."""
+        """Return the recorder, which is closed when the block is left.
+
+        An exception that leaves the block is recorded, unless it is a cancel.
+        """
         return self
 
     def __exit__(
@@ -282,7 +300,10 @@ class FlightRecorder:
         self.close()
 
     def _now(self) -> float:
-        """The time; where no trio runs, which alone knows it, that of the last record."""
+        """Return the time; outside of trio, that of the last record.
+
+        Only trio knows the time.
+        """
         try:
             return self._clock()
         except RuntimeError:
@@ -297,10 +318,10 @@ class FlightRecorder:
         if spent > _PAY_AT:
             self.pay()
 
-    # -- what it may cost ----------------------------------------------------------------------------------------------
+    # -- cost ----------------------------------------------------------------------------------------------------------
 
     def pay(self) -> None:
-        """Look at the allowance, and change what is recorded if it is spent, or there is enough again."""
+        """Charge the allowance; begin or end thinning if it requires so."""
         now = self._timer()
         if not self._limited:
             self._spent = 0.0
@@ -322,11 +343,14 @@ class FlightRecorder:
         for watch in self._watched:
             watch.leave()
         self._begin_waiting()
-        # A pipeline arranges its hooks anew, which takes as long as dozens of records.
+        # A pipeline rearranges its hooks, which takes as long as dozens of records.
         self._spent += self._timer() - now
 
     def _begin_waiting(self) -> None:
-        """Have this trio run look at the allowance when there is enough of it again: a hook for that would cost each batch."""
+        """Start a task that waits until there is enough allowance again.
+
+        It is of this trio run: a hook for that would cost each batch.
+        """
         if not self._is_waiting:
             self._is_waiting = True
             trio.lowlevel.spawn_system_task(self._wait)
@@ -336,7 +360,7 @@ class FlightRecorder:
             while self._resumes_at < math.inf and not self._closed:
                 await trio.sleep(max(0.0, self._resumes_at - self._timer()))
                 self.pay()
-        except Exception:  # in a task of the system's it would end the run; as an instrument's, it ends the details
+        except Exception:  # In a system task it would end the run; as with an instrument, it only ends the details.
             _log.exception("%r records no details any more", self)
         finally:
             self._is_waiting = False
@@ -374,14 +398,14 @@ class _PipelineWatch:
         self._pipeline.remove_instrument(self)
 
     def come_back(self) -> tuple[int, int]:
-        """Record again. Returns how many containers and batches there were meanwhile."""
+        """Record again. Returns the numbers of containers and batches meanwhile."""
         self._pipeline.add_instrument(self)
         containers, batches = self._left
         return self._pipeline._enqueued - containers, self.batches - batches
 
     @property
     def batches(self) -> int:
-        """Batches that were copied so far."""
+        """Number of batches that were copied so far."""
         return self._pipeline._transfer.batches
 
     def enqueued(self, container: OffloadContainer) -> None:
@@ -517,11 +541,17 @@ def _version() -> str:
 
 _TRIALS: Final = 64
 _COLD: Final = 3.0
-"""How much longer than in a warm loop a record takes: 2.1 to 2.2 times was measured, and the limit is one that is kept."""
+"""Factor by which a record takes longer than in a warm loop.
+
+Measured were 2.1 to 2.2, and the limit must be kept.
+"""
 
 
 def _costs(hasher: KeyHasher) -> tuple[float, float]:
-    """What a record and a key in it cost here, in seconds: measured, since machines differ by a factor of five."""
+    """Measure the seconds that a record, and each key, cost here.
+
+    Machines differ by a factor of five.
+    """
     ring = Ring(None, MIB)
     keys = [number.to_bytes(16, "little") for number in range(64)]
     try:

@@ -1,7 +1,8 @@
-"""Reading a ring, sound or not, while its process still writes or after that was killed. Pure.
+"""Reads a ring, sound or not. Pure.
 
-Whatever bytes there are, reading ends with a :class:`Recording` or with one of the typed errors, in time and memory that are
-bounded by the size of the file. What cannot be read is counted: ``torn`` and ``lost`` say so.
+Its process may still write, or may have been killed. Whatever bytes there are, reading ends with a :class:`Recording`
+or with one of the typed errors, in time and memory that are bounded by the size of the file. Unreadable records are
+counted in ``torn`` and ``lost``.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ class Entry:
 
     number: int
     at: float
-    """On the clock of the recording, in seconds."""
+    """Time on the clock of the recording, in seconds."""
     record: AnyRecord
 
 
 @attrs.frozen
 class Recording:
-    """What a ring holds."""
+    """The content of a ring."""
 
     description: Description
     pid: int
     """The process that wrote it."""
     started: float
-    """When it began, in seconds since the epoch."""
+    """Time when it began, in seconds since the epoch."""
     began: float
-    """The same moment on the clock of the recording."""
+    """Time when it began, on the clock of the recording, in seconds."""
     entries: tuple[Entry, ...]
-    """From the oldest that is left to the newest."""
+    """Records from the oldest that is left to the newest."""
     forgotten: int
-    """Records before these that the ring had no room for any more."""
+    """Earlier records that the ring had no room for any more."""
     lost: int
     """Records between these that cannot be read."""
     torn: bool
@@ -69,7 +70,7 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """From the oldest record to the newest."""
+        """Seconds from the oldest record to the newest."""
         return self.entries[-1].at - self.entries[0].at if self.entries else 0.0
 
 
@@ -113,7 +114,10 @@ def read_ring(data: Buffer, name: str = "the recording") -> Recording:
 
 
 def to_bytes(recording: Recording) -> bytes:
-    """A recording as the bytes of a file, which :func:`read_ring` reads: a ring no larger than its records need."""
+    """Return a recording as the bytes of a file for :func:`read_ring`.
+
+    It is a ring no larger than its records need.
+    """
     segments: list[bytes] = []
     numbers = count(1)
     room = 0
@@ -134,7 +138,7 @@ def to_bytes(recording: Recording) -> bytes:
 
 
 def _in_order(view: memoryview, segments: int) -> list[int]:
-    """Where the segments start, the oldest first."""
+    """Return the starts of the segments, the oldest first."""
     numbered = []
     for at in range(segments):
         start = SEGMENTS_AT + at * SEGMENT_BYTES
@@ -145,7 +149,10 @@ def _in_order(view: memoryview, segments: int) -> list[int]:
 
 
 def _segment(view: memoryview, start: int, last: int) -> tuple[list[Entry], bool, int]:
-    """The records of one segment, whether one was cut off behind them, and how many were whole and made no sense."""
+    """Return the records of one segment, and signs of damage.
+
+    These are whether a record after them was cut off, and how many were whole and invalid.
+    """
     found: list[Entry] = []
     wrong = 0
     for number, now, payload in _frames(view, start, start + SEGMENT_BYTES, last):
@@ -164,7 +171,10 @@ def _segment(view: memoryview, start: int, last: int) -> tuple[list[Entry], bool
 
 
 def _frames(view: memoryview, start: int, end: int, last: int) -> Iterator[tuple[int, float, memoryview | None]]:
-    """The frames of a segment; at the end one without a payload if that is cut off. A frame from before is no part of it."""
+    """Yield the frames of a segment.
+
+    At the end there is one without a payload if that is cut off. A frame from before is no part of it.
+    """
     at, following = start + SEGMENT.size, 0
     while at + FRAME.size <= end:
         number, length, now, crc = FRAME.unpack_from(view, at)

@@ -1,9 +1,12 @@
-"""The records of a flight recording, as MessagePack arrays, and the description of what was observed. Pure.
+"""The records of a flight recording, as MessagePack arrays. Pure.
+
+There is also the description of the observed pipelines.
 
 Rule 1. A record has no key and no token, only 8-byte hashes of keys, side by side in one column (:class:`KeyHasher`).
-Rule 2. A record is bounded: it has at most :data:`MOST_KEYS` hashes and texts of at most :data:`MOST_TEXT` characters. What was
-        left out of a column is known from the number of blocks beside it.
-Rule 3. What is decoded is checked by its types: a damaged record is a :class:`msgspec.ValidationError`, never a wrong value.
+Rule 2. A record is bounded: it has at most :data:`MOST_KEYS` hashes and texts of at most :data:`MOST_TEXT` characters.
+    The number of hashes left out of a column is known from the number of blocks in the record.
+Rule 3. Decoded values are checked by their types: a damaged record is a :class:`msgspec.ValidationError`, never a wrong
+    value.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ from msgspec import Meta, Struct
 from backends.abc import Key, Unproven
 
 MOST_KEYS: Final = 2_048
-"""Hashes in one column, or in all columns of one mapping together: so the largest record is smaller than a segment."""
+"""Most hashes in one column, or in all columns of one mapping.
+
+So the largest record is smaller than a segment.
+"""
 MOST_TEXT: Final = 200
-"""Characters in one text: the name of an error, the reason of a policy."""
+"""Most characters in one text: an error's name, a policy's reason."""
 
 Hashes: TypeAlias = Annotated[bytes, Meta(max_length=MOST_KEYS * 8)]
 """A column of 8-byte hashes."""
@@ -42,23 +48,32 @@ class Record(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Enqueued(Record, frozen=True, array_like=True, gc=False, tag=1):
-    """A pipeline has taken a container in."""
+    """A pipeline has accepted a container."""
 
     pipeline: Number
     """The position of the pipeline in the description."""
     number: Number
     blocks: Blocks
     size: Number
-    """Blocks in it."""
+    """Number of its blocks."""
     waits: Number
-    """0: it has no precondition. Else a number that containers have in common which wait for the same."""
+    """Number of its precondition; 0 without one.
+
+    Containers that wait for the same have the same number.
+    """
     keys: Hashes
     queued: Number = 0
-    """Containers before it that admission had not taken yet: with any, it was enqueued in the same tick as the one before."""
+    """Containers before it that admission had not taken yet.
+
+    If there are any, it was enqueued in the same tick as the one before.
+    """
 
 
 class Reached(Record, frozen=True, array_like=True, gc=False, tag=2):
-    """A container has entered a stage. Recorded where it may have had to wait before."""
+    """A container has entered a stage.
+
+    It is recorded if the container may have had to wait before.
+    """
 
     pipeline: Number
     number: Number
@@ -66,7 +81,7 @@ class Reached(Record, frozen=True, array_like=True, gc=False, tag=2):
 
 
 class BatchReached(Record, frozen=True, array_like=True, gc=False, tag=3):
-    """A batch has come to a step of its transfer."""
+    """A batch has reached a step of its transfer."""
 
     pipeline: Number
     event: Event
@@ -80,33 +95,33 @@ class Settled(Record, frozen=True, array_like=True, gc=False, tag=4):
     number: Number
     status: Literal["COMPLETE", "CANCELLED", "FAILED"]
     size: Number
-    """Blocks in it."""
+    """Number of its blocks."""
     completed: Number
     """Blocks of these that are at the destination."""
     error: Text = ""
-    """The class of its error, and of that error's cause behind a slash."""
+    """Class of its error, and that of the cause after a slash."""
     filtered: Groups = []
     failed: Groups = []
     evicted: Hashes = b""
 
 
 class CancelRequested(Record, frozen=True, array_like=True, gc=False, tag=5):
-    """The cancellation of a container was asked for."""
+    """The cancellation of a container was requested."""
 
     pipeline: Number
     number: Number
 
 
 class LeftBlocks(Record, frozen=True, array_like=True, gc=False):
-    """Blocks that were found, and left to be computed (``load_or_recompute``)."""
+    """Found blocks that were left to be computed (``load_or_recompute``)."""
 
     why: Literal["recompute", "late", "slower"]
     tier: Text
     start: Number
-    """The position of the first of them in the keys of the lookup."""
+    """Position of the first of them in the keys of the lookup."""
     blocks: Number
     load_seconds: float | None
-    """How long loading them was expected to take; ``None``: not known."""
+    """Expected seconds of loading them; ``None``: not known."""
     recompute_seconds: float
 
 
@@ -116,24 +131,24 @@ class LookedUp(Record, frozen=True, array_like=True, gc=False, tag=6):
     keys: Hashes
     asked: Number
     segments: Annotated[list[tuple[Text, Number]], Meta(max_length=256)]
-    """The tiers that the prefix is in, each with a number of blocks, in order."""
+    """Tiers of the prefix, with numbers of blocks, in order."""
     unavailable: Annotated[list[tuple[Text, Text]], Meta(max_length=64)] = []
-    """The tiers that were left out, each with the class of the error."""
+    """Tiers that were left out, each with the class of the error."""
     left: LeftBlocks | None = None
-    """What was found behind these segments and is computed sooner."""
+    """Blocks found after these segments that are computed sooner."""
 
 
 class Loaded(Record, frozen=True, array_like=True, gc=False, tag=7):
-    """An engine has loaded blocks of a hit, or a part of them."""
+    """An engine has loaded blocks of a hit, or some of them."""
 
     keys: Hashes
     asked: Number
     loaded: Number
     seconds: float
     error: Text = ""
-    """The class of the first block's error, where one could not be loaded."""
+    """Class of the first block's error, if one was not loaded."""
     left: LeftBlocks | None = None
-    """Where and why the load was given up."""
+    """Position and reason of a load that was given up."""
 
 
 class Deleted(Record, frozen=True, array_like=True, gc=False, tag=8):
@@ -151,14 +166,17 @@ class HealthChanged(Record, frozen=True, array_like=True, gc=False, tag=9):
 
 
 class Noted(Record, frozen=True, array_like=True, gc=False, tag=10):
-    """Something was wrong: the name of a rule that was broken, or of an exception."""
+    """A fault: the name of a broken rule, or of an exception."""
 
     rule: Text
     text: Text
 
 
 class Thinned(Record, frozen=True, array_like=True, gc=False, tag=11):
-    """For a while only numbers were recorded, since the details would have cost too much."""
+    """A time in which only numbers were recorded.
+
+    The details would have cost too much.
+    """
 
     seconds: float
     containers: Number
@@ -183,7 +201,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
-# --- what was observed --------------------------------------------------------------------------------------------------
+# --- the description
+# -----------------------------------------------------------------------------------------------------
 
 
 class TierDescription(Struct, frozen=True, kw_only=True):
@@ -192,7 +211,7 @@ class TierDescription(Struct, frozen=True, kw_only=True):
     name: str
     kind: Literal["memory", "file", "other"]
     capacity: Annotated[int, Meta(ge=0)]
-    """Blocks; 0: it does not say."""
+    """Capacity in blocks; 0: unknown."""
     block_bytes: Annotated[int, Meta(ge=0)]
     checksums: bool = True
 
@@ -216,14 +235,17 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     on_load_failure: Literal["miss", "retry", "fail"] = "miss"
     breaker: dict[str, Any] = {}
     load_or_recompute: dict[str, Any] = {}
-    """Its knobs; empty where it is off."""
+    """Its knobs; empty if it is off."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a recording is about: written when it begins, and anew when a pipeline is added."""
+    """The subject of a recording.
+
+    It is written when the recording begins, and again when a pipeline is added.
+    """
 
     version: str = ""
-    """Of the package that wrote it."""
+    """Version of the package that wrote it."""
     tiers: list[TierDescription] = []
     pipelines: list[PipelineDescription] = []
     engine: EngineDescription | None = None
@@ -233,10 +255,11 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 class KeyHasher:
-    """Hashes keys for one recording. The secrets are in no recording, so that no guess of a key can be tried on one.
+    """Hashes keys for one recording.
 
-    The interpreter's own hash of bytes is a SipHash with a random secret of the process, and is kept with the bytes. Where
-    ``PYTHONHASHSEED`` has fixed that secret, each key is hashed by BLAKE2 under the salt instead: ten times as long.
+    The secrets are in no recording, so that no guess of a key can be tried on one. The interpreter's own hash of bytes
+    is a SipHash with a random secret of the process, and is kept with the bytes. If ``PYTHONHASHSEED`` has fixed that
+    secret, each key is hashed by BLAKE2 under the salt instead: ten times as long.
     """
 
     def __init__(self) -> None:
@@ -244,7 +267,7 @@ class KeyHasher:
         self._secret = bool(sys.flags.hash_randomization) and os.environ.get("PYTHONHASHSEED", "") in ("", "random")
 
     def column(self, keys: Sequence[Key]) -> bytes:
-        """The hashes of the first :data:`MOST_KEYS` keys, one behind the other."""
+        """Return the hashes of the first :data:`MOST_KEYS` keys as a column."""
         keys = keys if len(keys) <= MOST_KEYS else keys[:MOST_KEYS]
         salt = self._salt
         if self._secret:
@@ -253,12 +276,15 @@ class KeyHasher:
 
 
 def hashes_of(column: bytes) -> list[str]:
-    """The hashes of a column, as text."""
+    """Return the hashes of a column, as text."""
     return [column[at : at + 8].hex() for at in range(0, len(column) - 7, 8)]
 
 
 def grouped(reasons: Mapping[Key, object], hasher: KeyHasher) -> list[tuple[str, bytes]]:
-    """Blocks by what they have in common: a reason, or the class of an error. The first blocks, in 16 groups at most."""
+    """Group blocks by reason, or by class of error.
+
+    There are only the first blocks, in 16 groups at most.
+    """
     groups: dict[str, list[Key]] = {}
     for key, reason in islice(reasons.items(), MOST_KEYS):
         groups.setdefault(error_text(reason), []).append(key)
@@ -266,12 +292,15 @@ def grouped(reasons: Mapping[Key, object], hasher: KeyHasher) -> list[tuple[str,
 
 
 def error_text(error: object) -> str:
-    """A reason as it is; of an error its class, with the class of its cause behind a slash. Its text may have keys in it."""
+    """Return a reason as it is, or an error's class and its cause's.
+
+    They are separated by a slash. The text of an error may have keys in it.
+    """
     if error is None:
         return ""
     if isinstance(error, str):
         return error[:MOST_TEXT]
     cause = getattr(error, "__cause__", None)
     names: Iterable[object] = (error,) if cause is None else (error, cause)
-    # What counts of an executor's own class is whether it proves an end.
+    # For an executor's own class of error, only matters whether it proves an end.
     return "/".join(["Unproven" if isinstance(one, Unproven) else type(one).__name__ for one in names])[:MOST_TEXT]

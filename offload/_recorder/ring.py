@@ -1,14 +1,15 @@
-"""A ring of records in memory, or in a file that other processes can read, whatever became of the one that writes.
+"""A ring of records in memory, or in a file.
 
-The layout: a page with what the file is, two copies of the description, and segments of 64 KiB. A segment begins with its
-number, which counts up; its records follow each other without a gap. A full ring goes on in the segment with the smallest
-number, and so forgets the oldest records, a segment at a time.
+Other processes can read the file whatever became of the writer. The layout: a page with the head, two copies of the
+description, and segments of 64 KiB. A segment begins with its number, which counts up; its records follow each other
+without a gap. A full ring goes on in the segment with the smallest number, and so forgets the oldest records, a segment
+at a time.
 
 Rule 1. Each record has a number that counts up, and a checksum. It is written first, and its frame, which ends with the
-        checksum, last. So a record that was torn by the end of the process, and what a segment still has from its time before,
-        are told from what was written, without an end marker.
-Rule 2. Memory is mapped and shared: what was written is in the page cache, and ``kill -9`` loses at most the record that was
-        being written. It is not flushed: a crash of the whole machine may lose all of it.
+    checksum, last. So a record that was torn by the end of the process, and old records of a segment,
+    are distinguished from new ones, without an end marker.
+Rule 2. Memory is mapped and shared: written records are in the page cache, and ``kill -9`` loses at most the record
+    that was being written. It is not flushed: a crash of the whole machine may lose all of it.
 Rule 3. A file is allocated as a whole when it is opened: a disk that is full is an error there, not a SIGBUS later.
 Rule 4. The description is written to the older one of its two copies: one of them is whole at any time.
 """
@@ -45,10 +46,10 @@ LEAST_BYTES: Final = MIB
 
 
 class Ring:
-    """Records, the newest ones. For one writer, in one thread.
+    """The newest records. For one writer, in one thread.
 
     Args:
-        path: of the file; ``None``: memory of this process alone. A file that is there is kept under ``path.before``.
+        path: of the file; ``None``: memory of this process alone. An existing file is kept under ``path.before``.
         ring_bytes: of the segments, from 1 to 64 MiB.
 
     Raises:
@@ -74,11 +75,11 @@ class Ring:
 
     @property
     def records(self) -> int:
-        """Records written so far, forgotten ones included."""
+        """Number of records written so far, forgotten ones included."""
         return self._number
 
     def begin(self, now: float) -> None:
-        """Say that it is ``now`` on the clock of the records."""
+        """Set the current time on the clock of the records."""
         head = HEAD.pack(MAGIC, VERSION, SEGMENT_BYTES, self._segments, os.getpid(), time.time(), now)
         self.memory[: HEAD.size] = head
 
@@ -111,7 +112,7 @@ class Ring:
         self.memory[at : at + len(written)] = written
 
     def close(self) -> None:
-        """Write no more. The file stays."""
+        """Stop writing. The file stays."""
         self.memory.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -128,7 +129,10 @@ class Ring:
 
 
 def _allocate(path: str | os.PathLike[str], size: int) -> int:
-    """A new file of this size, which no other process records into. What is there is the last incident: it is kept."""
+    """Make a new file, which no other process records into.
+
+    An existing file is the last incident: it is kept.
+    """
     check_ring_file(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
@@ -136,7 +140,7 @@ def _allocate(path: str | os.PathLike[str], size: int) -> int:
         _lock(fd, path)
         if os.fstat(fd).st_size:
             os.replace(path, f"{os.fspath(path)}.before")
-            before, fd = fd, -1  # closed once: its number may be another thread's file a moment later
+            before, fd = fd, -1  # Closed once: its number may be another thread's file a moment later.
             os.close(before)
             fd = os.open(path, flags | os.O_EXCL, 0o600)
             _lock(fd, path)
@@ -149,7 +153,9 @@ def _allocate(path: str | os.PathLike[str], size: int) -> int:
 
 
 def check_ring_file(path: str | os.PathLike[str]) -> None:
-    """See that a recorder's file can be made there, and that nothing but a recording is moved away or replaced for it.
+    """Raise unless a recorder's file can be made there.
+
+    Nothing but a recording may be moved away or replaced for it.
 
     Raises:
         ConfigError: there is another kind of file, or no directory for one.

@@ -25,7 +25,7 @@ from .records import (
 
 
 def summary_of(recording: Recording) -> str:
-    """How much there is, and what is missing, in a line."""
+    """Return the amount of records, and of missing ones, in a line."""
     text = f"{len(recording.entries):,} records of {recording.seconds:.3g} s by process {recording.pid}"
     for amount, what in ((recording.forgotten, "forgotten before them"), (recording.lost, "lost between them")):
         if amount:
@@ -34,7 +34,10 @@ def summary_of(recording: Recording) -> str:
 
 
 def lines_of(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
-    """What was observed, then a line for each of these entries, with its time on the wall."""
+    """Yield the description, then a line for each of these entries.
+
+    The line has the entry's time on the wall.
+    """
     for tier in recording.description.tiers:
         yield f"tier {tier.name}: {tier.kind}, {tier.capacity:,} blocks of {tier.block_bytes:,} bytes"
     for one in recording.description.pipelines:
@@ -49,7 +52,7 @@ def lines_of(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
 def _moment(at: float) -> str:
     try:
         return f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1e6):06d}"
-    except (OverflowError, ValueError, OSError):  # of a damaged recording
+    except (OverflowError, ValueError, OSError):  # from a damaged recording
         return f"{at:.6g} s"
 
 
@@ -84,7 +87,7 @@ def _line(record: AnyRecord, names: Sequence[str]) -> str:
 
 
 def _left(left: LeftBlocks | None) -> str:
-    """What was left to be computed, and both estimates."""
+    """Return the blocks that were left to be computed, with both estimates."""
     if left is None:
         return ""
     why = "" if left.why == "recompute" else f", given up as {left.why}"

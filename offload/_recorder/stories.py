@@ -1,4 +1,7 @@
-"""What became of each container in a recording, what users did, and when copies were made: the records put together. Pure."""
+"""The stories of a recording: each container, user actions, and copies. Pure.
+
+The records are put together.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ from .records import (
 )
 
 _USUAL: Final = 0.002
-"""Seconds that a copy takes, where none was recorded."""
+"""Seconds that a copy takes, if none was recorded."""
 
 
 @attrs.define(eq=False)
 class Story:
-    """What a recording has of one container, from its enqueue on."""
+    """The records of one container, from its enqueue on."""
 
     enqueued: Enqueued
     order: int
     """The number of that record."""
     at: float
     reached: dict[str, float] = attrs.Factory(dict)
-    """When it reached a stage, or its batch a step of the transfer."""
+    """Times when it reached a stage, or its batch a transfer step."""
     cancels: list[tuple[int, str]] = attrs.Factory(list)
-    """The numbers of the records that ask for its cancel, each with the step that it had reached."""
+    """Numbers of its cancel records, each with the last step reached."""
     settled: Settled | None = None
     settled_at: float = 0.0
 
@@ -60,16 +63,19 @@ class Copied:
 
     pipeline: int
     stories: Sequence[Story]
-    """Of its containers, those whose beginning is known."""
+    """Stories of its containers whose beginning is known."""
 
     @property
     def began(self) -> float:
-        """When the copy began."""
+        """Time when the copy began."""
         return self.stories[0].reached["xfer_start"]
 
     @property
     def over(self) -> float | None:
-        """When all of its containers had settled, so that its slot was free; ``None``: its end is not recorded."""
+        """Time when all of its containers had settled; ``None``: not recorded.
+
+        Its slot was free from then on.
+        """
         end = self.stories[0].reached.get("xfer_end")
         return None if end is None else max([end, *[story.settled_at for story in self.stories]])
 
@@ -78,14 +84,15 @@ class Stories:
     """The records of a recording, put together.
 
     Args:
-        recording: what was recorded.
-        last: only what was enqueued and read in the last so many seconds; ``None``: all there is.
+        recording: the recording.
+        last: only stores and reads of the last so many seconds; ``None``: all.
 
     Attributes:
         own: the positions of the pipelines that users store into, and not a chain.
-        done: what users did, by record: when, and, of a store in the same tick as the one before, that it was; of a lookup
-            ``None``.
-        bursts: the records of stores that were made in one tick with others, each with the record of the first of these.
+        done: user actions by record: time, and for a store whether it was in the same tick as the one before; for a
+            lookup ``None``.
+        bursts: the records of stores that were made in one tick with others, each with the record of the first of
+            these.
         set_by: the record by which it is known that a precondition holds, by its number.
         broke: whether the breaker of a tier has changed its state.
     """
@@ -113,29 +120,31 @@ class Stories:
             self._take(entry)
 
     def __iter__(self) -> Iterator[Story]:
-        """The containers in the order in which they were enqueued."""
+        """Yield the containers in the order in which they were enqueued."""
         return iter(self.by_container.values())
 
     def __len__(self) -> int:
-        """How many containers there are."""
+        """Return the number of containers."""
         return len(self.by_container)
 
     @property
     def middle(self) -> float:
-        """What the middle one of all copies took, in seconds."""
+        """Median duration of a copy, in seconds."""
         steps = [story.reached for story in self if "xfer_end" in story.reached and "xfer_start" in story.reached]
         return median([one["xfer_end"] - one["xfer_start"] for one in steps]) if steps else _USUAL
 
     @property
     def recompute(self) -> float:
-        """What computing a block takes, in seconds, where blocks were left to be computed; else 0."""
+        """Seconds for computing a block; 0 if none was left."""
         return median([left.recompute_seconds / left.blocks for left in self._left]) if self._left else 0.0
 
     def slow_loads(self) -> Iterator[tuple[str, Read, Read | None, float]]:
-        """When loading from a tier was given up or decided against.
+        """Yield the times when loads from a tier were given up.
 
-        Yields the tier, the first read of which that is known, the first one behind that which loads from it again (``None``:
-        there is none), and how many seconds computing what was left took at most.
+        They may also have been decided against.
+
+        Yields the tier, the first read with such a result, the first later one that loads from it again (``None``:
+        there is none), and the most seconds of computing the blocks that were left.
         """
         slow: dict[str, tuple[Read, float]] = {}
         for read in self.reads:
@@ -154,7 +163,10 @@ class Stories:
             yield tier, first, None, seconds
 
     def held_for(self, read: Read, found: int) -> float:
-        """How long what a lookup found was held: until it was loaded for the last time, before it was looked up again."""
+        """Return the seconds that the blocks of a lookup were held.
+
+        They were held until the last load before the next lookup of the same.
+        """
         again = [one.at for one in self.reads if one.at > read.at and one.record.keys == read.record.keys]
         loads = [at for at in self._loads.get(read.record.keys[: found * 8], ()) if at > read.at]
         return max([at for at in loads if not again or at < again[0]], default=read.at) - read.at

@@ -1,7 +1,8 @@
-"""The limit a replay is measured against, a :class:`.driver.Cache`: a dictionary in LRU order, and one copy per block.
+"""The limit a replay is measured against, a :class:`.driver.Cache`.
 
-It neither pins, cancels, verifies nor waits, and nothing else runs beside it. Its memory is of the same kind as that of the
-tier it is compared with: one shared mapping, populated before the first request.
+It is a dictionary in LRU order, and one copy per block. It neither pins, cancels, verifies nor waits, and nothing else
+runs next to it. Its memory is of the same kind as that of the tier it is compared with: one shared mapping, populated
+before the first request.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from backends.memory import HostPages
 
 
 class Baseline:
-    """Blocks by key in least recently used order, over one pool of memory. Nothing in it waits.
+    """Blocks by key in LRU order, over one pool of memory.
+
+    Nothing in it waits.
 
     Args:
-        blocks: how many it holds.
+        blocks: its capacity in blocks.
         block_bytes: size of each.
     """
 
@@ -29,7 +32,10 @@ class Baseline:
         self._address_of: OrderedDict[Key, int] = OrderedDict()
 
     async def load(self, keys: Sequence[Key], to: Sequence[int]) -> int:
-        """Copy the blocks of the longest prefix to these addresses. Returns how many there are."""
+        """Copy the blocks of the longest prefix to these addresses.
+
+        Returns their number.
+        """
         address_of, size, memmove = self._address_of, self._size, ctypes.memmove
         found = 0
         for key in keys:
@@ -43,9 +49,11 @@ class Baseline:
         return found
 
     async def store(self, keys: Sequence[Key], at: Sequence[int]) -> int:
-        """Copy in the blocks at these addresses that are not yet there, the first block of the prefix as the most recent.
+        """Copy in the new blocks among those at these addresses.
 
-        Returns how many were new.
+        The first block of the prefix becomes the most recent.
+
+        Returns the number of new blocks.
         """
         address_of, free, size, memmove = self._address_of, self._free, self._size, ctypes.memmove
         new = [(key, source) for key, source in zip(keys, at, strict=True) if key not in address_of]

@@ -1,9 +1,9 @@
-"""A line chart as one self-contained SVG: what goes in is numbers, what comes out is text. Pure.
+"""A line chart as one self-contained SVG text. Pure.
 
-Drawn here, since one kind of picture does not justify a plotting library of a hundred megabytes. The SVG has no script, no
-font and no reference to anything outside; it follows the reader's light or dark mode, and each line can be told from the others
-by its mark as well as by its colour. A line's name stands at its right end. Names that would overlap are moved apart, and a
-thin leader joins each to its line.
+Drawn here, since one kind of picture does not justify a plotting library of a hundred megabytes. The SVG has no script,
+no font and no reference to anything outside; it follows the reader's light or dark mode, and each line can be
+distinguished from the others by its mark as well as by its colour. A line's name stands at its right end. Names that
+would overlap are moved apart, and a thin leader joins each to its line.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ _LEFT: Final = 76
 _TOP: Final = 64
 _BOTTOM: Final = 72
 _NAME_GAP: Final = 20
-"""The least distance between the base lines of two names, in pixels: the letters are 14 high."""
+"""Least distance of two names' base lines, in pixels.
+
+The letters are 14 high.
+"""
 _LEADER: Final = 30
 """Distance from the end of a line to its name, in pixels."""
 _LETTER: Final = 8.6
-"""Estimated mean width of a bold letter, in pixels: that of the widest common font, since the reader's font is unknown."""
+"""Estimated mean width of a bold letter, in pixels.
+
+It is that of the widest common font, since the reader's font is unknown.
+"""
 
 # Light, dark: distinguishable for readers with colour blindness (after Okabe and Ito), and each dark enough on white, and
 # light enough on black, to be read as text.
@@ -46,9 +52,9 @@ class Line:
     """One line of a chart."""
 
     name: str
-    """What stands at its end."""
+    """The text at its end."""
     values: Sequence[float]
-    """One for each place on the horizontal axis."""
+    """One value for each place on the horizontal axis."""
     kind: str = ""
     """``main`` is drawn stronger than the others; ``limit`` dashed, without colour."""
 
@@ -58,20 +64,22 @@ class Axis:
     """Label and ticks of an axis."""
 
     label: str
-    """The text below or beside the axis, with its unit."""
+    """The text below or next to the axis, with its unit."""
     ticks: Sequence[tuple[float, str]]
     """Positions and their texts."""
 
 
 def line_chart(title: str, subtitle: str, x: Axis, y: Axis, at: Sequence[float], lines: Sequence[Line]) -> str:
-    """Draw lines over a logarithmic horizontal axis and a linear vertical one that begins at its first tick.
+    """Draw lines over a logarithmic horizontal and a linear vertical axis.
+
+    The vertical axis begins at its first tick.
 
     Args:
         title: above it.
         subtitle: below that, smaller.
         x: the horizontal axis; the positions of its ticks are positive.
         y: the vertical axis, from its first to its last tick.
-        at: where the values of the lines lie on the horizontal axis, ascending.
+        at: positions of the lines' values on the horizontal axis, ascending.
         lines: the later ones above the earlier ones.
     """
     right = _WIDTH - _LEADER - 12 - max(len(line.name) for line in lines) * _LETTER
@@ -112,10 +120,10 @@ def line_chart(title: str, subtitle: str, x: Axis, y: Axis, at: Sequence[float],
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move positions apart to at least ``gap``, in the same order, between ``low`` and ``high``.
+    """Move positions apart to at least ``gap``, in the same order.
 
-    Positions that are too near form a group around their middle, so that each is moved as little as possible. Where there is
-    not enough room for all, the last ones lie beyond ``high``.
+    They stay between ``low`` and ``high``. Positions that are too near form a group around their middle, so that each
+    is moved as little as possible. If there is not enough room for all, the last ones lie beyond ``high``.
     """
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     groups: list[list[int]] = []
@@ -137,7 +145,10 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def round_ticks(highest: float, steps: int = 5) -> list[float]:
-    """Round tick values from 0, in about ``steps`` equal steps, up to the first that is not below ``highest``."""
+    """Return round tick values from 0, up to ``highest`` or above.
+
+    There are about ``steps`` equal steps.
+    """
     if highest <= 0:
         return [0.0, 1.0]
     rough = highest / steps
@@ -175,7 +186,10 @@ def _grid(x: Axis, y: Axis, at: Sequence[float], up: Callable[[float], float], r
 
 
 def _mark(number: int, px: float, py: float) -> str:
-    """A mark for a line: a disc, a square, a triangle, a diamond, a triangle upside down, a cross."""
+    """Return a line's mark: one of six shapes.
+
+    These are a disc, a square, a triangle, a diamond, a triangle upside down, a cross.
+    """
     shape = number % 6
     if shape == 0:
         return f'<circle class="mark" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
@@ -195,7 +209,10 @@ def _text(px: float, py: float, text: str, kind: str) -> str:
 
 
 def _style() -> str:
-    """The CSS rules. Without CSS variables: programs other than browsers ignore those, and would draw everything in black."""
+    """Return the CSS rules.
+
+    They have no CSS variables: programs other than browsers ignore those, and would draw everything in black.
+    """
     light = _colours("#ffffff", "#1c2127", "#57606a", "#e3e7ec", [light for light, _ in _COLOURS])
     dark = _colours("#14171b", "#e8ebee", "#a3adb8", "#2b3138", [dark for _, dark in _COLOURS])
     return (

@@ -1,8 +1,8 @@
-"""A clock that skips idle time, for a replay that simulates days in minutes.
+"""A clock that skips idle time, to replay days in minutes.
 
-While a request is processed it runs as fast as the wall clock, so that no deadline expires sooner than it would in production.
-Between two requests :meth:`SkippingClock.skip_to` advances it, so that leases, heartbeats and timeouts see all the time of the
-trace.
+While a request is processed it runs as fast as the wall clock, so that no deadline expires sooner than it would in
+production. Between two requests :meth:`SkippingClock.skip_to` advances it, so that leases, heartbeats and timeouts see
+all the time of the trace.
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ from typing import Final
 import trio
 
 _STEP: Final = 0.5
-"""Seconds that are skipped at once. Less than any timeout, since a heartbeat that is under way does not advance meanwhile."""
+"""Seconds that are skipped at once.
+
+Less than any timeout, since a running heartbeat does not advance meanwhile.
+"""
 _SETTLED: Final = 0.0005
-"""Seconds of wall time without a runnable task, after which everything that fell due counts as done."""
+"""Seconds of wall time without a runnable task.
+
+After it everything that fell due counts as done.
+"""
 
 
 class SkippingClock(trio.abc.Clock):
-    """A clock of real time plus the times that were skipped, from 0. For one trio run."""
+    """A clock of real time plus skipped time, from 0.
+
+    For one trio run.
+    """
 
     def __init__(self) -> None:
         self._began = perf_counter()
@@ -33,15 +42,18 @@ class SkippingClock(trio.abc.Clock):
         self._began = perf_counter()
 
     def current_time(self) -> float:
-        """The current time, in seconds."""
+        """Return the current time, in seconds."""
         return perf_counter() - self._began + self._skipped
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Seconds of real time until a deadline."""
+        """Return the seconds of real time until a deadline."""
         return deadline - self.current_time()
 
     async def skip_to(self, time: float) -> None:
-        """Skip to this time, step by step, and run what falls due in between. Returns at once if the time has passed."""
+        """Skip to this time in steps, and run tasks that fall due.
+
+        Returns at once if the time has passed.
+        """
         from trio.testing import wait_all_tasks_blocked  # which imports pytest, where there is one
 
         await trio.lowlevel.checkpoint()

@@ -52,7 +52,7 @@ _OF_BYTES = (
     ),
     "record",
 )
-"""Options that --compare-eviction has nothing to do with."""
+"""Options that do not apply to --compare-eviction."""
 
 
 @click.command(name="replay", short_help="Replay a request trace.")
@@ -219,7 +219,7 @@ def command(
 
 
 def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None, speed: float) -> None:
-    """Refuse options that would be ignored beside the others."""
+    """Refuse options that would be ignored next to the others."""
     if compare_eviction:
         refuse(_OF_BYTES, "is about moving bytes, which --compare-eviction does not")
     else:
@@ -232,7 +232,10 @@ def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Translate errors into those that end a command: wrong options, or an unsuitable machine."""
+    """Translate errors into those that end a command.
+
+    They mean wrong options, or an unsuitable machine.
+    """
     try:
         yield
     except BackendError as error:
@@ -244,7 +247,10 @@ def _refusals() -> Iterator[None]:
 def _replay(
     trace: str, limit: int | None, time_unit: TimeUnit, options: ReplayOptions, record: str | None
 ) -> ReplayReport:
-    """Play the trace with a progress bar, and write the scenario if ``record`` names a file."""
+    """Play the trace with a progress bar, and write any scenario.
+
+    It is written if ``record`` names a file.
+    """
     requests = read_trace(trace, limit, time_unit)
     if not requests:
         raise ReplayError(f"{trace}: no request")
@@ -270,7 +276,7 @@ def _replay(
 
 
 def _end(report: ReplayReport) -> None:
-    """Print what failed, and exit with the code for it.
+    """Print the failures, and exit with the code for them.
 
     Raises:
         SystemExit: a check failed, or blocks could not be stored.

@@ -1,14 +1,14 @@
-"""Drives any cache with the requests of a trace, and times the same things for each.
+"""Drives any cache with the requests of a trace, with equal timing.
 
-    keys -> load the longest prefix -> look at what was loaded -> write what is missing -> store it, answered
+    keys -> load the longest prefix -> check the loaded blocks -> write the missing blocks -> store them, answered
 
-The driver is what a comparison stands on: `offload bench replay` and `tests/peers` use it for caches of ours, for a dictionary
+A comparison stands on the driver: `offload bench replay` and `tests/peers` use it for caches of ours, for a dictionary
 that makes the same copies (:mod:`.baseline`), and for other projects' stores.
 
-Rule 1. All of it is timed, keys included. What takes the place of the forward pass, the writing of the missing blocks, is a
-        stamp at both ends of each: a fiftieth of a copy of 64 KiB.
-Rule 2. What was loaded is looked at in the same way for each cache: its stamps are those of its key. A block that is another
-        one, or is not all there, is counted as wrong. A cache may verify more than that; that is its own time.
+Rule 1. All of it is timed, keys included. The substitute for the forward pass, the writing of the missing blocks, is a
+    stamp at both ends of each: a fiftieth of a copy of 64 KiB.
+Rule 2. Loaded blocks are checked in the same way for each cache: their stamps are those of their keys. A block that is
+    another one, or is not all there, is counted as wrong. A cache may verify more than that; that is its own time.
 Rule 3. Requests begin in the order of the trace. Of several in flight, each has memory of its own.
 """
 
@@ -28,50 +28,61 @@ from backends.memory import HostPages
 T = TypeVar("T")
 
 STAMP_BYTES: Final = 32
-"""At both ends of a block: its key."""
+"""Bytes of the key stamped at both ends of a block."""
 _NONE: Final = bytes(STAMP_BYTES)
 
 
 class Cache(Protocol):
-    """What is driven. Both methods are called by the tasks of one trio run."""
+    """A cache to drive. One trio run's tasks call both methods."""
 
     async def load(self, keys: Sequence[Key], to: Sequence[int]) -> int:
-        """Copy the blocks of the longest prefix of ``keys`` to these addresses, and return how many there are."""
+        """Copy the blocks of the longest prefix of ``keys`` to these addresses.
+
+        Returns their number.
+        """
         ...
 
     async def store(self, keys: Sequence[Key], at: Sequence[int]) -> int:
-        """Store the blocks at these addresses, and return how many were new once all of them can be found."""
+        """Store the blocks at these addresses.
+
+        Returns the number of new blocks once all of them can be found.
+        """
         ...
 
 
 @attrs.define(eq=False)
 class Driven:
-    """What a cache did with some requests. Requests are in the order in which they began."""
+    """The results of a cache for requests, in the order they began."""
 
     seconds: list[float] = attrs.Factory(list)
-    """Each request's: keys, load, look, store."""
+    """Seconds of each request: keys, load, check, store."""
     found: list[int] = attrs.Factory(list)
-    """Blocks that each found."""
+    """Blocks that each request found."""
     stored: list[int] = attrs.Factory(list)
-    """Blocks that were new of each."""
+    """New blocks of each request."""
     wrong: int = 0
-    """Blocks that were loaded and are not what was stored."""
+    """Loaded blocks that differ from the stored ones."""
     elapsed: float = 0.0
-    """From the first request to the last, in seconds, without what is between two calls of :func:`drive`."""
+    """Seconds from the first request to the last.
+
+    The time between two calls of :func:`drive` does not count.
+    """
 
     @property
     def hits(self) -> int:
-        """Blocks found."""
+        """Number of blocks found."""
         return sum(self.found)
 
     @property
     def stores(self) -> int:
-        """Blocks stored."""
+        """Number of blocks stored."""
         return sum(self.stored)
 
 
 class Place:
-    """Host memory for the blocks of one request: where they are stored from, and where they are loaded to.
+    """Host memory for the blocks of one request.
+
+    They are stored from one part, and loaded to the other.
 
     Args:
         here: addresses of the blocks that are stored.
@@ -94,13 +105,16 @@ class Place:
             view[:STAMP_BYTES] = view[-STAMP_BYTES:] = key[:STAMP_BYTES].ljust(STAMP_BYTES, b".")
 
     def count_wrong(self, keys: Sequence[Key]) -> int:
-        """How many of the first places do not have the stamps of these keys. The stamps are taken off again."""
+        """Count the first places without the stamps of these keys.
+
+        The stamps are removed.
+        """
         wrong = 0
         for key, view in zip(keys, self._loaded, strict=False):
             stamp = key[:STAMP_BYTES].ljust(STAMP_BYTES, b".")
             wrong += view[:STAMP_BYTES] != stamp or view[-STAMP_BYTES:] != stamp
             view[:STAMP_BYTES] = view[-STAMP_BYTES:] = (
-                _NONE  # what an earlier request has left must not pass for loaded
+                _NONE  # A block from an earlier request must not pass for loaded.
             )
         return wrong
 
@@ -110,7 +124,7 @@ def _view(address: int, size: int) -> memoryview:
 
 
 def make_places(in_flight: int, most_blocks: int, block_bytes: int) -> list[Place]:
-    """Places for so many requests at once, in populated memory of their own."""
+    """Make places for concurrent requests, in populated memory of their own."""
     memory = HostPages(in_flight * 2 * most_blocks, block_bytes)
     addresses = memory.pages(range(in_flight * 2 * most_blocks)).addresses
     parts = [addresses[at : at + most_blocks] for at in range(0, len(addresses), most_blocks)]
@@ -124,14 +138,14 @@ async def drive(
     driven: Driven,
     keys_of: Callable[[T], Sequence[Key]],
 ) -> None:
-    """Send requests to a cache, as many at once as there are places, and add what it did.
+    """Send requests to a cache, one per place, and add results.
 
     Args:
-        cache: what is driven.
-        requests: what keys are made of.
+        cache: the cache to drive.
+        requests: their keys are made of them.
         places: memory for each request in flight.
-        driven: what is added to.
-        keys_of: makes the keys of a request, as an engine does: for each request anew.
+        driven: the results to add to.
+        keys_of: makes the keys of a request, as an engine does: again for each request.
     """
     at = len(driven.seconds)
     driven.seconds += [0.0] * len(requests)

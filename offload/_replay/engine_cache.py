@@ -1,4 +1,4 @@
-"""An engine as the driver sees it: a lookup and a load, and a store that is waited for."""
+"""An engine as a driven cache: lookup and load, and awaited stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .driver import Place
 
 
 def engine_config(in_flight_blocks: int) -> PipelineConfig:
-    """The pipelines of a driven engine: each request waits for its store, so there is no reason to gather any."""
+    """Return the pipeline configuration of a driven engine.
+
+    Each request waits for its store, so there is no reason to gather any.
+    """
     return PipelineConfig(
         batch_config=BatchConfig(min_batch_size=1, flush_interval=0.0),
         on_destination_full="evict",
@@ -30,7 +33,7 @@ class EngineCache:
 
     Args:
         engine: open, over ``source``.
-        source: where the blocks of requests are written before they are stored.
+        source: has the blocks of requests before they are stored.
         places: from :func:`places_in`, of the same source.
     """
 
@@ -62,12 +65,12 @@ class EngineCache:
 
 
 def source_of(in_flight: int, most_blocks: int, block_bytes: int) -> MemoryTier:
-    """A source with room for the blocks of so many requests."""
+    """Return a source with room for the blocks of ``in_flight`` requests."""
     return MemoryTier(in_flight * most_blocks * block_bytes, block_bytes, checksums=False)
 
 
 def places_in(source: MemoryTier, in_flight: int, most_blocks: int) -> list[Place]:
-    """Places whose blocks are stored out of a source, and loaded into memory beside it."""
+    """Return places in a source, with memory to load into."""
     size, n = source.block_bytes, in_flight * most_blocks
     written = source.views(range(n))
     assert written is not None
@@ -81,7 +84,7 @@ def places_in(source: MemoryTier, in_flight: int, most_blocks: int) -> list[Plac
 async def open_engine_cache(
     tier: ReadableTier, block_bytes: int, most_blocks: int, in_flight: int = 1
 ) -> AsyncIterator[EngineCache]:
-    """An engine over one tier, with what is not there yet stored."""
+    """Open an engine over one tier; it stores only absent blocks."""
     source = source_of(in_flight, most_blocks, block_bytes)
     async with open_engine(source, [tier], config=engine_config(in_flight * most_blocks)) as engine:
         yield EngineCache(engine, source, places_in(source, in_flight, most_blocks))

@@ -1,8 +1,9 @@
-"""All eviction policies over one trace, at several capacities, beside the highest hit rate that is possible.
+"""All eviction policies over one trace, at several capacities, with the limit.
 
-Each pair of policy and capacity is one simulation, by :func:`offload._replay.simulation.simulate`. On a machine with several
-processors, as many child processes take one simulation after the other. They read the trace from their standard input, and
-exit when it is closed, so none of them outlives the parent.
+The limit is the highest hit rate that is possible. Each pair of policy and capacity is one simulation, by
+:func:`offload._replay.simulation.simulate`. On a machine with several processors, as many child processes take one
+simulation after the other. They read the trace from their standard input, and exit when it is closed, so none of them
+outlives the parent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POLICIES: Final[Mapping[str, Callable[[], EvictionPolicy[Key]]]] = MappingProxyT
         "W-TinyLFU": WTinyLFU,
     }
 )
-"""The policies that are compared, by the name they are shown under; the default first."""
+"""The policies that are compared, by displayed name; the default first."""
 
 LIMIT: Final = "Belady"
 """The name of the limit in tables and pictures."""
@@ -44,21 +45,24 @@ SHARES: Final = (0.01, 0.05, 0.1, 0.25, 0.5)
 
 
 Task: TypeAlias = tuple[str, int]
-"""One simulation: the name of a policy, or of the limit, and the capacity."""
+"""A simulation: the name of a policy or the limit, and capacity."""
 
 
 @attrs.frozen
 class Storing:
-    """How the blocks of a request are stored."""
+    """The way in which the blocks of a request are stored."""
 
     chunk: int | None = None
-    """So many together, the head of the prefix first; None: all of them."""
+    """Blocks stored together, the head of the prefix first; None: all."""
     depths: bool = False
     """Whether each comes with its depth, its index in its prefix."""
 
 
 class ComparisonFailed(OffloadError, OSError):
-    """A child process that simulated exited by itself: killed by the system, or out of memory."""
+    """A child process that simulated exited by itself.
+
+    It was killed by the system, or out of memory.
+    """
 
 
 @attrs.frozen
@@ -72,9 +76,9 @@ class Comparison:
     unique_blocks: int
     """Different blocks among these."""
     capacities: Sequence[int]
-    """In blocks, ascending."""
+    """Capacities in blocks, ascending."""
     hit_rates: Mapping[str, Sequence[float]]
-    """Of each policy, at each capacity."""
+    """Hit rates of each policy, at each capacity."""
     limit: Sequence[float]
     """The highest hit rate that was possible, at each capacity."""
 
@@ -84,12 +88,15 @@ class Comparison:
         return [capacity / self.unique_blocks for capacity in self.capacities]
 
     def best(self, at: int) -> list[str]:
-        """The policies with the highest hit rate at this capacity, rounded as it is shown: mostly one."""
+        """Return the policies with the highest hit rate at this capacity.
+
+        It is rounded as it is shown. Mostly there is one.
+        """
         rates = {name: round(rates[at], 4) for name, rates in self.hit_rates.items()}
         return [name for name, rate in rates.items() if rate == max(rates.values())]
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
+        """Return the comparison as JSON values."""
         return attrs.asdict(self) | {"shares": self.shares}
 
 
@@ -106,9 +113,9 @@ def compare(
     Args:
         requests: the keys of each request.
         capacities: in blocks.
-        progress: told how many simulations are done, after each; there are ``simulations(capacities)``.
-        storing: how the blocks of a request are stored.
-        processes: how many to use; as many as there are processors unless given. With 1, none but this one.
+        progress: called after each simulation with the number done; there are ``simulations(capacities)``.
+        storing: the way in which the blocks of a request are stored.
+        processes: number of processes; by default as many as there are processors. With 1, none but this one.
 
     Raises:
         ComparisonFailed: a child process exited by itself.
@@ -144,7 +151,7 @@ def compare(
 
 
 def simulations(capacities: Sequence[int]) -> int:
-    """How many simulations a comparison takes."""
+    """Return the number of simulations of a comparison."""
     return (len(POLICIES) + 1) * len(set(capacities))
 
 
@@ -163,7 +170,10 @@ _LENGTH: Final = 8
 async def _share_out(
     trace: bytes, tasks: Sequence[Task], processes: int, progress: Callable[[int], None]
 ) -> dict[Task, int]:
-    """Run every task in one of ``processes`` child processes. When cancelled, it kills them and waits for their exit."""
+    """Run every task in one of ``processes`` child processes.
+
+    When cancelled, it kills them and waits for their exit.
+    """
     hits: dict[Task, int] = {}
     left = deque(tasks)
 

@@ -1,4 +1,7 @@
-"""``offload replay --compare-eviction``: all eviction policies over one trace, as tables, JSON and a picture."""
+"""``offload replay --compare-eviction``: all policies over one trace.
+
+The result is shown as tables, JSON and a picture.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +58,13 @@ _DEFAULT = AdaptiveLRFU.__name__
 
 
 class CapacityUnclear(OffloadError, ValueError):
-    """The text of ``--capacities`` is not a list of capacities; the message says what would be one."""
+    """The text of ``--capacities`` is invalid; the message has an example."""
 
 
 def capacities_of(text: str | None, unique: int) -> list[int]:
-    """Capacities in blocks: ``1%,25%`` of the different blocks, or numbers of blocks such as ``4096``.
+    """Return capacities in blocks.
+
+    A part is a share of the different blocks (``25%``) or a number of blocks (``4096``).
 
     Raises:
         CapacityUnclear: a part is neither, or is less than one block.
@@ -77,12 +82,15 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             raise CapacityUnclear(
                 f"--capacities {part.strip()!r}: at least a block, such as 5% (of all that differ) or 4096 (blocks)"
             )
-        capacities.add(min(blocks, unique))  # a cache never holds more than that
+        capacities.add(min(blocks, unique))  # A cache never holds more than that.
     return sorted(capacities)
 
 
 def show(comparison: Comparison, title: str) -> None:
-    """Print the table: hit rates with the best marked, then how far each is from the limit."""
+    """Print the tables of hit rates, and of distances from the limit.
+
+    The best ones are marked.
+    """
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -113,7 +121,10 @@ def _cell(rate: float, best: bool) -> Text:
 
 
 def picture(comparison: Comparison, trace: str) -> str:
-    """Hit rate against capacity, a line for each policy and one for the limit, as SVG."""
+    """Return an SVG of hit rate against capacity.
+
+    It has a line for each policy and one for the limit.
+    """
     highest = max(*comparison.limit, *(rate for rates in comparison.hit_rates.values() for rate in rates))
     lines = [
         Line(f"{LIMIT} (limit)", comparison.limit, "limit"),
@@ -133,7 +144,7 @@ def picture(comparison: Comparison, trace: str) -> str:
 
 
 def _ticks(shares: Sequence[float]) -> list[tuple[float, str]]:
-    """The ticks of the capacities, without those too near to their neighbour to be readable."""
+    """Return the ticks of the capacities, without those too close together."""
     ticks: list[tuple[float, str]] = []
     width = shares[-1] / shares[0]
     for share in shares:

@@ -1,10 +1,12 @@
-"""A trace played several times: the same requests, with new block names except for a share. Pure.
+"""A trace played several times, with a share of names kept. Pure.
 
-A trace of an hour says nothing about a week, and a trace that is simply repeated hits everything from the second lap on. So in
-each lap most of the blocks are new, as tomorrow's conversations are, and the others are those of the lap before.
+The requests are the same. A trace of an hour does not show the behaviour over a week, and a trace that is simply
+repeated hits everything from the second lap on. So in each lap most of the blocks are new, as tomorrow's conversations
+are, and the others are those of the lap before.
 
-Rule 1. The kept names are closed under prefixes: a hash id names a block with everything before it, so a block keeps its name
-        only if all blocks before it do. Kept are the prompts of requests drawn at random, without their last block.
+Rule 1. The kept names are closed under prefixes: a hash id names a block with everything before it, so a block keeps
+    its name only if all blocks before it do. Kept are the prompts of requests drawn at random, without their last
+    block.
 Rule 2. The same trace, number of laps and share give the same names in any process.
 Rule 3. A lap is generated when it is played and then dropped: memory does not grow with the number of laps.
 """
@@ -24,7 +26,7 @@ class Laps:
 
     Args:
         requests: of the trace, in the order of their time.
-        laps: how many.
+        laps: number of laps.
         rename: share of the different blocks that have new names in each lap after the first.
     """
 
@@ -56,12 +58,15 @@ class Laps:
 
     @property
     def unique_blocks(self) -> int:
-        """Different blocks in all laps."""
+        """Number of different blocks in all laps."""
         return self._different + (self.laps - 1) * (self._different - self._kept)
 
     @property
     def period(self) -> float:
-        """Milliseconds from the start of one lap to that of the next: the length of the trace plus one mean distance."""
+        """Milliseconds from the start of one lap to that of the next.
+
+        It is the length of the trace plus one mean distance.
+        """
         requests = self.requests
         if len(requests) < 2:
             return 0.0
@@ -69,7 +74,7 @@ class Laps:
         return length + length / (len(requests) - 1)
 
     def _kept_in(self, lap: int) -> set[int]:
-        """The blocks that keep the name they had in the lap before."""
+        """Return the blocks that keep their names from the lap before."""
         order = list(range(len(self.requests)))
         random.Random(lap).shuffle(order)
         kept: set[int] = set()

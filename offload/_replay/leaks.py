@@ -1,8 +1,9 @@
-"""Finds leaks after days of a full pool: pages still held at rest, and pages that do not become free when all is deleted.
+"""Finds leaked pages after days of a full pool.
 
-A single leaked page goes unnoticed for hours; then the pool is smaller than it was, and in the end it is empty. So after the
-laps every tier is checked twice: at rest, when nothing may be held or reserved; and, unless the tier belongs to the caller (a
-directory, or a tier given as a SPEC), after every block that was played has been deleted, when all of it must be free.
+These are pages still held at rest, and pages that do not become free when all is deleted. A single leaked page goes
+unnoticed for hours; then the pool is smaller than it was, and in the end it is empty. So after the laps every tier is
+checked twice: at rest, when nothing may be held or reserved; and, unless the tier belongs to the caller (a directory,
+or a tier given as a SPEC), after every block that was played has been deleted, when all of it must be free.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _AT_ONCE: Final = 512
 
 
 async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
-    """Blocks that are still held, reserved, or not free after everything was deleted, by tier and kind; empty if none.
+    """Return the leaked blocks, by tier and kind; empty if none.
 
-    Deletes all blocks of the tiers that the replay made in this process.
+    These are still held, reserved, or not free after everything was deleted. Deletes all blocks of the tiers that the
+    replay made in this process.
     """
     found: dict[str, int] = {}
     for name, tier in tiers.items():
@@ -45,7 +47,10 @@ async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, l
 
 
 def _all_keys(laps: Laps) -> Iterator[Sequence[Key]]:
-    """Every key that was played, lap by lap. A key may come up in several laps, so that no set of all keys is kept."""
+    """Yield every key that was played, lap by lap.
+
+    A key may come up in several laps, so that no set of all keys is kept.
+    """
     for lap in laps:
         names = TraceKeys()
         seen: dict[Key, None] = {}
@@ -61,7 +66,10 @@ def _pieces(keys: Iterable[Key]) -> Iterator[Sequence[Key]]:
 
 
 def resident_bytes() -> int:
-    """How much memory this process has now, shared memory included; 0 where the system does not say."""
+    """Return the resident memory of this process, in bytes; 0 if unknown.
+
+    Shared memory is included.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -18,7 +18,7 @@ from .units import UNLIMITED
 
 
 class ReplayError(OffloadError, ValueError):
-    """Options of a replay that cannot be carried out; the message says which would."""
+    """Invalid options of a replay; the message has valid ones."""
 
 
 @attrs.frozen
@@ -30,9 +30,15 @@ class TierSpec:
     directory: str | None
     """The directory of a file tier."""
     capacity_bytes: float
-    """Capacity. ``inf`` has room for all of the trace; for a tier with ``made``, the capacity that its table names."""
+    """Capacity in bytes; ``inf`` has room for all of the trace.
+
+    For a tier with ``made``, it is the capacity in its table.
+    """
     made: str | Mapping[str, Any] | None = None
-    """The argument for :func:`backends.plugins.make_tier`; ``None`` for the three kinds that a replay makes itself."""
+    """The argument for :func:`backends.plugins.make_tier`, if any.
+
+    ``None`` for the three kinds that a replay makes itself.
+    """
 
     @property
     def name(self) -> str:
@@ -41,11 +47,14 @@ class TierSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether the replay makes the tier for itself, and removes it at the end."""
+        """Whether the replay makes the tier, and removes it at the end."""
         return self.made is None and self.directory is None
 
     def blocks(self, block_bytes: int, unique: int, factor: float = 1.0) -> int:
-        """How many blocks of the trace it holds with ``factor`` times its capacity. Unlimited has room for all of them."""
+        """Return the trace's blocks that fit ``factor`` times its capacity.
+
+        Unlimited has room for all of them.
+        """
         if self.capacity_bytes == UNLIMITED:
             return int(unique * factor)
         return int(self.capacity_bytes * factor) // block_bytes
@@ -53,26 +62,39 @@ class TierSpec:
 
 @attrs.frozen
 class ReplayOptions:
-    """How a trace is to be replayed: its blocks, the tiers, policies and limits."""
+    """The options of a replay: its blocks, the tiers, policies and limits."""
 
     tiers: Sequence[TierSpec] = (TierSpec("memory", None, UNLIMITED),)
-    """From the fastest to the slowest; what one tier has stored is stored in the next."""
+    """The tiers from fastest to slowest.
+
+    Blocks that one tier has stored are stored in the next.
+    """
     block_bytes: int = 4096
-    """Size of every block."""
+    """Size of every block in bytes."""
     policy: str = "presence"
-    """``pass-all``, ``presence``, or ``frequency:N``, which keeps out blocks that are present or were seen at most N times."""
+    """Name of the policy that filters blocks.
+
+    ``pass-all``, ``presence``, or ``frequency:N``, which keeps out blocks that are present or were seen at most N
+    times.
+    """
     speed: float = math.inf
-    """1.0 for the trace's own pace, N for N times as fast, ``inf`` for as fast as possible."""
+    """Pace: 1.0 is the trace's own, N is N times as fast.
+
+    ``inf`` is as fast as possible.
+    """
     skip_idle: bool = False
-    """Whether the clock skips the time between two requests: days are simulated in minutes."""
+    """Whether the clock skips the time between two requests.
+
+    So days are simulated in minutes.
+    """
     laps: int = 1
-    """How often the trace is played."""
+    """Number of times that the trace is played."""
     rename: float = 0.8
-    """Share of its different blocks that have new names in each lap after the first."""
+    """Share of its different blocks with new names in each later lap."""
     in_flight: int = 1
-    """How many requests are played at once."""
+    """Number of requests that are played at once."""
     checksums: bool = True
-    """Whether tiers compute a checksum for what they store, and verify it at each load."""
+    """Whether tiers compute checksums at stores, and verify them at loads."""
     what_if: Sequence[float] = ()
     """Factors of capacity to give hit rates for."""
 
@@ -97,10 +119,10 @@ class ReplayOptions:
             raise ReplayError("--skip-idle needs a --speed: as fast as possible, there is no idle time to skip")
 
     def policies(self, first: ReadableTier) -> list[Policy | AsyncPolicy]:
-        """The policies that the option's name stands for."""
+        """Return the policies that the option's name stands for."""
         return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 
     def further_policies(self) -> list[Policy]:
-        """The policies that decide after the presence filter."""
+        """Return the policies that decide after the presence filter."""
         _, counted, threshold = self.policy.partition(":")
         return [FrequencyFilter(int(threshold))] if counted else []

@@ -1,4 +1,7 @@
-"""What a replay did, as input for :mod:`offload.testing.scenarios._loads`, which makes a scenario of it."""
+"""The actions of a replay, as input for a scenario.
+
+The scenario is made by :mod:`offload.testing.scenarios._loads`.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,27 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Recorded:
-    """A tier of a replay, described as a scenario file can describe it."""
+    """A tier of a replay, as a scenario file can describe it."""
 
     kind: str
     """``memory`` or ``file``."""
     capacity: int
-    """Blocks."""
+    """Capacity in blocks."""
 
 
 def not_recordable(kinds: Sequence[str]) -> str:
-    """The first kind of tier that a scenario file cannot describe, or an empty string."""
+    """Return the first kind of tier that a scenario cannot describe.
+
+    Empty if there is none.
+    """
     return next((kind for kind in kinds if kind not in ("memory", "file")), "")
 
 
 def not_empty(tiers: Mapping[str, ReadableTier]) -> str:
-    """The first tier that had blocks before the replay began, or an empty string: a scenario could not say how they got in."""
+    """Return the first tier that had blocks before the replay.
+
+    Empty if there is none. A scenario could not describe how they got in.
+    """
     return next((name for name, tier in tiers.items() if tier.statistics().used_bytes), "")
 
 
@@ -48,7 +57,7 @@ def scenario_of(
     checksums: bool,
     presence: bool,
 ) -> Scenario:
-    """Make a scenario that repeats what a replay did.
+    """Make a scenario that repeats a replay.
 
     Args:
         name: name of the scenario.
@@ -101,7 +110,10 @@ def scenario_of(
 
 
 def _within(runs: Sequence[tuple[str, int]], blocks: int) -> list[tuple[str, int]]:
-    """The first ``blocks`` blocks: a load that broke off did not read the others."""
+    """Return the runs of the first ``blocks`` blocks.
+
+    A load that broke off did not read the others.
+    """
     found: list[tuple[str, int]] = []
     for name, length in runs:
         if blocks > 0:

@@ -1,9 +1,12 @@
-"""Plays requests through an engine, one after another or several at once, as an inference engine would with its prompts.
+"""Plays requests through an engine, as an inference engine would its prompts.
 
-    lookup -> load what was found -> [compare it with what was stored] -> [write what is missing] -> store it, settled
+One after another, or several at once. The steps of a request::
 
-The steps in brackets are not timed: in production the forward pass takes their place. A block's content is a function of its
-key, so that every loaded block can be compared in full with what was stored.
+    lookup -> load the found blocks -> [compare them with the stored ones] -> [write the missing blocks] -> store,
+        settled
+
+The steps in brackets are not timed: in production the forward pass takes their place. A block's content is a function
+of its key, so that every loaded block can be compared in full with the stored one.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class TraceKeys:
         return len(self._key_of)
 
     def of(self, request: Request) -> tuple[Key, ...]:
-        """One key per block of the prompt."""
+        """Return one key per block of the prompt."""
         key_of = self._key_of
         try:
             return tuple([key_of[hash_id] for hash_id in request.hash_ids])
@@ -61,12 +64,18 @@ class TraceKeys:
 
 
 def keys_of(request: Request) -> list[Key]:
-    """The keys of a request's blocks, made anew: what an engine pays for each request."""
+    """Make the keys of a request's blocks again.
+
+    An engine pays for this at each request.
+    """
     return [block_key(b"%d" % hash_id, salt="offload.replay") for hash_id in request.hash_ids]
 
 
 class Buffer:
-    """Host memory for the blocks of one request, written and compared as a function of their keys."""
+    """Host memory for the blocks of one request.
+
+    They are written and compared as a function of their keys.
+    """
 
     def __init__(self, addresses: Sequence[int], block_bytes: int) -> None:
         self.addresses = addresses
@@ -79,7 +88,10 @@ class Buffer:
             ctypes.memmove(address, payload_of(key, size), size)
 
     def count_wrong(self, keys: Sequence[Key]) -> int:
-        """How many of the first places differ from the block of their key; all bytes are compared."""
+        """Count the first places that differ from their key's block.
+
+        All bytes are compared.
+        """
         size = self.block_bytes
         return sum(
             _memcmp(address, payload_of(key, size), size) != 0
@@ -89,58 +101,69 @@ class Buffer:
 
 @attrs.frozen
 class Played:
-    """The result of one request. Times in seconds, of the cache operations only."""
+    """The result of one request.
+
+    Times in seconds, of the cache operations only.
+    """
 
     blocks: int
     """Blocks of its prompt."""
     hit: int
     """Blocks that were found and loaded: its prefix."""
     wrong: int
-    """Of these, blocks that are not what was stored."""
+    """Loaded blocks that differ from the stored ones."""
     filtered: int
     """Blocks that a policy filtered."""
     dropped: int
-    """Blocks that were to be stored and were not: no room, or an error."""
+    """Blocks that were not stored for lack of room, or an error."""
     lookup_time: float
-    """Looking up and pinning the prefix."""
+    """Seconds of looking up and pinning the prefix."""
     load_time: float
-    """Loading it and releasing it; 0.0 if nothing was found."""
+    """Seconds of loading and releasing it; 0.0 if nothing was found."""
     store_time: float
-    """Storing the blocks that missed, until the store had settled; 0.0 if none missed."""
+    """Seconds of storing the missing blocks, until settled; 0.0 if none."""
     began: float = 0.0
-    """When the request began, on the clock that measures the other times."""
+    """Time when the request began, on the clock of the other times."""
     runs: Sequence[tuple[str, int]] = ()
-    """The tiers that its prefix was read from, in order, each with the number of blocks."""
+    """Tiers of its prefix, in order, with numbers of blocks."""
     kept_back: Sequence[Key] = ()
-    """The filtered blocks that were not present already."""
+    """Filtered blocks that were not present already."""
     failures: Mapping[str, int] = attrs.field(factory=dict)
-    """Blocks that could not be stored because of an error, in any tier, by cause. A full tier is not an error."""
+    """Blocks that were not stored because of an error, by cause.
+
+    It may be in any tier. A full tier is not an error.
+    """
 
     @property
     def time(self) -> float:
-        """Sum of lookup, load and store."""
+        """Sum of lookup, load and store, in seconds."""
         return self.lookup_time + self.load_time + self.store_time
 
 
 @attrs.frozen
 class Seat:
-    """The memory of one request on both sides of an engine. Requests in flight at once have a seat each."""
+    """The memory of one request on both sides of an engine.
+
+    Requests in flight at once have a seat each.
+    """
 
     ids: Sequence[int]
-    """Of its blocks in the engine's source."""
+    """Numbers of its blocks in the engine's source."""
     pages: Pages
-    """Where its blocks are loaded to."""
+    """Pages that its blocks are loaded to."""
     source: Buffer
-    """Where its blocks are written before they are stored."""
+    """Memory of its blocks before they are stored."""
     target: Buffer
     """``pages``, to be compared."""
 
 
 class Replayer:
-    """An engine with the memory of one request, or of several in flight, on both sides of it. Made by :func:`open_replayer`.
+    """An engine with memory for one request or more on both sides.
+
+    Made by :func:`open_replayer`.
 
     Attributes:
-        engine: what requests are played through.
+        engine: the engine that requests are played through.
         seats: the memory of each request in flight.
     """
 
@@ -160,12 +183,12 @@ class Replayer:
             self.seats.append(Seat(ids, pages, here, Buffer(pages.addresses, size)))
 
     async def play(self, keys: Sequence[Key], clock: Callable[[], float] = perf_counter, seat: int = 0) -> Played:
-        """Play one request to its end: when it returns, everything it stored has settled.
+        """Play one request until everything it stored has settled.
 
         Args:
             keys: of its blocks.
-            clock: what times are measured by, in seconds.
-            seat: whose memory it uses; no two requests in flight may use the same.
+            clock: measures times, in seconds.
+            seat: number of the memory to use; no two requests in flight may use the same.
         """
         engine, here = self.engine, self.seats[seat]
         began = clock()
@@ -208,7 +231,10 @@ class Replayer:
 
 
 def _failures_of(answer: TransferResult, blocks: int) -> Counter[str]:
-    """How many of the blocks failed, in the first tier or further down the chain, by the message of the operating system."""
+    """Count the failed blocks by the operating system's message.
+
+    They may have failed in the first tier or further down the chain.
+    """
     errors = list(answer.failed.values())
     failures: Counter[str] = Counter()
     for route in answer.routes.values():
@@ -226,7 +252,10 @@ def _failures_of(answer: TransferResult, blocks: int) -> Counter[str]:
 
 
 def _said_of(error: BaseException) -> str:
-    """The operating system's message for an ``OSError``, else the name of the error's class."""
+    """Return the operating system's message, or the error's class.
+
+    Only an ``OSError`` has such a message.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -251,9 +280,9 @@ async def open_replayer(
         tiers: from the fastest to the slowest.
         block_bytes: size of every block.
         most_blocks: blocks of the largest request.
-        policies: what may be stored; by default what the first tier does not have.
-        in_flight: how many requests may be played at once.
-        check: compare what was loaded with what was stored.
+        policies: decide which blocks are stored; by default those that the first tier does not have.
+        in_flight: number of requests that may be played at once.
+        check: compare loaded blocks with the stored ones.
     """
     size = in_flight * max(most_blocks, 1)
     source = MemoryTier(size * block_bytes, block_bytes, checksums=False)

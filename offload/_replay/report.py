@@ -1,4 +1,4 @@
-"""The report of a replay: counters that grow while it is played, and their summary. Pure."""
+"""The report of a replay: growing counters, and their summary. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .replayer import Played
 
 @attrs.frozen
 class Percentiles:
-    """Percentiles of a series of times, in seconds; 0.0 for an empty series."""
+    """Percentiles of times, in seconds; 0.0 for an empty series."""
 
     p50: float
     p99: float
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Percentiles:
-        """The percentiles of these times, by nearest rank."""
+        """Return the percentiles of these times, by nearest rank."""
         if not times:
             return cls(0.0, 0.0)
         ordered = sorted(times)
@@ -42,11 +42,17 @@ class ReplayReport:
     unique_blocks: int
     """Different ones of these."""
     hit_blocks: int
-    """Blocks found and loaded; each belongs to a prefix of its request without a gap."""
+    """Blocks found and loaded.
+
+    Each belongs to a prefix of its request without a gap.
+    """
     hit_rate: float
     """``hit_blocks / blocks``."""
     wrong: int
-    """Loaded blocks that were not what had been stored. Anything but 0 is a bug, and fails the command."""
+    """Loaded blocks that differ from the stored ones.
+
+    Anything but 0 is a bug, and fails the command.
+    """
     load_failures: Mapping[str, int]
     """Blocks found and not loaded, by reason."""
     stored: int
@@ -56,9 +62,12 @@ class ReplayReport:
     filtered: int
     """Blocks that the policy kept out of it."""
     dropped: int
-    """Blocks that were to be stored and were not: no room, or an error."""
+    """Blocks that were not stored for lack of room, or an error."""
     failures: Mapping[str, int]
-    """Blocks that could not be stored because of an error, in any tier, by cause. Fails the command."""
+    """Blocks that were not stored because of an error, by cause.
+
+    It may be in any tier. Fails the command.
+    """
     bytes: int
     """Bytes stored in tiers and loaded from them, in all."""
     lookup: Percentiles
@@ -66,36 +75,52 @@ class ReplayReport:
     load: Percentiles
     """Time of a load, over the requests that hit."""
     store: Percentiles
-    """Time of a store until it had settled in all tiers, over the requests that missed."""
+    """Time of a store until it had settled in all tiers.
+
+    It is over the requests that missed.
+    """
     request: Percentiles
     """Time of a request: lookup, load and store."""
     cache_time: float
     """Sum over all requests, in seconds. Those of several in flight overlap."""
     wall_time: float
-    """From the first request to the last, with the writing and comparing of blocks and any waiting, in seconds."""
+    """Seconds from the first request to the last.
+
+    It includes the writing and comparing of blocks and any waiting.
+    """
     tiers: Mapping[str, TierStatistics]
     """Each tier at the end."""
     what_if: Mapping[str, float]
-    """Hit rates that other capacities of all tiers would have given, by factor."""
+    """Hit rates that other capacities would have given, by factor.
+
+    A factor is for all tiers.
+    """
     laps: int = 1
-    """How often the trace was played."""
+    """Number of times that the trace was played."""
     trace_time: float = 0.0
     """Length of all laps at the trace's own pace, in seconds."""
     resident_bytes: Sequence[int] = ()
-    """Memory of the process, shared memory included: before the first lap, and after each."""
+    """Bytes of the process's memory before the first lap and after each.
+
+    Shared memory is included.
+    """
     left_over: Mapping[str, int] = attrs.field(factory=dict)
-    """After laps: blocks that are held, reserved, or not free though all is deleted. Anything in it is a bug, and fails the
-    command."""
+    """Blocks that leaked, found after laps.
+
+    They are held, reserved, or not free though all is deleted. Any of them is a bug, and fails the command.
+    """
     in_flight: int = 1
-    """How many requests were played at once."""
+    """Number of requests that were played at once."""
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values; times in seconds."""
+        """Return the report as JSON values; times in seconds."""
         return attrs.asdict(self)
 
 
 class Tally:
-    """Counters and times of the requests played so far. All memory is allocated at the start.
+    """Counters and times of the requests played so far.
+
+    All memory is allocated at the start.
 
     Args:
         most: requests that can be added.

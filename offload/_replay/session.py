@@ -1,4 +1,7 @@
-"""Plays the requests of a trace, one after another and for several laps, through an engine over new tiers."""
+"""Plays the requests of a trace, for several laps, over new tiers.
+
+They are played through an engine, one after another or several at once.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ async def replay(
     name: str = "a replay",
     clock: SkippingClock | None = None,
 ) -> ReplayReport:
-    """Play requests through an engine over new tiers, one after another or several at once, and compare every loaded block.
+    """Play requests through an engine over new tiers.
 
-    With ``options.laps`` they are played that many times, and then the tiers are checked for leaks (:mod:`.leaks`).
+    They are played one after another or several at once, and every loaded block is compared. With ``options.laps`` they
+    are played that many times, and then the tiers are checked for leaks (:mod:`.leaks`).
 
     Args:
         requests: as :func:`read_trace` gives them.
@@ -84,7 +88,7 @@ async def replay(
 
 
 class _Pace:
-    """When each request is due."""
+    """The times when requests are due."""
 
     def __init__(self, requests: Sequence[Request], speed: float, clock: SkippingClock | None) -> None:
         self._began = trio.current_time()
@@ -93,7 +97,7 @@ class _Pace:
         self._clock = clock
 
     async def wait_for(self, request: Request) -> None:
-        """Return when the request is due; with a clock that can skip, skip to that time."""
+        """Wait until the request is due, by skipping if the clock can."""
         if self._speed == math.inf:
             return
         due = self._began + (request.timestamp - self._first) / 1e3 / self._speed
@@ -104,7 +108,10 @@ class _Pace:
 
 
 _LONGEST: Final = 366 * 86_400
-"""The longest replay, in seconds. A longer one points to a wrong timestamp."""
+"""The longest replay, in seconds.
+
+A longer one points to a wrong timestamp.
+"""
 
 
 def _check_pace(laps: Laps, options: ReplayOptions) -> None:
@@ -132,7 +139,10 @@ async def _play_lap(
     recorded: list[Played] | None,
     progress: Callable[[int], None],
 ) -> None:
-    """Play a lap, as many requests at once as the player has seats. They begin in the order of the trace."""
+    """Play a lap, as many requests at once as there are seats.
+
+    They begin in the order of the trace.
+    """
     names = TraceKeys()
 
     async def play(request: Request, seat: int) -> None:

@@ -1,15 +1,20 @@
-"""Hit rates by simulation, without moving bytes: of any policy at any capacity, and the highest that is possible. Pure.
+"""Hit rates by simulation, without moving bytes. Pure.
 
-:func:`simulate` runs the block pools of the tiers, without their bytes. It is exact, not modelled: the same pools and the same
-eviction decide as in a replay over memory, in the same order. A trace of 288,500 blocks takes a tenth of a second for each
-capacity.
+There is the rate of any policy at any capacity, and the highest possible one.
 
-:func:`most_hits` is Belady's optimum, for prefixes. Belady's rule, "evict what is needed last", needs to know the future, which
-a trace has. Three things follow the caches of this project:
+:func:`simulate` runs the block pools of the tiers, without their bytes. It is exact, not modelled: the same pools and
+the same eviction decide as in a replay over memory, in the same order. A trace of 288,500 blocks takes a tenth of a
+second for each capacity.
 
-- *Prefix-closed*: a block is of no use without those before it. A hash id names a block with all before it, so a request for a
-  block also requests the blocks before it, and those are needed no later. Of blocks needed at the same time the deepest goes.
-- *Storing may be skipped*: a block that is needed later than all those present is not stored. (A policy may reject, too.)
+:func:`most_hits` is Belady's optimum, for prefixes. Belady's rule, to evict the block that is needed last, requires the
+future, which a trace has. Three things follow the caches of this project:
+
+- *Prefix-closed*: a block is of no use without those before it. A hash id names a block with all before it, so a
+request for a
+  block also requests the blocks before it, and those are needed no later. Of blocks needed at the same time the deepest
+      goes.
+- *Storing may be skipped*: a block that is needed later than all those present is not stored. (A policy may reject,
+too.)
 - A block that is never needed again is not kept, and takes no room.
 
 No policy that decides online can do better at any capacity.
@@ -39,18 +44,20 @@ def simulate(
     chunk: int | None = None,
     depths: bool = False,
 ) -> int:
-    """Replay requests against tiers of so many blocks each, and count the blocks that are hit.
+    """Replay requests against tiers, and count the blocks that are hit.
 
-    Each request looks up its longest prefix, block by block in the first tier that has it, and stores the rest: in the first
-    tier what is not present there, and what was stored there in the next tier, if it is not present.
+    Each request looks up its longest prefix, block by block in the first tier that has it, and stores the rest: in the
+    first tier the blocks that are not present there, and blocks that were stored there in the next tier, if they are
+    not present.
 
     Args:
         requests: the keys of each.
         capacities: of each tier, in blocks, from the fastest to the slowest.
-        policies: what is asked, after presence, about what is to be stored. None may answer with a lease.
-        presence: whether what the first tier has is kept from being stored again, which would take room for a moment.
-        eviction: what makes the policy of each tier; LRU everywhere unless given.
-        chunk: how many blocks of a request are stored together, the head of its prefix first; all of them unless given.
+        policies: asked, after presence, about the blocks to store. None may answer with a lease.
+        presence: whether blocks in the first tier are kept from being stored again, which would take room for a moment.
+        eviction: makes the policy of each tier; LRU everywhere unless given.
+        chunk: number of blocks of a request that are stored together, the head of its prefix first; all of them unless
+            given.
         depths: whether each block is stored with its depth, its index in its prefix.
     """
     policies_of = [LRU] * len(capacities) if eviction is None else eviction
@@ -124,9 +131,12 @@ _NEVER: Final = -1
 
 
 def most_hits(requests: Sequence[Sequence[Hashable]], capacity: int) -> int:
-    """How many blocks would hit in a cache of ``capacity`` blocks that knows all future requests."""
+    """Count the hits of a cache that knows all future requests.
+
+    Its capacity is in blocks.
+    """
     needed = _needed_again(requests)
-    kept: dict[Hashable, int] = {}  # and by which request it is needed next
+    kept: dict[Hashable, int] = {}  # with the request that needs it next
     latest: list[tuple[int, int, int, Hashable]] = []  # needed last, then deepest, first; entries may be out of date
     hits = order = 0
     for keys, nexts in zip(requests, needed, strict=True):
@@ -149,7 +159,7 @@ def most_hits(requests: Sequence[Sequence[Hashable]], capacity: int) -> int:
 
 
 def _needed_again(requests: Sequence[Sequence[Hashable]]) -> list[list[int]]:
-    """For each block of each request, the number of the next request that asks for it."""
+    """Return the next request for each block of each request."""
     later: dict[Hashable, int] = {}
     needed: list[list[int]] = []
     for at in range(len(requests) - 1, -1, -1):

@@ -1,10 +1,13 @@
-"""Parses ``--tier``: a tier that the replay makes for itself, or any specification for `make_tier`. Pure.
+"""Parses ``--tier``. Pure.
+
+It is a tier that the replay makes for itself, or any specification for `make_tier`::
 
     memory                                 maru                        file:DIR
     NAME                                   module:attribute            maru:URL
     { type = "NAME", parameter = 1 }       {"type": "NAME", "parameter": 1}
 
-The kinds in the first line are made and sized by the replay, and removed with it. Those in the other two are the caller's.
+The kinds in the first line are made and sized by the replay, and removed with it. Those in the other two are the
+caller's.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from .units import UNLIMITED
 
 
 def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
-    """Parse ``--tier`` and ``--capacity``. One memory tier where none is given.
+    """Parse ``--tier`` and ``--capacity``; by default one memory tier.
 
     Raises:
         ReplayError: a specification is wrong, or the numbers of capacities and tiers differ.

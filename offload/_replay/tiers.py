@@ -1,4 +1,4 @@
-"""The tiers of a replay, made when it begins and closed when it is over."""
+"""The tiers of a replay, open from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .options import ReplayError, ReplayOptions, TierSpec
 from .units import size_text
 
 _REGION_STEP: Final = 2 << 20
-"""The page size of regions: a page store's capacity is rounded up to it."""
+"""The page size of regions.
+
+A page store's capacity is rounded up to it.
+"""
 
 
 @asynccontextmanager
@@ -55,10 +58,10 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
 
 
 def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> ReadableTier:
-    """Make a tier from a specification of the caller's.
+    """Make a tier from the caller's specification.
 
     Raises:
-        ReplayError: there is no such tier, or it cannot be made. The message says what was looked for, and where.
+        ReplayError: there is no such tier, or it cannot be made. The message names the tier, and the places searched.
     """
     from backends.plugins import make_tier
 
@@ -66,13 +69,16 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Re
         return make_tier(made, block_bytes=block_bytes)
     except (BackendError, ValueError, OSError) as error:
         raise ReplayError(f"--tier {spec.name}: {error}") from error
-    except Exception as error:  # the class is the caller's and may raise anything
+    except Exception as error:  # The class is the caller's and may raise anything.
         raise ReplayError(f"--tier {spec.name}: {error!r}") from error
 
 
 @asynccontextmanager
 async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[ReadableTier]:
-    """A tier over a page store in this process, with one region and without eviction ahead of need."""
+    """Open a tier over a page store in this process.
+
+    It has one region, and does not evict ahead of need.
+    """
     import click
 
     from backends.maru import MaruTier
@@ -108,7 +114,10 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Read
 
 
 def _check_memory(spec: TierSpec, nbytes: int) -> None:
-    """Refuse a tier that does not fit into free memory: Linux overcommits, and kills a process later instead."""
+    """Refuse a tier that does not fit into free memory.
+
+    Linux overcommits, and kills a process later instead.
+    """
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,9 +1,11 @@
-"""Reads a request trace: JSON lines as Mooncake publishes them, gzip or not. Errors name the line and the field.
+"""Reads a request trace: JSON lines, as Mooncake publishes them.
+
+It may be compressed by gzip. Errors name the line and the field.
 
     {"timestamp": 27, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, 17]}
 
-One line per request. A hash id names a block of the prompt together with everything before it, so that equal leading ids
-are a common prefix. Fields that are not named here are ignored.
+One line per request. A hash id names a block of the prompt together with everything before it, so that equal leading
+ids are a common prefix. Fields that are not named here are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _GZIP = b"\x1f\x8b"
 TimeUnit: TypeAlias = Literal["ms", "s"]
 _ENOUGH = 10
 _MOST_PER_SECOND = 300.0
-"""Published traces have 2 to 30 requests a second; read as milliseconds, one in seconds has a thousand times as many."""
+"""Most requests a second in a trace that is in milliseconds.
+
+Published traces have 2 to 30; read as milliseconds, one in seconds has a thousand times as many.
+"""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # some 30,000 years
 
@@ -38,7 +43,7 @@ class Request(msgspec.Struct, frozen=True):
     """One request of a trace."""
 
     timestamp: _Millis
-    """When the request came, in milliseconds from the start of the trace."""
+    """Time of the request, in milliseconds from the start of the trace."""
     input_length: _Count
     """Tokens of the prompt."""
     output_length: _Count
@@ -48,20 +53,26 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class TraceError(OffloadError, ValueError):
-    """A trace that cannot be read; the text names the file, the line and the field."""
+    """A trace that cannot be read.
+
+    The text names the file, the line and the field.
+    """
 
     def __init__(self, file: str, line: int, field: str, problem: str) -> None:
         super().__init__(f"{file}, line {line}: {field}: {problem}" if field else f"{file}, line {line}: {problem}")
         self.file = file
         self.line = line
         self.field = field
-        """The field's name, with a position where it has one; empty where the line as a whole is wrong."""
+        """Name of the field, with its position if any.
+
+        Empty if the line as a whole is wrong.
+        """
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None, time_unit: TimeUnit = "ms") -> list[Request]:
-    """Read the requests of a file, or the first ``limit`` of them; blank lines are skipped.
+    """Read the requests of a file, or the first ``limit`` ones.
 
-    ``time_unit`` is that of the file's timestamps.
+    Blank lines are skipped. ``time_unit`` is that of the file's timestamps.
 
     Raises:
         TraceError: a line is no request, or the file is no whole gzip file.
@@ -75,13 +86,19 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None, time_unit
 
 
 def requests_per_second(requests: Sequence[Request]) -> float:
-    """Return the rate of a trace, as its timestamps are read; 0 if all requests come at once."""
+    """Return the requests per second; 0 if all come at once.
+
+    It is that of its timestamps as they are read.
+    """
     span = max(request.timestamp for request in requests) - min(request.timestamp for request in requests)
     return 1e3 * len(requests) / span if span else 0.0
 
 
 def looks_like_seconds(requests: Sequence[Request]) -> bool:
-    """Whether these timestamps, read as milliseconds, are rather in seconds: no service has requests so often."""
+    """Return whether these timestamps in milliseconds are rather in seconds.
+
+    No service has requests so often.
+    """
     return len(requests) >= _ENOUGH and requests_per_second(requests) > _MOST_PER_SECOND
 
 
@@ -136,7 +153,7 @@ def _explain(message: str) -> tuple[str, str]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    # Opened once: of a pipe, what was read to look at it is gone.
+    # Opened once: bytes read from a pipe to inspect it would be gone.
     with open_input(path) as file:
         if file.peek(2)[:2] != _GZIP:
             yield file

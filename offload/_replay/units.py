@@ -61,7 +61,7 @@ def _factor(text: str) -> float | None:
 
 
 def size_text(nbytes: float) -> str:
-    """Format a size in the largest unit that leaves a number above one."""
+    """Format a size in the largest unit with a number above one."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             break
