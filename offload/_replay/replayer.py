@@ -2,11 +2,11 @@
 
 One after another, or several at once. The steps of a request::
 
-    lookup -> load the found blocks -> [compare them with the stored ones] -> [write the missing blocks] -> store,
-        settled
+    lookup -> load the found blocks -> [compare them with the stored ones] -> [write the missing blocks] -> store
 
-The steps in brackets are not timed: in production the forward pass takes their place. A block's content is a function
-of its key, so that every loaded block can be compared in full with the stored one.
+The store is complete once it has settled. The steps in brackets are not timed: in production the forward pass takes
+their place. A block's content is a function of its key, so that every loaded block can be compared in full with the
+stored one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The KV events of a daemon, about the blocks in its tiers.
 
     tiers of the engine (books of keys) -> names (``_event_names``) -> publisher: PUB and ROUTER, at Unix sockets
-                                                        over TCP: relays, in processes of their own
+                                                                       over TCP: relays, in processes of their own
 
 Rule 1. The sockets are there when the daemon is, and nothing is published before the tiers are open: the blocks that a
     tier kept from an earlier run are not known before, so a mirror must not conclude that there are none.

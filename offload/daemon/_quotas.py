@@ -1,7 +1,7 @@
 """The quota accounts of tenants: the keys that each has stored. Pure.
 
     admitted (coming) --a tier has it--> there --no tier has it any more--> forgotten
-            `-----its store has ended-----> forgotten
+          `-----its store has ended-----> forgotten
 
 Rule 1. A block counts once for its tenant, in however many tiers it is: by its key, which begins with the tenant's
     prefix. Blocks on their way count, too; so concurrent stores do not exceed a quota together. A block counts until

@@ -3,8 +3,7 @@
 A method answers at once, or starts a task that will answer and returns nothing. Unanswered requests are in their
 session's table, so that the end of a session finds all of them.
 
-    store               one container of the engine's pipeline; answered when it has settled, without a task
-        (:class:`Stores`)
+    store               one container of the engine's pipeline; answered without a task (:class:`Stores`)
     lookup, load, ...   reads of engines, and their holds (:class:`Reads`)
     delete, ...         one task each, in a scope of its own, which a cancel or the end of the session cancels
 

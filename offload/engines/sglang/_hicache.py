@@ -3,8 +3,8 @@
 It uses only the names of SGLang that :mod:`._sglang` lists. In SGLang's configuration it is a ``dynamic`` backend::
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-        "backend_name": "offload", "module_path": "offload.engines.sglang", "class_name": "HiCacheOffload",
-        "interface_v1": 1, "engine": {"tiers": {"maru": {"type": "maru", "pool_size": "4 GiB"}}}}'
+        "backend_name": "offload", "module_path": "offload.engines.sglang", "class_name": "HiCacheOffload", "interface_v1": 1,
+        "engine": {"tiers": {"maru": {"type": "maru", "pool_size": "4 GiB"}}}}'
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ It determines the chunks to look up, to load and to store.
 The states of a request with regard to its cached chunks::
 
     NEW --ask--> ASKED --answer--> FOUND --allocated--> LOADING --loaded--> ADMITTED
-           `----------> MISSED --allocated--------------------------^
-                     LOADING --not loaded--> FAILED
+                     `----------> MISSED --allocated--------------------------^
+                                              LOADING --not loaded--> FAILED
 
 Rule 1. A request is looked up once. vLLM asks again and again whether it may be scheduled; the answer is remembered.
 Rule 2. A request that vLLM asks for after it was admitted was preempted: it is new again.

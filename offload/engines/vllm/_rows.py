@@ -1,7 +1,7 @@
 """The rows of host memory: their chunks and their holders. Pure.
 
-vLLM's own offloading asks for each chunk whether it can be loaded, and accepts no correction afterwards. So
-a chunk is *here* only once all of its bytes lie in a row, verified; until then it is *coming*. The states of a row::
+vLLM's own offloading asks for each chunk whether it can be loaded, and accepts no correction afterwards. So a
+chunk is *here* only once all of its bytes lie in a row, verified; until then it is *coming*. The states of a row::
 
     free --take_for_store--> written by a worker --stored----.
     free --found-----------> filled from a tier --filled-----+--> here --evicted--> free
