@@ -292,7 +292,7 @@ def grouped(reasons: Mapping[Key, object], hasher: KeyHasher) -> list[tuple[str,
 
 
 def error_text(error: object) -> str:
-    """Return a reason as it is, or an error's class and its cause's.
+    """Return a reason, or an error's class and its cause's.
 
     They are separated by a slash. The text of an error may have keys in it.
     """

@@ -175,7 +175,7 @@ def _check_addresses(settings: Settings) -> None:
     config = settings.daemon
     with ExitStack() as listening:  # Until all are tried: two may be the same.
         if config.status:
-            from ..status import serve_status as serve_status  # raises without the packages of its extra
+            from ..status import serve_status as serve_status  # Raises without the packages of its extra.
 
             if config.status != "ipc":
                 _listen(listening, "daemon.status", config.status)

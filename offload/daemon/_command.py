@@ -66,7 +66,7 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
     try:
         settings = read_settings(config_file or "", given_knobs(SECTION, values))
         if check:
-            from ._checking import check_settings  # it imports all that a daemon is made of
+            from ._checking import check_settings  # It imports all parts of a daemon.
 
             check_settings(settings)
     except (ConfigError, ValueError, LookupError) as error:

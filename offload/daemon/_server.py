@@ -262,7 +262,7 @@ class Daemon:
         return self._dropped
 
     def ask_drain(self, tell: Callable[[Dropped], None]) -> None:
-        """Begin to drain, unless begun; call ``tell`` when it is over."""
+        """Begin to drain, unless begun; call the function when drained."""
         if self._dropped is not None:
             tell(self._dropped)
             return
@@ -367,7 +367,7 @@ class Daemon:
                     task_status.started()
 
     async def _start_status(self, nursery: trio.Nursery, times: StageTimes, page_store: MaruServer | None) -> None:
-        from ..status import serve_status  # only a daemon that is looked at needs a web server
+        from ..status import serve_status  # Only a daemon with a status page needs a web server.
         from ._status import DaemonStatus, metrics_of
 
         ipc = self.config.status == "ipc"

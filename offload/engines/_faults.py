@@ -115,7 +115,7 @@ class FaultLog:
     def trouble(self, name: str, why: object, n: int = 1) -> None:
         """Count a fault, and log its cause the first time.
 
-        ``name`` names the consequence, such as what was skipped because of it.
+        ``name`` is the consequence, such as a skipped store.
         """
         self._fault(name, name, f"{why}", n)
 

@@ -8,7 +8,7 @@ storage manager calls, and of ``L1ManagerProtocol``.
 
 Rule 1. A page is written by the one that reserved it, and nobody finds it before it is committed.
 Rule 2. An object that is read stays in place until each of its read locks is given back, whoever owns it.
-Rule 3. The server decides what to evict when the pool is full: LMCache has nothing to evict here.
+Rule 3. The server chooses the victims when the pool is full: LMCache has nothing to evict here.
 Rule 4. LMCache sees codes instead of our exceptions: an object that cannot be had does not exist, one without room is
     out of memory.
 """
@@ -94,7 +94,7 @@ def _abort_write(
 def _end_reads(manager: MaruL1Manager, keys: list[ObjectKey], read_locks: int = 1, *args: object) -> None:
     """Give back the read locks of a failed call.
 
-    LMCache was not told of them.
+    LMCache does not know of them.
     """
     with manager._lock:
         taken, manager._taken = manager._taken, []

@@ -81,7 +81,7 @@ class Span:
 
         ``None`` if its dtype is not known, or it has too few numbers.
         """
-        import torch  # whoever knows a dtype has imported it
+        import torch  # A known dtype means that torch is imported.
 
         if self.dtype is None or self.used < len(PARTS) * self.dtype.itemsize:
             return None

@@ -38,7 +38,7 @@ from ._naming import arena_digest, arena_link
 _NAME: Final = "offload-arena"
 _PAGE: Final = 4096
 _IDENTITY: Final = struct.Struct("=32sQQ")
-"""Content of the last page: hash of the name, rows' number and size."""
+"""Last page: the name's hash, and number and size of rows."""
 _LOCKS: Final = 1024
 """Offset in the last page of the bytes that processes lock.
 

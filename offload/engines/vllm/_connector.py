@@ -373,7 +373,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
         """Watch the keys in this process's worker's tiers, for vLLM's events.
 
-        Returns nothing if vLLM does not publish them, or nobody would take them.
+        Returns nothing if vLLM publishes no events. Workers in other processes are not watched: nobody takes their keys.
         """
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events or not self._pages.names_blocks:
