@@ -186,7 +186,7 @@ class FlightRecorder:
         if self._resumes_at == math.inf:
             pipeline.add_instrument(watch)
         else:
-            self._begin_waiting()  # The run in which that began may be over.
+            self._begin_waiting()  # the run in which that began may be over
 
     def _watch_engine(self, engine: Engine) -> None:
         for name, tier in engine.tiers.items():
@@ -219,7 +219,7 @@ class FlightRecorder:
     def _describe(self) -> None:
         try:
             self._ring.describe(msgspec.json.encode(self._description))
-        except ValueError as error:  # No reason for a pipeline not to open.
+        except ValueError as error:  # no reason for a pipeline not to open
             _log.warning("%s: those that were opened last are recorded without a name", error)
 
     # -- records
@@ -360,7 +360,7 @@ class FlightRecorder:
             while self._resumes_at < math.inf and not self._closed:
                 await trio.sleep(max(0.0, self._resumes_at - self._timer()))
                 self.pay()
-        except Exception:  # In a system task it would end the run; as with an instrument, it only ends the details.
+        except Exception:  # in a system task it would end the run; as with an instrument, it only ends the details
             _log.exception("%r records no details any more", self)
         finally:
             self._is_waiting = False

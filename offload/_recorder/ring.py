@@ -140,7 +140,7 @@ def _allocate(path: str | os.PathLike[str], size: int) -> int:
         _lock(fd, path)
         if os.fstat(fd).st_size:
             os.replace(path, f"{os.fspath(path)}.before")
-            before, fd = fd, -1  # Closed once: its number may be another thread's file a moment later.
+            before, fd = fd, -1  # closed once: its number may be another thread's file a moment later
             os.close(before)
             fd = os.open(path, flags | os.O_EXCL, 0o600)
             _lock(fd, path)

@@ -54,7 +54,7 @@ class SkippingClock(trio.abc.Clock):
 
         Returns at once if the time has passed.
         """
-        from trio.testing import wait_all_tasks_blocked  # This imports pytest if installed.
+        from trio.testing import wait_all_tasks_blocked  # this imports pytest if installed
 
         await trio.lowlevel.checkpoint()
         while (left := time - self.current_time()) > 0:

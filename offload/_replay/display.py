@@ -30,7 +30,7 @@ def progressing(steps: int, what: str = "replaying") -> Iterator[Callable[[int],
         task = bar.add_task(what, total=steps)
 
         def told(done: int) -> None:
-            if done % 64 == 0 or steps < 1000:  # The bar costs more than a request does.
+            if done % 64 == 0 or steps < 1000:  # the bar costs more than a request does
                 bar.update(task, completed=done)
 
         yield told

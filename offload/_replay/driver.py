@@ -113,9 +113,7 @@ class Place:
         for key, view in zip(keys, self._loaded, strict=False):
             stamp = key[:STAMP_BYTES].ljust(STAMP_BYTES, b".")
             wrong += view[:STAMP_BYTES] != stamp or view[-STAMP_BYTES:] != stamp
-            view[:STAMP_BYTES] = view[-STAMP_BYTES:] = (
-                _NONE  # A block from an earlier request must not pass for loaded.
-            )
+            view[:STAMP_BYTES] = view[-STAMP_BYTES:] = _NONE  # a block from an earlier request must not pass for loaded
         return wrong
 
 

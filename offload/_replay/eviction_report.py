@@ -82,7 +82,7 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             raise CapacityUnclear(
                 f"--capacities {part.strip()!r}: at least a block, such as 5% (of all that differ) or 4096 (blocks)"
             )
-        capacities.add(min(blocks, unique))  # A cache never holds more than that.
+        capacities.add(min(blocks, unique))  # a cache never holds more than that
     return sorted(capacities)
 
 

@@ -69,7 +69,7 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Re
         return make_tier(made, block_bytes=block_bytes)
     except (BackendError, ValueError, OSError) as error:
         raise ReplayError(f"--tier {spec.name}: {error}") from error
-    except Exception as error:  # The class is the caller's and may raise anything.
+    except Exception as error:  # the class is the caller's and may raise anything
         raise ReplayError(f"--tier {spec.name}: {error!r}") from error
 
 

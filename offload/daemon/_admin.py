@@ -182,7 +182,7 @@ def open_admin(daemon: Daemon) -> Iterator[Admin | None]:
             raise ConfigError("daemon.admin", config.admin, str(exc)) from exc
         with admin:
             if own is not None:
-                own.write()  # Only now: another daemon that has the socket keeps its token.
+                own.write()  # only now: another daemon that has the socket keeps its token
             yield admin
     finally:
         if own is not None:

@@ -84,7 +84,7 @@ def _check_places(settings: Settings) -> None:
     """Raise unless directories, sockets and the recorder's file can be made."""
     config = settings.daemon
     _check_directory("daemon.runtime_dir", config.runtime_dir)
-    if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # Otherwise it is made in a directory of our own.
+    if settings.embeds_maru and os.path.isdir(config.runtime_dir):  # otherwise it is made in a directory of our own
         _check_directory("daemon.runtime_dir", settings.maru_directory)
     if settings.pinned_pool is not None:
         _check_directory("pinned_pool.runtime_dir", settings.pinned_pool.runtime_dir)
@@ -173,9 +173,9 @@ def _check_addresses(settings: Settings) -> None:
     It must also have the packages for it.
     """
     config = settings.daemon
-    with ExitStack() as listening:  # Until all are tried: two may be the same.
+    with ExitStack() as listening:  # until all are tried: two may be the same
         if config.status:
-            from ..status import serve_status as serve_status  # Raises without the packages of its extra.
+            from ..status import serve_status as serve_status  # raises without the packages of its extra
 
             if config.status != "ipc":
                 _listen(listening, "daemon.status", config.status)
@@ -231,7 +231,7 @@ def _check_tiers(
                 except PlaceInUse:
                     if not served:
                         raise
-                    continue  # Used by the daemon that runs.
+                    continue  # used by the daemon that runs
                 stack.enter_context(closing(tiers[name]))
         if len(tiers) < len(engine.tiers):
             return
@@ -252,7 +252,7 @@ def _without_blocks(tier: TierLike, scratch: str, served: bool) -> TierLike:
         return tier
     try:
         kind, parameters = read_spec(tier)
-    except ValueError:  # Raised again when it is made, with its position in the file.
+    except ValueError:  # raised again when it is made, with its position in the file
         return tier
     if kind == "memory":
         if isinstance(parameters.get("populate", True), bool):

@@ -66,7 +66,7 @@ def _command(ctx: click.Context, /, config_file: str | None, check: bool, print_
     try:
         settings = read_settings(config_file or "", given_knobs(SECTION, values))
         if check:
-            from ._checking import check_settings  # It imports all parts of a daemon.
+            from ._checking import check_settings  # it imports all parts of a daemon
 
             check_settings(settings)
     except (ConfigError, ValueError, LookupError) as error:
@@ -203,7 +203,7 @@ class _Running:
         try:
             fresh = read_settings(before.path, before.options)
             check = partial(check_settings, fresh, running=before, tiers=tiers)
-            await run_in_thread(check, abandon_on_cancel=True)  # Engines are served while tiers are made.
+            await run_in_thread(check, abandon_on_cancel=True)  # engines are served while tiers are made
             engine = keep_unreloadable_of_engine(before.engine, fresh.engine)
             daemon.reload(keep_unreloadable(before.daemon, fresh.daemon), engine)
         finally:
@@ -222,7 +222,7 @@ class _Running:
             await self.reload()
         except (ConfigError, ImportError, OSError) as exc:
             _log.error("SIGHUP: nothing was changed: %s", exc)
-        except Exception:  # From a newly configured tier or policy; the daemon goes on.
+        except Exception:  # from a newly configured tier or policy; the daemon goes on
             _log.exception("SIGHUP: the settings could not be taken over")
 
 
@@ -230,7 +230,7 @@ def _end_at_last(seconds: float) -> None:
     """End the process after ``seconds``, if it has not ended by then."""
 
     def end() -> None:
-        with contextlib.suppress(OSError):  # A standard error that is closed, or full, is no reason to stay.
+        with contextlib.suppress(OSError):  # a standard error that is closed, or full, is no reason to stay
             write_all(2, b"offload serve: a copy has not come to its end; leaving it\n")
         os._exit(ExitCode.DROPPED + 2)
 

@@ -95,7 +95,7 @@ class Degradations:
         while True:
             try:
                 await self.look()
-            except Exception as exc:  # From a tier: all engines need the daemon to go on.
+            except Exception as exc:  # from a tier: all engines need the daemon to go on
                 _log.log(logging.DEBUG if self._failed else logging.ERROR, "cannot look for degradations: %r", exc)
                 self._failed = True
             else:
@@ -150,7 +150,7 @@ class Degradations:
         with trio.move_on_after(_PATIENCE):
             try:
                 room, descriptors, unlinked = await run_in_thread(self._look_around, rooms)
-            except (OSError, RuntimeError):  # No descriptor, or no thread, to find out with.
+            except (OSError, RuntimeError):  # no descriptor, or no thread, to find out with
                 return attrs.evolve(facts, descriptors=find_descriptors())
             return attrs.evolve(facts, rooms=room, descriptors=descriptors, unlinked=unlinked)
         return facts
@@ -167,7 +167,7 @@ class Degradations:
             for name, (path, needed) in rooms.items():
                 try:
                     system = os.statvfs(path)
-                except OSError:  # It is gone, or its disk, which its tier reports; others are looked at.
+                except OSError:  # it is gone, or its disk, which its tier reports; others are looked at
                     continue
                 found[name] = RoomFact(path, system.f_bavail * system.f_frsize, needed)
             unlinked = tuple([path for path in self._files if not os.path.lexists(path)])

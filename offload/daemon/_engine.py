@@ -159,7 +159,7 @@ class DaemonEngine:
 
     async def _open(self, task_status: trio.TaskStatus[None]) -> None:
         """Open the tiers, and keep them open until cancelled."""
-        expect_cuda()  # Nothing has imported torch: that is for the first cache on a device.
+        expect_cuda()  # nothing has imported torch: that is for the first cache on a device
         # Before they are made: those with populate = true have all of their memory then.
         _check_limit(self.config.tiers, self.page_store)
         if any(_is_page_store(tier) for tier in self.config.tiers.values()):
@@ -222,7 +222,7 @@ class DaemonEngine:
 
         These are page stores of other processes, which announce no changes.
         """
-        if "backends.maru" not in sys.modules:  # It brings ZeroMQ, and is here already if there is such a tier.
+        if "backends.maru" not in sys.modules:  # it brings ZeroMQ, and is here already if there is such a tier
             return {}
         from backends.maru import MaruTier
 
@@ -335,7 +335,7 @@ def _memory_of(tier: TierLike) -> int:
     if isinstance(tier, MemoryTier):
         return tier.statistics().capacity_bytes
     size = as_bytes(tier.get("capacity_bytes")) if isinstance(tier, Mapping) and tier.get("type") == "memory" else 0
-    return size if isinstance(size, int) else 0  # Anything else is an error when the tier is made.
+    return size if isinstance(size, int) else 0  # anything else is an error when the tier is made
 
 
 def _url_of(tier: object) -> str:

@@ -100,7 +100,7 @@ class Handover:
                         _MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
                     )
                     answer = self._answer(message, descriptors_in(attached))
-                    if not message:  # It has hung up.
+                    if not message:  # it has hung up
                         break
                     await sock.send(msgspec.msgpack.encode(answer))
         except (OSError, msgspec.MsgspecError) as exc:
@@ -132,7 +132,7 @@ class Handover:
         self._closing.add(token)
         try:
             trio.lowlevel.start_thread_soon(partial(os.close, descriptor), lambda _: self._closing.discard(token))
-        except RuntimeError:  # No thread can be started.
+        except RuntimeError:  # no thread can be started
             self._closing.discard(token)
             os.close(descriptor)
 

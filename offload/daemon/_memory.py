@@ -301,7 +301,7 @@ class FileStorage:
             start = 0
             for file, offset, stride, size in self._pieces:
                 at = offset + slot * stride
-                if os.fstat(file.descriptor).st_size < at + size:  # A write would make it longer again.
+                if os.fstat(file.descriptor).st_size < at + size:  # a write would make it longer again
                     raise OSError(f"the file of an engine ends before byte {at + size}")
                 write_all_at(file.descriptor, page[start : start + size], at)
                 start += size
@@ -390,7 +390,7 @@ class Caches:
         """
         by_cache = self._by_cache(refs)
         if any(cache not in self._storages for cache, _, _ in by_cache):
-            return None  # The copy finds which blocks cannot be read, and fails those alone.
+            return None  # the copy finds which blocks cannot be read, and fails those alone
         parts = [(self._storages[cache].pages(ids), at) for cache, at, ids in by_cache]
         if len(parts) == 1:
             return parts[0][0]
@@ -463,7 +463,7 @@ class CacheBlocks(Destination):
             Unproven: a device may still be copying.
         """
         zeros, error = new_pages(1, self.block_bytes), None
-        for at in positions:  # One by one: it may have cut off the first one alone.
+        for at in positions:  # one by one: it may have cut off the first one alone
             try:
                 with kept_if_unproven(zeros):
                     self._storage.copy_in([self._ids[at]], zeros)

@@ -104,7 +104,7 @@ class OnwardCommits:
     ) -> Sequence[TransferHandle]:
         try:
             return await routes.pass_on(tier, keys, tenant=tenant)
-        except Exception as error:  # The engine may be closing; the blocks stay in the page store.
+        except Exception as error:  # the engine may be closing; the blocks stay in the page store
             self.counts["not_passed_on_blocks"] += len(keys)
             _log.warning("%d blocks of %s are not passed on: %r", len(keys), tier, error)
             return ()

@@ -281,7 +281,7 @@ class Pages:
         tiers = self._engine.require().tiers
         if (
             "backends.maru" in sys.modules
-        ):  # Otherwise no tier is one, and importing it would be 60 ms in which nobody is served.
+        ):  # otherwise no tier is one, and importing it would be 60 ms in which nobody is served
             from backends.maru import MaruTier
 
             for name, tier in tiers.items():

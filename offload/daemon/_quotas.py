@@ -224,7 +224,7 @@ class Quotas:
         self._watch()
         for account in self:
             account.is_charged = False  # with these books
-        for _ in self.charging():  # At once: nobody is served yet.
+        for _ in self.charging():  # at once: nobody is served yet
             pass
 
     def listing(self, account: Account, keys: list[Key]) -> Generator[None, None, None]:

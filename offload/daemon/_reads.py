@@ -123,7 +123,7 @@ class Reads:
 
         Nothing is held if cancelled.
         """
-        held = [hit]  # It is in no table yet.
+        held = [hit]  # it is in no table yet
         try:
             while self._is_near_half(session, held[0]):
                 await self._count_holds(session)
@@ -209,7 +209,7 @@ class Reads:
         except BaseException as exc:
             if not holds(exc, Unproven):
                 raise
-            session.requests[request.seq].unproven = True  # Also in a group with a cancel, which asked for this answer.
+            session.requests[request.seq].unproven = True  # also in a group with a cancel, which asked for this answer
             if holds(exc, (KeyboardInterrupt, SystemExit)):
                 raise
             return Loaded(request.seq, self._epoch, 0, [], [], unproven=True)
@@ -246,9 +246,9 @@ class Reads:
                 try:
                     await run_in_thread_to_the_end(clear)
                 except (OSError, RuntimeError) as exc:
-                    if begun:  # Its engine has cut it off, or its device does not copy.
+                    if begun:  # its engine has cut it off, or its device does not copy
                         _log.info("%s: of %d blocks that were not loaded some stay: %s", session, len(positions), exc)
-                    else:  # There is no thread or descriptor for it now.
+                    else:  # there is no thread or descriptor for it now
                         await trio.sleep(_CLEAR_AGAIN)
 
     def release(self, session: Session, request: Release) -> Answer | None:
@@ -270,7 +270,7 @@ class Reads:
     async def _release(self, hits: list[Any], count: int, session: Session, request: Release) -> Answer:
         for hit in hits:
             await self.let_go(hit)
-            await trio.lowlevel.cancel_shielded_checkpoint()  # Others are served between two.
+            await trio.lowlevel.cancel_shielded_checkpoint()  # others are served between two
         return Done(request.seq, self._epoch, count)
 
     async def release_any(self, session: Session) -> None:
@@ -302,7 +302,7 @@ class Reads:
     async def _explain(self, session: Session, request: Explain) -> Answer:
         keys = stored_keys(session.tenant, request.keys)
         blocks: list[BlockExplanation] = []
-        async with self._explaining:  # A step of each of many would be one long step for all other engines.
+        async with self._explaining:  # a step of each of many would be one long step for all other engines
             for start in range(0, max(1, len(keys)), _EXPLAINED):
                 part = await self._engine.require().explain(keys[start : start + _EXPLAINED], tenant=session.tenant)
                 blocks += part.blocks

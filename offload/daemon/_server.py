@@ -228,14 +228,14 @@ class Daemon:
         tenants = read_tenants(config.tenants_file)
         if self.admin is not None and config.admin_token_file:
             self.admin.operators.change(read_token(config.admin_token_file))
-        if self.admin is not None and not config.admin_path(self.directory):  # Engines of tenants could read its token.
+        if self.admin is not None and not config.admin_path(self.directory):  # engines of tenants could read its token
             self._nursery.start_soon(self.admin.end)
             self.admin = None
             self.degradations.keep(*self._own_files())
         service = self._service
         before, service.tenants = service.tenants, tenants
         service.quotas.configure(tenants.quotas)
-        self._nursery.start_soon(service.charge_later)  # For the blocks in a page store of a tenant that had no quota.
+        self._nursery.start_soon(service.charge_later)  # for the blocks in a page store of a tenant that had no quota
         service.stores.trim()
         service.sessions.limits = attrs.evolve(service.sessions.limits, lease=config.lease)
         self.config = config
@@ -285,7 +285,7 @@ class Daemon:
         with trio.move_on_after(_GIVE_BACK):
             for under_way in left:
                 under_way.cancel()
-            for under_way in left:  # Their engines get an answer.
+            for under_way in left:  # their engines get an answer
                 await under_way.over.wait()
             for session in service.sessions:
                 service.end(session, "the daemon ends")
@@ -367,7 +367,7 @@ class Daemon:
                     task_status.started()
 
     async def _start_status(self, nursery: trio.Nursery, times: StageTimes, page_store: MaruServer | None) -> None:
-        from ..status import serve_status  # Only a daemon with a status page needs a web server.
+        from ..status import serve_status  # only a daemon with a status page needs a web server
         from ._status import DaemonStatus, metrics_of
 
         ipc = self.config.status == "ipc"
@@ -552,5 +552,5 @@ def _own_directory(path: str) -> Iterator[_OwnDirectory]:
         yield own
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(f"{own.path}/{STATUS_NAME}")  # The web server leaves it.
+            os.unlink(f"{own.path}/{STATUS_NAME}")  # the web server leaves it
         own.close()

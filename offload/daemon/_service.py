@@ -270,11 +270,11 @@ class Service:
             answer = self._refused(request, refusal)
         except (BadFrame, ValueError, TypeError) as exc:
             answer = self._refused(request, Refusal("invalid", str(exc)))
-        except Exception as exc:  # From a tier or a policy: it fails this request only.
+        except Exception as exc:  # from a tier or a policy: it fails this request only
             _log.exception("%s: %s failed", session or "an engine", NAME_OF[type(request)])
             answer = self._refused(request, Refusal("unavailable", f"{type(exc).__name__}: {exc}"))
         if session is not None and isinstance(request, RegisterKVCache) and not request.cuda:
-            for tensor in request.tensors:  # Its registration has them; one that is refused leaves none.
+            for tensor in request.tensors:  # its registration has them; one that is refused leaves none
                 session.memories.pop(tensor.memory, None)
         if answer is not None:
             if session is not None and request.seq in session.costs:
@@ -283,7 +283,7 @@ class Service:
 
     def _serve(self, session: Session | None, request: Request, size: int) -> Answer | None:
         if session is None and isinstance(request, Status):
-            return self._state(request)  # The daemon's state may be asked without a credential.
+            return self._state(request)  # the daemon's state may be asked without a credential
         if session is None:
             raise Refusal("session", "there is no session of this connection: hello comes first")
         session.heard = self.time.now()
@@ -366,10 +366,10 @@ class Service:
             assert answer is not None, "nothing is left of the previous session"
         except (Refusal, ValueError) as exc:
             self._send(peer, self._refused(request, exc if isinstance(exc, Refusal) else Refusal("invalid", str(exc))))
-            self._hang_up(peer)  # It was admitted for a session that it does not get.
+            self._hang_up(peer)  # it was admitted for a session that it does not get
             return
         if not self._send_frame(peer, encode(answer)):
-            self.gone(peer)  # It was lost while the previous one was given back.
+            self.gone(peer)  # it was lost while the previous one was given back
 
     def end(self, session: Session, why: str) -> None:
         """End a session, and give back everything it holds. Idempotent.
@@ -549,7 +549,7 @@ class Service:
         """Report the precondition of a store."""
         under_way = session.requests.get(request.store)
         if under_way is None or under_way.signal is None:
-            return Done(request.seq, self.epoch, 0)  # It was cancelled meanwhile, perhaps.
+            return Done(request.seq, self.epoch, 0)  # it was cancelled meanwhile, perhaps
         under_way.signal.report(request.failed)
         self.stores.signalled(under_way)
         return Done(request.seq, self.epoch, 1)

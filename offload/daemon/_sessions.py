@@ -316,6 +316,6 @@ class Sessions:
                 self._unproven[session.token] = numbers if len(numbers) <= MAX_NUMBERS else [_ANY]
                 if len(self._unproven) > _REMEMBERED:
                     del self._unproven[next(iter(self._unproven))]
-                    self._unknown = [_ANY]  # It may be that one.
+                    self._unknown = [_ANY]  # it may be that one
             for call in session.when_over:
                 call()

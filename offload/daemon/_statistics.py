@@ -36,7 +36,7 @@ def before_opening(config: EngineConfig) -> EngineStatistics:
     tiers = list(config.tiers)
     try:
         pipelines = [route.name for route in plan(tiers, tiers, config.routes, config.chain)]
-    except ConfigError:  # It is reported when the tiers are opened.
+    except ConfigError:  # it is reported when the tiers are opened
         pipelines = []
     nothing: dict[str, int] = {field.name: 0 for field in attrs.fields(EngineStatistics) if str(field.type) == "int"}
     return EngineStatistics(

@@ -190,7 +190,7 @@ class Stores:
             victims = account.victims(min(short, _DELETED), asked)
             if not victims:
                 return
-            asked.update(victims)  # Held blocks stay, and are not tried twice.
+            asked.update(victims)  # held blocks stay, and are not tried twice
             answers = await self._engine.require().delete(victims, why="over the quota of its tenant", together=True)
             account.asked(victims, answers)
             if Deletion.UNAVAILABLE in answers:
@@ -217,7 +217,7 @@ class Stores:
         try:
             with scope:
                 handle = await enqueue()
-        except Exception as exc:  # Also from a tier that gets the tenant, or deletes for a quota.
+        except Exception as exc:  # also from a tier that gets the tenant, or deletes for a quota
             if not isinstance(exc, OffloadError | ValueError | trio.TooSlowError):
                 _log.warning("%s: a store failed: %r", under_way.session, exc)
             answer = Stored(under_way.seq, self._epoch, "failed", [], [], cut(f"{type(exc).__name__}: {exc}"))

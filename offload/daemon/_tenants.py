@@ -32,7 +32,7 @@ class Tenants:
         if not self.credentials:
             return ""
         found = None
-        for tenant, known in self.credentials.items():  # All of them, so that the time reveals nothing.
+        for tenant, known in self.credentials.items():  # all of them, so that the time reveals nothing
             if hmac.compare_digest(known, credential):
                 found = tenant
         return found

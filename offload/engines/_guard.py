@@ -118,7 +118,7 @@ def _guard(method: Callable[..., Any], hook: Hook, owner: str, logger: logging.L
         """Return the arguments by position, as answers take them."""
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # The wrong arguments are why the hook raised.
+        except TypeError:  # the wrong arguments are why the hook raised
             return args, kwargs
         return bound.args, bound.kwargs
 
@@ -129,13 +129,13 @@ def _guard(method: Callable[..., Any], hook: Hook, owner: str, logger: logging.L
         except BaseException as error:
             ordered, named = in_order(self, *args, **kwargs)
             if isinstance(error, Exception) and not isinstance(error, hook.passes):
-                with contextlib.suppress(Exception):  # Without memory for a count, the answer still counts.
+                with contextlib.suppress(Exception):  # without memory for a count, the answer still counts
                     guard_faults(self, logger).note(method.__name__, error)
                 if hook.put_right is not None:
                     insist(functools.partial(hook.put_right, *ordered, **named))
                 return hook.answer(*ordered, **named)
             if hook.put_right is not None:
-                with contextlib.suppress(Exception):  # The exception that passes is the one to report.
+                with contextlib.suppress(Exception):  # the exception that passes is the one to report
                     insist(functools.partial(hook.put_right, *ordered, **named))
             raise
 

@@ -110,7 +110,7 @@ class CacheConfig:
             raise ConfigError(
                 "weights_version", config.weights_version, "must be empty: published names have no place for weights"
             )
-        config.engine_config(1)  # Check an engine table now, not when it is first needed.
+        config.engine_config(1)  # check an engine table now, not when it is first needed
         return config
 
     @classmethod

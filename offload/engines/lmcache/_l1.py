@@ -165,8 +165,8 @@ class MaruL1Manager:
         self._lock = threading.RLock()
         self._layout: MemoryLayoutDesc | None = None
         self._staged: dict[tuple[ObjectKey, str], _Staged] = {}
-        self._new: dict[tuple[ObjectKey, str], _Staged] = {}  # Pages of the current call.
-        self._taken: list[ObjectKey] = []  # Read locks of the current call.
+        self._new: dict[tuple[ObjectKey, str], _Staged] = {}  # pages of the current call
+        self._taken: list[ObjectKey] = []  # read locks of the current call
         self._allocated: dict[int, _Staged] = {}
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
@@ -363,7 +363,7 @@ class MaruL1Manager:
 
         ``(0, 0)`` before the layout is known.
         """
-        try:  # This sends no message, so it does not affect the page store's health.
+        try:  # this sends no message, so it does not affect the page store's health
             return self._l1.get_memory_usage()
         except Exception as error:
             self.faults.note("status", error)
@@ -547,7 +547,7 @@ class MaruL1Manager:
             return L1Error.KEY_NOT_EXIST, None
         try:
             reading.lease.check()
-        except LeaseLost as error:  # The server was silent for longer than it holds a pin: the page may be another's.
+        except LeaseLost as error:  # the server was silent for longer than it holds a pin: the page may be another's
             self.faults.note("read", error)
             return L1Error.KEY_NOT_READABLE, None
         return L1Error.SUCCESS, reading.item

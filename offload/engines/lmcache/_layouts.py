@@ -129,7 +129,7 @@ class LayoutChecks:
     def check(self, layouts: Sequence[ObjectLayout], opened: OpenEngine) -> None:
         """Check these layouts, one by one. Waits, and does not raise."""
         for layout in layouts:
-            if not self._is_due(layout.space):  # Another task has had it checked meanwhile.
+            if not self._is_due(layout.space):  # another task has had it checked meanwhile
                 continue
             again_at, why = math.inf, ""
             try:
@@ -183,7 +183,7 @@ class ObjectCanary:
     def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
         """Write the pattern into the object."""
         self._take_back()
-        if self._pattern is None:  # A check uses one seed, and asks several times.
+        if self._pattern is None:  # a check uses one seed, and asks several times
             [samples] = self._planes.fill([0], seed)
             self._pattern = self._memory.clone(), samples
         self._memory.copy_(self._pattern[0])

@@ -42,7 +42,7 @@ class ObjectTooLarge(AdapterError):
         )
 
 
-@attrs.define(eq=False)  # Not frozen: setting five fields would take twice the time, for each object of each task.
+@attrs.define(eq=False)  # not frozen: setting five fields would take twice the time, for each object of each task
 class Span:
     """The memory of an object."""
 
@@ -81,7 +81,7 @@ class Span:
 
         ``None`` if its dtype is not known, or it has too few numbers.
         """
-        import torch  # A known dtype means that torch is imported.
+        import torch  # a known dtype means that torch is imported
 
         if self.dtype is None or self.used < len(PARTS) * self.dtype.itemsize:
             return None
@@ -98,7 +98,7 @@ places, the parts differ; if heads have, the numbers in each part do.
 """
 
 
-@lru_cache(maxsize=16)  # Objects of one model and group have one size.
+@lru_cache(maxsize=16)  # objects of one model and group have one size
 def _sampled(n: int) -> list[int]:
     """Return the indexes of ``n`` numbers to sample: some in each part.
 

@@ -100,7 +100,7 @@ class LazyEngine:
         self._opened: OpenEngine | None = None
         self._guessed = False
         self._ended = False
-        self._left_behind = False  # By a close that ran out of time.
+        self._left_behind = False  # by a close that ran out of time
         self._wait = _FIRST_WAIT
         self._again_at = 0.0
         self.failure: Exception | None = None
@@ -144,7 +144,7 @@ class LazyEngine:
                     opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
                     try:
                         start_thread(opener)
-                    except OSError as exc:  # There is no thread: else this task, and all after it, would wait for ever.
+                    except OSError as exc:  # there is no thread: else this task, and all after it, would wait for ever
                         self._waiting.pop()
                         error = exc
                     else:
@@ -229,7 +229,7 @@ class LazyEngine:
             if not self._left_behind:
                 return False
             opened, self._opened, self._opener = self._opened, None, None
-        if opened is not None:  # Otherwise that close took it at the last moment.
+        if opened is not None:  # otherwise that close took it at the last moment
             opened.engine.close()
         while self._waiting:
             self._waiting.popleft().refuse(RuntimeError("the adapter was closed"))

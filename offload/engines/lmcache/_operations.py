@@ -107,7 +107,7 @@ class Operation(ABC):
 
     def refuse(self, error: Exception) -> None:
         """End the operation before it has begun."""
-        with contextlib.suppress(Exception):  # Without memory for a count, it still ends.
+        with contextlib.suppress(Exception):  # without memory for a count, it still ends
             self.cache.faults.note(self.name, error, len(self.keys))
         insist(self.end)
 
@@ -355,7 +355,7 @@ class Loading(Operation):
                     # timeout.
                     rest = rest[len(rest) :]
                 elif len(hit) < len(asked):
-                    rest = rest[len(hit) + 1 :]  # After the hit is a key that no tier has.
+                    rest = rest[len(hit) + 1 :]  # after the hit is a key that no tier has
                     # Few at a time, so that many gaps cost a lookup of few keys each, and not of all that is left.
                     most = FEW_KEYS
                 else:
@@ -382,7 +382,7 @@ class Loading(Operation):
             yield future
             return future.result(0)
         except BaseException:
-            future.request_cancel()  # Releases the blocks that it has found.
+            future.request_cancel()  # releases the blocks that it has found
             raise
 
     def _copy(self, opened: OpenEngine, rest: range, hit: Hit) -> Generator[Waited, None, None]:
@@ -425,7 +425,7 @@ class _Steps:
 
     def _go_on(self, future: Waited) -> None:
         with self._lock:
-            if self._is_running:  # The loop of `start` finds it ended.
+            if self._is_running:  # the loop of `start` finds it ended
                 self._has_ended = True
                 return
             self._is_running = True

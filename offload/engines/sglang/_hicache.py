@@ -135,7 +135,7 @@ class HiCacheOffload(HiCacheStorage):
         self.settings: Settings = Settings.read(extra)
         self.faults: FaultLog = FaultLog("HiCache", _log)
         self._config = storage_config
-        self.settings.model_name(storage_config.model_name)  # Check the model now, not when a pool is known.
+        self.settings.model_name(storage_config.model_name)  # check the model now, not when a pool is known
         self._pool: _Pool | None = None
         self._why_not: AdapterError = NoPool()
         if not extra.get("interface_v1"):

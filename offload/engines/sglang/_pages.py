@@ -74,7 +74,7 @@ class LentPages(Destination):
         runs = len(addresses) // n if n else 0
         if len(addresses) != runs * n or len(sizes) != len(addresses):
             raise WrongPages(f"{len(addresses)} runs of {len(sizes)} sizes are not {n} pages")
-        self._runs: list[list[tuple[int, int, int]]] = []  # For each page: address, offset in the block, size.
+        self._runs: list[list[tuple[int, int, int]]] = []  # for each page: address, offset in the block, size
         for start in range(0, len(addresses), runs or 1):
             here = sizes[start : start + runs]
             if sum(here) != block_bytes:

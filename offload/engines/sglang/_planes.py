@@ -62,7 +62,7 @@ def pool_planes(pool: HostKVCache) -> TensorPlanes | None:
 def _tensors(pool: Any) -> dict[str, torch.Tensor]:
     """Return keys and values, or one latent tensor (MLA)."""
     both = pool.kv_buffer
-    if isinstance(both, tuple | list):  # Heads of values have another size than those of keys.
+    if isinstance(both, tuple | list):  # heads of values have another size than those of keys
         keys, values = both
         return {"key": keys, "value": values}
     if both.ndim == len(_AXES[pool.layout]) + 2:

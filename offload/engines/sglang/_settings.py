@@ -83,7 +83,7 @@ class Settings:
         said = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         settings = _knob.from_mapping(said, cls, section=SECTION)
         settings = attrs.evolve(settings, engine=located(settings.engine, settings.daemon_url, SECTION))
-        settings.engine_config(1)  # Check the table now, not when a pool is known.
+        settings.engine_config(1)  # check the table now, not when a pool is known
         return settings
 
     def engine_config(self, block_bytes: int) -> EngineConfig:

@@ -85,7 +85,7 @@ class PageStorage:
         loaded = [False] * len(keys)
         with pages:
             try:
-                with self._look(keys) as hit:  # Blocks that are being loaded stay pinned.
+                with self._look(keys) as hit:  # blocks that are being loaded stay pinned
                     timeout = self._settings.load_timeout
                     future = self._engine.begin_load(hit, pages, timeout=timeout) if len(hit) else None
             except Exception as error:
@@ -165,7 +165,7 @@ class PageStorage:
                 self._faults.count("store", reason)
         for error in result.failed.values():
             self._faults.note("store", error)
-        if result.error is not None:  # The error of the blocks that have no error of their own.
+        if result.error is not None:  # the error of the blocks that have no error of their own
             rest = n - len(result.completed) - len(result.filtered) - len(result.failed)
             self._faults.note("store", result.error, rest)
         return there

@@ -252,7 +252,7 @@ class ChunkSource(NoChunks):
 
     def copy_in_and_sum(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> list[int]:
         """Copy like :meth:`copy_in`; return the xxh3-64 of each whole page."""
-        if self.on_device:  # A transfer for each few blocks takes longer than to read pages again.
+        if self.on_device:  # a transfer for each few blocks takes longer than to read pages again
             with run_beside(checksums, pages) as sums:
                 self.copy_in(blocks, pages)
                 return sums()

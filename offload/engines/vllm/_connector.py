@@ -57,7 +57,7 @@ from ._worker import WorkerHalf, check_layout, close_engine
 
 _log = logging.getLogger(
     "vllm.offload"
-)  # Below vLLM's own logger, so that an operator sees it without any configuration.
+)  # below vLLM's own logger, so that an operator sees it without any configuration
 
 _WORKERS: Final[dict[str, WorkerHalf]] = {}
 """The workers' halves in this process, by engine id and rank."""
@@ -201,7 +201,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             for group in self._kv_cache_config.kv_cache_groups
         ]
         naming = self._naming(layout_of_caches(caches, n_blocks, chunk_tokens))
-        pages = self._pages.of_worker(caches, n_blocks, naming)  # All blocks are free: no request has come yet.
+        pages = self._pages.of_worker(caches, n_blocks, naming)  # all blocks are free: no request has come yet
         engine = from_thread.open_engine(pages.source, self._settings.engine_config(), when_full="drop").start()
         try:
             self._open_worker(kv_caches, engine, pages, naming)
@@ -564,7 +564,7 @@ def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
     cached = output.scheduled_cached_reqs
     for request_id, before, given in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
         computed[request_id] = before + output.num_scheduled_tokens[request_id]
-        if given is not None:  # For a resumed request these are all its blocks, and the first hold its earlier tokens.
+        if given is not None:  # for a resumed request these are all its blocks, and the first hold its earlier tokens
             had = before if request_id in cached.resumed_req_ids else 0
             for group, blocks in zip(groups, given, strict=True):
                 overwritten.update(blocks[had // group.block_size :])

@@ -206,7 +206,7 @@ class RowCopies:
                 with kept_if_unproven((self._arena, events, columns, in_place)):
                     nbytes = self._copy_all(columns, copy, in_place, [Event(event.cuda_event) for event in events])
                 _check_unchanged(in_place)
-            except LostInPlace as raised:  # Another attempt would read changed pages, too.
+            except LostInPlace as raised:  # another attempt would read changed pages, too
                 error = raised
                 break
             except BaseException as raised:

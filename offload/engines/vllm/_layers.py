@@ -110,7 +110,7 @@ class LayerChunks(NoChunks):
         n, wanted = self.pages_per_chunk, []
         for ref, address in zip(refs, pages.addresses, strict=True):
             chunk = [] if ref == _NO_BYTES else self._chunks[ref // n]
-            if not chunk or None in chunk:  # The old bytes of a page belong to another request.
+            if not chunk or None in chunk:  # the old bytes of a page belong to another request
                 ctypes.memset(address, 0, self.block_bytes)
             wanted.append((ref % n, chunk, address))
         if self._device is not None:

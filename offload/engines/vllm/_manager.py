@@ -157,7 +157,7 @@ class HostMemory:
         if self.has_lost_track:
             self._start_over()
         for request_id in preempted:
-            if self.table.knows(request_id):  # A request that is over already would begin again, and never end.
+            if self.table.knows(request_id):  # a request that is over already would begin again, and never end
                 self.begin(request_id)
         for request_id in started:
             self.table.run(request_id)
@@ -216,7 +216,7 @@ class HostMemory:
             self._verify(fill, hit, blocks)
         elif len(fill.keys) == found:
             self._fill(fill, hit)
-        else:  # Some have a row by now, or get none, and a load takes all of a hit.
+        else:  # some have a row by now, or get none, and a load takes all of a hit
             self._look_up(question.request_id, fill.keys, partial(self._fill, fill))
 
     @contextlib.contextmanager
@@ -249,7 +249,7 @@ class HostMemory:
         loaded = 0
         try:
             loaded = blocks.leading(loading.result(0).loaded)
-        except OffloadError as error:  # A load that may still read them writes nothing.
+        except OffloadError as error:  # a load that may still read them writes nothing
             self.counts.trouble("loads that failed", error)
         self._verified(fill, blocks, let_go, loaded)
 
@@ -345,12 +345,12 @@ class HostMemory:
             self.counts.trouble("chunks that a worker could not write", "see the log of the workers", len(lost))
             self.not_written(lost)
         there, rows = self.table.stored([key for key, row in written.items() if row not in unwritten], success)
-        together = min(STORED_TOGETHER, self.engine.budget_blocks)  # A larger store is refused as a whole.
+        together = min(STORED_TOGETHER, self.engine.budget_blocks)  # a larger store is refused as a whole
         for start in range(0, len(there), together):
             try:
                 self._store(there[start : start + together], rows[start : start + together])
             except BaseException:
-                self.table.let_go(rows[start + together :])  # Nothing has begun to copy these.
+                self.table.let_go(rows[start + together :])  # nothing has begun to copy these
                 raise
 
     def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
@@ -368,7 +368,7 @@ class HostMemory:
 
     def _arrived(self, rows: Sequence[int], storing: from_thread.StoreFuture) -> None:
         result = storing.result(0)
-        self.table.let_go(rows)  # A copy that hangs may read the row's next content, into a page that nobody will find.
+        self.table.let_go(rows)  # a copy that hangs may read the row's next content, into a page that nobody will find
         self.counts.add("chunks stored", len(result.completed))
         lost = len(rows) - len(result.completed)
         if storing.dropped:

@@ -175,7 +175,7 @@ class RequestTable:
             return 0
         if record.state is State.ADMITTED:
             record.move(State.NEW)
-            record.stored = 0  # Its stores were cancelled, so it is offered again.
+            record.stored = 0  # its stores were cancelled, so it is offered again
             record.outlived = False
         elif record.state in (State.FOUND, State.ASKED) and computed < record.first * self.chunk_tokens:
             record.move(State.NEW)  # vLLM has evicted its blocks before the looked-up chunks.
@@ -200,7 +200,7 @@ class RequestTable:
 
     def answer(self, record: RequestRecord, found: int) -> None:
         """Record the answer to the lookup: the number of leading chunks found."""
-        if record.state is not State.ASKED:  # It was admitted without, or ended, meanwhile.
+        if record.state is not State.ASKED:  # it was admitted without, or ended, meanwhile
             return
         record.stop = record.first + found
         record.move(State.FOUND if found else State.MISSED)
@@ -248,7 +248,7 @@ class RequestTable:
         if record.state is State.LOADING:
             record.move(State.ADMITTED if complete else State.FAILED)
         if not complete:
-            record.stored = 0  # Chunks that could not be loaded must be stored again.
+            record.stored = 0  # chunks that could not be loaded must be stored again
 
     def store(self, record: RequestRecord, computed: int, blocks_of: Callable[[], Blocks]) -> StorePlan | None:
         """Return a plan for the newly complete chunks of a request.

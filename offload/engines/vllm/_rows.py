@@ -176,7 +176,7 @@ class RowTable:
         if place is not None:
             if place >= 0 or self.placed.holds(place):
                 return Answer.HERE
-            del request.held[key]  # Its tier has lost touch with it.
+            del request.held[key]  # its tier has lost touch with it
             self.placed.release((place,))
         place = self.placed.take(key)
         if place is None:

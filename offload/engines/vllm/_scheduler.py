@@ -155,7 +155,7 @@ class SchedulerHalf:
 
     def _count_pins(self, request_id: str, lookup: from_thread.LookupFuture) -> None:
         if lookup.done():
-            with contextlib.suppress(OffloadError):  # The error is handled when vLLM asks.
+            with contextlib.suppress(OffloadError):  # the error is handled when vLLM asks
                 self._waiting.answer(request_id, lookup.result(0).runs)
 
     def _make_room(self) -> bool:
@@ -201,7 +201,7 @@ class SchedulerHalf:
             self.counts.trouble("lookups without an answer, not taken for misses", error)
             found = 0
         else:
-            found = len(hit) // len(self._ranks)  # A chunk of which one rank has no part is none.
+            found = len(hit) // len(self._ranks)  # a chunk of which one rank has no part is none
             for tier, why in hit.unavailable.items():
                 self.counts.trouble(f"lookups without {tier}, which is unavailable", why)
         self.counts.add("chunks found", found)
@@ -283,7 +283,7 @@ class SchedulerHalf:
         """Wait a little for a lookup when nothing is computed or loaded."""
         pending = next((lookup for lookup in self._lookups.values() if not lookup.done()), None)
         if pending is not None:
-            with contextlib.suppress(OffloadError):  # The error is handled when vLLM asks.
+            with contextlib.suppress(OffloadError):  # the error is handled when vLLM asks
                 pending.result(IDLE_WAIT)
 
     # --- results --------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class HostManager(OffloadingManager):
         for name, source in hit_sources(settings.engine_config()).items():
             self._hit_sources[name] = CacheHitSource(source)
         self._events: list[OffloadingEvent] = []
-        self._is_off = False  # Switched off if chunks from before a reset could be found.
+        self._is_off = False  # switched off if chunks from before a reset could be found
         if config.enable_kv_cache_events:
             memory.table.pool.watch_keys(self)
 
@@ -186,7 +186,7 @@ class HostManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """End the planning of a step."""
         self.memory.planned(context.preempted_req_ids, context.new_req_ids)
-        self.memory.arena.unlink()  # The workers have opened it.
+        self.memory.arena.unlink()  # the workers have opened it
 
     # --- lookups --------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class WaitingPins:
 
         ``is_asked``: vLLM asks for the request, which has not only arrived.
         """
-        if not self._requests:  # An error that came between two counts ends here.
+        if not self._requests:  # an error that came between two counts ends here
             self._unanswered, self._holders, self._blocks = {}, Counter(), Counter()
         self._requests[request_id] = _Pins(keys, self._step if is_asked else -1)
         self._unanswered[request_id] = len(keys)

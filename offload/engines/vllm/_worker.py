@@ -130,7 +130,7 @@ class WorkerHalf:
                 token.request_cancel()
         deadline = time.monotonic() + STORE_GRACE
         for store in self._touched(plan):
-            with contextlib.suppress(OffloadError):  # Not over yet, or failed; the result is handled elsewhere.
+            with contextlib.suppress(OffloadError):  # not over yet, or failed; the result is handled elsewhere
                 store.future.result(max(0.0, deadline - time.monotonic()))
         touched = self._touched(plan)
         self._end_stores(touched)
@@ -194,12 +194,12 @@ class WorkerHalf:
             load = self._loads[one.request_id] = _Load(one)
             try:
                 self._begin_load(load, plan.generation, computed)
-            except Exception as error:  # Whatever it is, the request must go on.
+            except Exception as error:  # whatever it is, the request must go on
                 self._arrive(load, 0, error)
 
     def _begin_load(self, load: _Load, generation: str, computed: PreconditionLike) -> None:
         hashes = load.plan.hashes
-        if not hashes:  # Of a request whose load could not be planned.
+        if not hashes:  # of a request whose load could not be planned
             self._arrive(load, 0)
             return
         keys = self._naming.keys(hashes, with_adapter(generation, load.plan.adapter))
@@ -228,10 +228,10 @@ class WorkerHalf:
             hit = future.result(0)
             for tier, error in hit.unavailable.items():
                 self.counts.trouble(f"loads without {tier}, which is unavailable", error)
-            with hit:  # The load keeps it pinned.
+            with hit:  # the load keeps it pinned
                 destination = self._source.into(load.plan.blocks[: len(hit)])
                 loading = self.engine.begin_load(hit, destination, precondition=computed, timeout=self._load_timeout)
-        except Exception as error:  # Whatever it is, the request must go on.
+        except Exception as error:  # whatever it is, the request must go on
             self._arrive(load, 0, error)
             return
         load.future = loading
@@ -364,7 +364,7 @@ class WorkerHalf:
             self._stores[future] = _Store(future, blocks)
             future.add_done_callback(stored)
         except BaseException as error:
-            self._forget(chunks)  # Without its chunks, a running copy fails.
+            self._forget(chunks)  # without its chunks, a running copy fails
             if future is not None:
                 self._stores.pop(future, None)
                 future.request_cancel()
@@ -395,7 +395,7 @@ class WorkerHalf:
         there = [key for key, reason in result.filtered.items() if reason == "present"]
         behind = self._source.behind(chunks, frozenset([*result.completed, *there]))
         if behind is not None:
-            with contextlib.suppress(OffloadError):  # Its absence counts as a miss.
+            with contextlib.suppress(OffloadError):  # its absence counts as a miss
                 self.engine.store(behind, NO_WAIT, tenant=self._tenant)
 
     def _dropped(self, chunks: int) -> None:
@@ -433,7 +433,7 @@ class WorkerHalf:
         try:
             if drain:
                 self.engine.drain(drain)
-                self.engine.drain(drain)  # Markers are stored after the last chunks.
+                self.engine.drain(drain)  # markers are stored after the last chunks
         except OffloadError as error:
             self.counts.trouble("stores that the end of the worker cut off", error)
         try:
