@@ -300,6 +300,7 @@ class DeviceTier(SlotTier):
             storage = _HostTensors(pieces, self.n, tensors)
         else:
             storage = DeviceBlocks(pieces, self.n, self.device, tensors)
+        # LRU by default: an engine decides by itself which of its blocks it gives up.
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
         self.planes: TensorPlanes | None = None
         """The planes of a block, where ``plane_axes`` says what they are."""

@@ -83,6 +83,7 @@ async def _play(requests: Sequence[Request], block_bytes: int, capacity_bytes: i
             "baseline": (Baseline(capacity_bytes // block_bytes, block_bytes), make_places(1, most, block_bytes))
         }
         for name, (summed, in_flight) in _TIERS.items():
+            # LRU as in the baseline: both must find the same blocks, or the ratio of their times means nothing.
             tier = MemoryTier(capacity_bytes, block_bytes, checksums=summed, eviction=LRU())
             cache = await stack.enter_async_context(open_engine_cache(tier, block_bytes, most, in_flight))
             subjects[name] = cache, cache.places

@@ -381,6 +381,7 @@ class Admin:
         return Quarantines(request.seq, self._daemon.epoch, copies, list(withheld[:MAX_ADMIN_KEYS]), len(withheld))
 
     def _release_quarantine(self, peer: bytes, request: ReleaseQuarantine) -> Done:
+        # There is no "all": each name is a claim of the operator that this copy is over.
         there, withheld = self._engine.quarantine_by_name(), set(self._engine.withheld)
         unknown = [name for name in request.copies if name not in there]
         unknown += [key.hex() for key in request.withheld if key not in withheld]

@@ -180,6 +180,7 @@ class DaemonConfig:
         "Serve pinned memory as well, as offload pinned-pool does; its settings are in [pinned_pool], and its sockets in this "
         "runtime_dir, unless another one is set there.",
     )
+    # Without a default: two daemons of one user must not share it, and runtime_dir, in memory, does not outlive the host.
     flight_recorder: str = _knob.text(
         "",
         "a path",

@@ -25,4 +25,5 @@ class Dropped:
     @property
     def exit_code(self) -> int:
         """Exit code: 0, or 5 (stores), 6 (other requests), 7 (both)."""
+        # Not 143 after SIGTERM: a supervisor that stops a service has found no fault, and must see whether requests were lost.
         return int(ExitCode.DROPPED + bool(self.stores) + 2 * bool(self.others) - 1 if self else ExitCode.DONE)

@@ -414,6 +414,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if request.lora_request is None
             else self._scheduler.adapter_of(request.request_id) or self._adapter(request),
         )
+        # Never within the step: vLLM 0.32 counts the blocks of such a load as cached before their bytes are there. If the load
+        # fails and the request is aborted, the next request with this prefix would read blocks that were never loaded.
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
