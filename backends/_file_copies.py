@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from .abc import Destination, Failed, Key, Missed, PaddedSource
+from .abc import Destination, Failed, Key, Missed
 from .base._unproven import kept_if_unproven
 from .base.blockfile import Directory, Refused, name_of, pack_header
 from .base.copying import Bounce, StoreCopy
@@ -42,7 +42,6 @@ class Writing:
         self.left = remove(self.directory, self.litter)
         note_uses(self.directory, self.uses)
         now = time.time_ns()
-        used_bytes = copy.source.used_bytes if isinstance(copy.source, PaddedSource) else None
         for positions, pages in copy.portions():
             for row, at in enumerate(positions):
                 if self.abandoned:
@@ -54,8 +53,7 @@ class Writing:
                 digest = copy.sums[at] if self.checksums else None
                 try:
                     head = pack_header(keys[at], page.nbytes, digest, self.layout, self.depths[at])
-                    used = None if used_bytes is None else used_bytes(page)
-                    self.directory.write(names[at], head, page, now - at, self.fsync, used)
+                    self.directory.write(names[at], head, page, now - at, self.fsync, copy.source.used_bytes(page))
                 except OSError as exc:
                     copy.failed[at] = exc
                 self._keep_if_awaited(names[at])

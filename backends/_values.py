@@ -259,16 +259,16 @@ class RoomRequest:
 
 @attrs.frozen
 class Capabilities:
-    """The optional parts of the contract that a tier keeps, as its attribute ``capabilities``. All of them by default.
+    """The parts of the contract that a tier keeps, and the abilities that it has.
 
-    :func:`backends.testing.check_tier` tests what is declared.
+    See :attr:`backends.abc.TransferExecutor.capabilities`; :func:`backends.testing.check_tier` tests all that are declared.
     """
 
     pins: bool = True
     """A leased block stays until the lease ends. Without it, a hit is a hint: the block may be gone when it is loaded, and
     then is :class:`Missed`. A lease still keeps this process from evicting and deleting it."""
     deletes: bool = True
-    """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`ReadableTier.delete` answers
+    """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`Tier.delete` answers
     ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` if only an eviction could make room."""
     asked_first: bool = True
     """A store asks which blocks are there before it offers them. Without it, all are offered, and those that are there come
@@ -276,6 +276,14 @@ class Capabilities:
     duplicates: for a tier where asking costs as much as offering."""
     per_key_outcomes: bool = True
     """A block that cannot be stored fails alone. Without it, all blocks that were copied with it fail too."""
+    answers_at_once: bool = False
+    """:meth:`TransferExecutor.contains_nowait`: the tier knows its keys without asking, a server for example."""
+    needs_tenants: bool = False
+    """:meth:`Tier.carry`: the tier needs the tenants of its blocks, since it encrypts for example."""
+    reports_evictions: bool = False
+    """:meth:`Tier.on_evicted` and :meth:`Tier.spill_to`."""
+    lists_keys: bool = False
+    """:meth:`Tier.list_keys` and :meth:`Tier.watch_keys`."""
 
 
 @attrs.frozen

@@ -1,12 +1,14 @@
 """The contracts of a tier, and the values that cross them.
 
-Four contracts, each with one to five methods:
+Four contracts:
 
-* :class:`Source`: a pipeline reads blocks from it, in columns. A :class:`ChecksummedSource` also knows their checksums.
+* :class:`Source`: a pipeline reads blocks from it, in columns.
 * :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
-* :class:`ReadableTier`: an executor that can be read back: looked up, pinned, loaded, deleted from. A :class:`Tier` knows
-  without waiting what it contains; any other tier has to ask, a server for example.
+* :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from.
 * :class:`Destination`: the memory that a load writes to.
+
+Each is a base class: what every place can do is abstract, and every optional ability is declared there once, with a default
+that says "no". So nobody has to ask whether a method exists.
 
 All methods take *many* blocks at once. A block is a position in parallel columns (its key, its ref, its outcome), never an
 object: one object per block costs more than every decision about it.
@@ -21,12 +23,13 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from ._errors import BlockSizeError as BlockSizeError
 from ._errors import CapacityError as CapacityError
 from ._errors import DamagedBlock as DamagedBlock
 from ._errors import DuplicateKeys as DuplicateKeys
+from ._errors import MissingKeys
 from ._errors import Unproven as Unproven
 from ._errors import UnreadableBlock as UnreadableBlock
 from ._values import DUPLICATE as DUPLICATE
@@ -54,35 +57,132 @@ from .base.keys import MAX_KEY_BYTES as MAX_KEY_BYTES
 from .base.keys import check_keys as check_keys
 from .base.pages import Pages
 
+if TYPE_CHECKING:
+    from maru.kv_events import KeyWatcher
 
-@runtime_checkable
-class Source(Protocol):
-    """Where a pipeline reads from. Called on the trio thread, except :meth:`copy_out`."""
+    from .base.direct import DirectTier
+    from .base.leaving import Listener, Spill
+
+
+class Source(ABC):
+    """The place that a pipeline reads blocks from.
+
+    A subclass defines the first two members. All others are abilities, which a source lacks by default. Called on the trio
+    thread, except :meth:`copy_out`, :meth:`used_bytes` and :meth:`plane_samples`. A source in front of another one is a
+    :class:`backends.base.forwarding.ForwardingSource`, which forwards all of them.
+    """
+
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def block_bytes(self) -> int:
         """Size of every block, in bytes."""
-        ...
+
+    @abstractmethod
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each block into the page at the same position. In a worker thread; returns when the copy is over.
+
+        It raises :class:`DamagedBlock` for a block that it finds damaged while it copies, and :class:`UnreadableBlock` for one
+        that cannot be read. The caller then copies the others one by one.
+        """
+
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        """Return the addresses of these blocks, or ``None`` if a block is not one run of host memory."""
+        return None
+
+    # --- blocks that are found by their keys ----------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take one counted ref for each key that is present; ``EVICTED`` for each that is not. Never blocks."""
-        ...
+        """Take one counted ref for each key that is present; ``EVICTED`` for each that is not. Never blocks.
+
+        A source without keys, whose owner names blocks by their numbers (:class:`ExternalBlocks`), has none.
+        """
+        return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
         """Release one count of each ref; ``EVICTED`` is ignored. Never blocks, never raises."""
-        ...
+        return
 
-    def views(self, refs: Sequence[int]) -> Pages | None:
-        """The addresses of these blocks, or ``None`` if a block is not one run of host memory."""
-        ...
+    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
+        """Return these blocks without refs: a block that is gone at the commit is reported as evicted."""
+        return WeakBlocks(self, keys, None, depths)
 
-    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
+    def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
+        """Return these blocks, each with a ref that the receiver of the value must release.
 
-        If it finds a block damaged while it copies, it raises :class:`DamagedBlock`, or :class:`UnreadableBlock` if it cannot
-        be read; the caller then copies the others one by one.
+        Raises:
+            MissingKeys: not all of them are here; none is held then.
+            DuplicateKeys: a key is named twice; none is held then.
         """
-        ...
+        check_keys(keys)
+        refs = self.upgrade(keys)
+        try:
+            if EVICTED in refs:
+                raise MissingKeys(self, [key for key, ref in zip(keys, refs, strict=True) if ref == EVICTED])
+            return StrongBlocks(self, keys, refs, depths)
+        except BaseException:
+            self.release(refs)
+            raise
+
+    # --- checksums ------------------------------------------------------------------------------------------------
+
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
+        """Return the xxh3-64 of each block as it was stored, ``None`` for each that is not known. Never blocks.
+
+        A block that is known to be damaged has a value that no checksum has, such as ``-1``. ``None`` for all: none is known.
+
+        A copy out of the source compares what has arrived, and stores no damaged block: under a new checksum the damage would
+        count as correct from then on. A source that verifies its blocks itself in :meth:`copy_out`, and raises
+        :class:`DamagedBlock` there, need not know any.
+        """
+        return None
+
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """Drop blocks that a copy has found damaged, by :meth:`checksums_of`: count them, and do not find them any more.
+
+        A new block under the same key in another slot stays. Never blocks; called before the refs are released.
+        """
+        return
+
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
+        """Drop blocks that the caller has found damaged, without counting them. Return whether the source can.
+
+        For a source in front of this one that decodes its blocks. Otherwise like :meth:`forget_damaged`.
+        """
+        return False
+
+    # --- blocks that are known in other ways ----------------------------------------------------------------------
+
+    def used_bytes(self, page: memoryview) -> int | None:
+        """Return the number of leading bytes in use of a page filled by :meth:`copy_out`. Any thread.
+
+        The others are zero, so that a destination may leave them out, and read zeros there. ``None``: all are in use.
+        """
+        return None
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
+        """Return the numbered place of these blocks and their numbers, or ``None``.
+
+        A tier of another process that has mapped the place as well reads the blocks there by their numbers.
+        """
+        return None, ()
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The names of the planes of a block, in order: ``layer 0 kv 1 head 2``. Empty if it cannot be read so.
+
+        A copy is compared plane by plane now and then, to see whether each came to where it belongs
+        (:mod:`backends.base.planes`).
+        """
+        return ()
+
+    def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
+        """Return the samples of each of these blocks. Any thread.
+
+        ``None`` for a block that cannot be read so, for example because only a part of it is copied.
+        """
+        raise NotImplementedError
 
 
 class Destination(ABC):
@@ -124,7 +224,7 @@ class Destination(ABC):
     def numbered(self) -> tuple[object, Sequence[int]]:
         """Return the numbered place of the blocks and their numbers, or ``None``.
 
-        See :class:`NumberedSource`.
+        See :meth:`Source.numbers_of`.
         """
         return None, ()
 
@@ -156,14 +256,14 @@ class Destination(ABC):
     def plane_names(self) -> Sequence[str]:
         """The names of the planes of a block; empty if it cannot be read so.
 
-        See :class:`PlanarPlace`.
+        See :attr:`Source.plane_names`.
         """
         return ()
 
     def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
         """Return the samples of the blocks at these positions. Any thread.
 
-        See :class:`PlanarPlace`.
+        See :attr:`Source.plane_names`.
         """
         raise NotImplementedError
 
@@ -171,71 +271,61 @@ class Destination(ABC):
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-class Reservation(Protocol):
+class Reservation(ABC):
     """Room for some blocks in a tier. Ends with :meth:`transfer`, :meth:`release`, or both."""
 
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def granted(self) -> Sequence[Key]:
         """The keys that have room: a prefix of those requested (all of them under ``wait`` and ``evict``)."""
-        ...
 
+    @abstractmethod
     def keep(self, keys: Sequence[Key]) -> None:
         """Give back the room of every granted key not in ``keys`` (a subsequence of ``granted``). Never blocks."""
-        ...
 
+    @abstractmethod
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the kept blocks (``refs`` in their order) and publish them. Called at most once, after the commit.
 
         Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
         is over. A block is found by its key only once all of its bytes are there. A block that its source knows to be damaged
-        (:class:`ChecksummedSource`) is not stored: it is :class:`Failed` with :class:`DamagedBlock`, the others go on, and the
+        (:meth:`Source.checksums_of`) is not stored: it is :class:`Failed` with :class:`DamagedBlock`, the others go on, and the
         source forgets it. It may pass no checkpoint if it need not wait. The caller shields and bounds it: if it is cancelled
         all the same, it returns at once, even with a copy still under way, and the caller quarantines it.
 
         Raises:
             Unproven: the copy may still be going on.
         """
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Give back the room that was not published. Idempotent; never blocks, never raises."""
-        ...
-
-
-@runtime_checkable
-class HoldingReservation(Protocol):
-    """A reservation that can hold what it stores until that is copied on. Optional; of a tier that is a :class:`Source`."""
 
     def hold(self) -> None:
-        """Before the transfer: hold each block that it stores, or finds stored, until :meth:`Reservation.release`.
+        """Hold each block that the transfer stores, or finds stored, until :meth:`release`. Called before the transfer.
 
         A block that has just been stored may be evicted at once for a waiting request. Held, it is still there when the
-        transfer has returned, so that the caller can take its own refs (:meth:`Source.upgrade`).
+        transfer has returned, so that the caller can take its own refs (:meth:`Source.upgrade`). A tier that is no source holds
+        nothing.
         """
-        ...
-
-
-@runtime_checkable
-class DepthReservation(Protocol):
-    """A reservation that stores the depths of its blocks. Optional; recognised by the method."""
+        return
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Note the depth of each block (its index in its prefix, where known) for the eviction policy. Before the transfer."""
-        ...
+        """Note the depth of each block (its index in its prefix, where known) for the eviction. Called before the transfer.
+
+        A tier that keeps no depths ignores them.
+        """
+        return
 
 
-@runtime_checkable
-class DepthTier(Protocol):
-    """A tier that knows the depths of its blocks: they go with a block that is promoted. Optional; recognised by the method."""
-
-    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """The depth of each block (its index in its prefix), where it is known; ``None`` where none is. Never blocks."""
-        ...
-
-
-class TransferExecutor(Protocol):
+class TransferExecutor(ABC):
     """A place that blocks can be written to. All methods are called on the trio thread."""
 
+    __slots__ = ()
+
+    @abstractmethod
     async def reserve(self, request: RoomRequest) -> Reservation:
         """Take room for the blocks of a request, which may shrink while this waits.
 
@@ -247,66 +337,90 @@ class TransferExecutor(Protocol):
             BlockSizeError: this place holds blocks of another size.
             CapacityError: it could not hold so many blocks even if it were empty.
         """
-        ...
 
+    @abstractmethod
     def reserve_nowait(self, request: RoomRequest) -> Reservation:
-        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        ...
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting.
+
+        A tier that must ask a server also raises it under ``partial`` and ``fail``; :meth:`reserve` then asks.
+        """
+
+    @property
+    def name(self) -> str:
+        """The name in statistics, logs and hits; empty: that of its class."""
+        return ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes; 0 while any size is taken."""
+        return 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The parts of the contract that this place keeps, and the abilities that it has."""
+        return Capabilities()
+
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Return those of ``keys`` that are there now. Never blocks.
+
+        Only if :attr:`Capabilities.answers_at_once`.
+        """
+        raise NotImplementedError
 
 
 # --- reading back -------------------------------------------------------------------------------------------------
 
 
-class ReadLease(Protocol):
+class ReadLease(ABC):
     """A hold on a prefix of some keys: none of its blocks is evicted or deleted until it is released."""
 
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def keys(self) -> Sequence[Key]:
         """The held keys: the longest prefix of those requested that is there."""
-        ...
 
+    @abstractmethod
     async def release(self) -> None:
         """Release the blocks. Idempotent."""
-        ...
 
-    async def __aenter__(self) -> ReadLease: ...
+    async def __aenter__(self) -> ReadLease:
+        return self
 
+    @abstractmethod
     async def __aexit__(self, *exc: object) -> None:
         """Release, also when cancelled."""
-        ...
 
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Drop the damaged blocks at these positions. Return whether the lease can.
 
-class ForgettingLease(ReadLease, Protocol):
-    """A lease that can drop damaged blocks: for a tier that decodes what it reads, and finds the damage only then.
-
-    A delete by key could hit a new block that was stored under the key in between.
-    """
-
-    def forget(self, positions: Sequence[int]) -> None:
-        """Drop the damaged blocks at these positions: no longer found, and freed when they are no longer held.
-
-        A new block under the same key stays. Not counted as deleted. Never blocks; call it before the lease is released.
+        For a reader that decodes the blocks, and finds the damage only then: a delete by key could hit a new block that was
+        stored under the key in between, which stays. The dropped blocks are no longer found, freed when they are no longer
+        held, and not counted as deleted. Never blocks; called before the lease is released.
         """
-        ...
+        return False
 
 
-@runtime_checkable
-class ReadableTier(TransferExecutor, Protocol):
+class Tier(TransferExecutor):
     """A :class:`TransferExecutor` that can also be read.
 
-    One that is not a :class:`Tier` must ask a server, which has other clients too. Its
-    :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` if it would have to ask, also under ``partial``
-    and ``fail``; :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
+    A subclass defines the seven abstract methods. All others are abilities, which a tier lacks by default;
+    :class:`Capabilities` declares those that cannot be recognised by their answer. A tier in front of another one is a
+    :class:`backends.base.forwarding.ForwardingTier`, which forwards all of them.
     """
 
-    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that the tier had when it was asked. Does not count as a use. An exception is not a miss."""
-        ...
+    __slots__ = ()
 
+    @abstractmethod
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Return those of ``keys`` that the tier had when it was asked. Does not count as a use. An exception is not a miss."""
+
+    @abstractmethod
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Pin the longest prefix of ``keys`` that is there (possibly none). Cancelled, it pins nothing."""
-        ...
 
+    @abstractmethod
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks to ``destination``, position by position, and verify them. It may be written from the call on.
 
@@ -314,134 +428,105 @@ class ReadableTier(TransferExecutor, Protocol):
         and no longer found. Cancelled, it returns only when the copy is over: however it ends, the caller may use the
         destination again.
         """
-        ...
 
+    @abstractmethod
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Delete these keys; a held one is ``PINNED`` and stays. Returns one answer per key."""
-        ...
 
+    @abstractmethod
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot."""
-        ...
+        """Return an immutable snapshot."""
 
-
-@runtime_checkable
-class Tier(ReadableTier, Protocol):
-    """A :class:`ReadableTier` that knows without waiting what it contains. ``isinstance`` tells it from any other."""
-
-    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are there now. Never blocks."""
-        ...
-
-
-# --- what only some places have -----------------------------------------------------------------------------------
-
-
-class HeldSource(Source, Protocol):
-    """The blocks of a tier that are held, as a source: a pipeline copies them from where they lie."""
-
-    def take(self, lease: ReadLease) -> StrongBlocks:
-        """The blocks of a lease of that tier, held until the receiver of the value releases them.
-
-        The lease belongs to this source from then on. What is held can be held once more by its key
-        (:meth:`Source.upgrade`), until nobody holds it.
-        """
-        ...
-
-
-@runtime_checkable
-class PageTier(Protocol):
-    """A tier that has to be asked for its blocks, and whose held blocks are a source. Optional; recognised by the attribute.
-
-    No pipeline could take refs of its blocks when it commits, as of a :class:`Source`: that must not wait. So a pipeline that
-    starts there pins what it will copy before (:meth:`ReadableTier.pin`).
-    """
+    # --- its blocks as a source -----------------------------------------------------------------------------------
 
     @property
-    def held_pages(self) -> HeldSource:
-        """Its blocks, as far as they are held."""
-        ...
+    def source(self) -> Source | None:
+        """Its blocks as a source: often the tier itself. ``None``: they are only read by :meth:`load`."""
+        return None
 
+    @property
+    def held_pages(self) -> HeldSource | None:
+        """Its held blocks as a source, for a tier that has to be asked for its blocks; else ``None``.
 
-@runtime_checkable
-class TenantTier(Protocol):
-    """A tier that needs the tenants of its blocks, such as one that encrypts. Optional; recognised by the method."""
+        A pipeline cannot take refs of the blocks of such a tier when it commits, since that must not wait. So a pipeline that
+        starts there pins what it will copy before (:meth:`pin`).
+        """
+        return None
+
+    # --- abilities ------------------------------------------------------------------------------------------------
+
+    @property
+    def direct(self) -> DirectTier | None:
+        """The tier itself if other threads may read it (:mod:`backends.base.direct`)."""
+        return None
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """Return the depth of each block (its index in its prefix), where it is known; ``None`` if none is. Never blocks.
+
+        They go with a block that is promoted.
+        """
+        return None
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
         """Tag these keys with their tenant until the returned function is called. Calling that again does nothing.
 
-        A store calls this before the copy and ends it after; a read calls it before the pin, and ends it when the lease is
-        released. If two tenants tag one key at the same time it has no tenant: a store of it fails, a load misses.
+        Only called if :attr:`Capabilities.needs_tenants`. A store calls this before the copy and ends it after; a read calls it
+        before the pin, and ends it when the lease is released. If two tenants tag one key at the same time it has no tenant: a
+        store of it fails, a load misses.
         """
-        ...
+        return _no_tag
 
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` at every eviction from now on, until the returned function is called.
 
-@runtime_checkable
-class ChecksummedSource(Source, Protocol):
-    """A source that knows the checksums of its blocks. Optional; recognised by the methods.
-
-    A copy out of it compares what has arrived, and stores no damaged block: under a new checksum the damage would count as
-    correct from then on. So every wrapper of such a source must forward both methods. A source that verifies its blocks itself
-    in :meth:`copy_out`, and raises :class:`DamagedBlock` there, needs neither.
-    """
-
-    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None]:
-        """The xxh3-64 of each block as it was stored, ``None`` if it is not known. Never blocks.
-
-        For a block that is known to be damaged a value that no checksum has, such as ``-1``.
+        Only if :attr:`Capabilities.reports_evictions`.
         """
-        ...
+        raise NotImplementedError
 
-    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Drop blocks that a copy has found damaged: count them, and do not find them any more.
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Call ``spiller`` with the victims of every eviction from now on, until the returned function is called.
 
-        A new block under the same key in another slot stays. Never blocks; call it before the refs are released.
+        It is called on the trio thread, during a reservation, so it must record the victims and return. If it raises, the
+        victims go. It still owns the victims that it was given when it is removed. Only if
+        :attr:`Capabilities.reports_evictions`.
+
+        Raises:
+            ValueError: the tier has a spiller.
         """
-        ...
+        raise NotImplementedError
 
+    def list_keys(self) -> list[Key]:
+        """Return all keys that are stored, in any order. Only if :attr:`Capabilities.lists_keys`."""
+        raise NotImplementedError
 
-@runtime_checkable
-class PaddedSource(Source, Protocol):
-    """A source whose blocks mostly need less than ``block_bytes``. Optional; recognised by the method.
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Report every change to ``watcher`` from now on, until the returned function is called.
 
-    A destination may leave out the unused bytes, and read zeros there.
-    """
-
-    def used_bytes(self, page: memoryview) -> int:
-        """How many leading bytes of a page filled by :meth:`copy_out` are used; the others are zero. For any thread."""
-        ...
-
-
-@runtime_checkable
-class PlanarPlace(Protocol):
-    """A source of which each block can be read plane by plane (:mod:`backends.base.planes`). Optional.
-
-    What is copied is compared with it now and then: whether each plane of a block came to where it belongs.
-    """
-
-    @property
-    def plane_names(self) -> Sequence[str]:
-        """The name of each plane of a block, in order: ``layer 0 kv 1 head 2``. None: this one cannot be read so."""
-        ...
-
-    def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
-        """The samples of each of these blocks. Any thread.
-
-        ``None`` where a block cannot be read so, since only a part of it is copied, say.
+        Only if :attr:`Capabilities.lists_keys`.
         """
-        ...
+        raise NotImplementedError
+
+    def tell_when_back(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever a tier that was gone is there again. One that cannot know it never calls."""
+        return
 
 
-@runtime_checkable
-class NumberedSource(Source, Protocol):
-    """A source whose blocks have numbers that another process knows them by. Optional; recognised by the method.
+def _no_tag() -> None:
+    """The end function of no tag: does nothing."""
 
-    For a tier of another process that has mapped this place as well, and reads there itself.
-    """
 
-    def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
-        """The place itself, whatever proxy it was reached by, and the number of each of these blocks."""
-        ...
+class HeldSource(Source):
+    """The blocks of a tier that are held, as a source: a pipeline copies them from where they lie."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def take(self, lease: ReadLease) -> StrongBlocks:
+        """Return the blocks of a lease of that tier, held until the receiver of the value releases them.
+
+        The lease belongs to this source from then on. What is held can be held once more by its key
+        (:meth:`Source.upgrade`), until nobody holds it.
+        """
 
 
 class Canary(Protocol):

@@ -314,11 +314,11 @@ class DeviceTier(SlotTier):
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The name of each plane of a block; see :class:`backends.abc.PlanarPlace`."""
+        """The name of each plane of a block."""
         return () if self.planes is None else self.planes.plane_names
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float]]:
-        """The samples of these blocks; see :class:`backends.abc.PlanarPlace`."""
+        """The samples of these blocks."""
         return [] if self.planes is None else self.planes.samples(refs)
 
     def into(self, ids: Sequence[int]) -> Destination:
@@ -343,7 +343,7 @@ class DeviceTier(SlotTier):
         return self._storage.pieces(ids, pages)
 
     def numbers_of(self, refs: Sequence[int]) -> tuple[DeviceTier, Sequence[int]]:
-        """See :class:`backends.abc.NumberedSource`."""
+        """See :meth:`backends.abc.Source.numbers_of`."""
         return self, refs
 
     def canary(self, block: int) -> Canary:

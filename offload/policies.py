@@ -10,19 +10,17 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias, cast, overload, runtime_checkable
+from typing import Final, TypeAlias, cast, overload
 
 import attrs
 import trio
 from xxhash import xxh3_64_intdigest
 
-from backends.abc import ReadableTier
-from backends.base.direct import DirectTier
+from backends.abc import Tier, TransferExecutor
 
 from ._errors import TierBehindFailed, TierUnavailable
 from ._policy_thread import ThreadedPolicy
@@ -52,26 +50,24 @@ class PassAll:
 # --- presence -----------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class _KnowsAtOnce(Protocol):
-    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
-
-
-@overload
-def PresenceFilter(tier: _KnowsAtOnce) -> Policy: ...
-@overload
-def PresenceFilter(tier: ReadableTier) -> Policy | AsyncPolicy: ...
-def PresenceFilter(tier: Any) -> Policy | AsyncPolicy:
+def PresenceFilter(tier: TransferExecutor) -> Policy | AsyncPolicy:
     """Rejects blocks that a tier has already, with the reason ``present``.
 
     For a broken tier, or a daemon one of whose tiers is silent, nothing is known and nothing is rejected: the tier decides when
     it is asked for room.
 
     Args:
-        tier: a tier of any kind. With ``contains_nowait`` (:class:`backends.abc.Tier`) the filter never waits; any other tier
-            is asked, by an :class:`~offload.abc.AsyncPolicy`.
+        tier: a tier of any kind. If it :attr:`answers at once <backends.abc.Capabilities.answers_at_once>`, the filter never
+            waits; any other tier is asked, by an :class:`~offload.abc.AsyncPolicy`.
+
+    Raises:
+        TypeError: it does not answer at once, and is no :class:`backends.abc.Tier` that could be asked.
     """
-    return _PresentNow(tier) if isinstance(tier, _KnowsAtOnce) else _PresentWhenAsked(tier)
+    if tier.capabilities.answers_at_once:
+        return _PresentNow(tier)
+    if not isinstance(tier, Tier):
+        raise TypeError(f"{tier!r} cannot be asked what it has: it is no backends.abc.Tier")
+    return _PresentWhenAsked(tier)
 
 
 class _PresentNow:
@@ -80,7 +76,7 @@ class _PresentNow:
     __slots__ = ("_contains", "_tier")
     in_any_thread = True
 
-    def __init__(self, tier: _KnowsAtOnce) -> None:
+    def __init__(self, tier: TransferExecutor) -> None:
         self._tier = tier
         self._contains = tier.contains_nowait
 
@@ -98,7 +94,7 @@ class _PresentNow:
 class _PresentWhenAsked(AsyncPolicy):
     """The presence filter of a tier that must be awaited, unless it is a :class:`backends.base.direct.DirectTier`."""
 
-    def __init__(self, tier: ReadableTier) -> None:
+    def __init__(self, tier: Tier) -> None:
         self._tier = tier
 
     def __repr__(self) -> str:
@@ -116,8 +112,8 @@ class _PresentWhenAsked(AsyncPolicy):
         """Return the keys that a shared index shows; ``None`` where there is none, or it cannot tell."""
         # Asked each time: a tier that comes late is another one by then. Behind a breaker it is the tier itself, since an
         # answer without a message says nothing about the health of the server.
-        tier = getattr(self._tier, "direct", self._tier)
-        found = tier.contains_from_thread(keys) if isinstance(tier, DirectTier) else None
+        direct = self._tier.direct
+        found = None if direct is None else direct.contains_from_thread(keys)
         if found is None:
             return None
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED

@@ -3,8 +3,8 @@
 A tier computes a checksum of what has arrived, and trusts it from then on. So what arrives is compared with the checksum of its
 source before it can be found: otherwise damage would be copied on, with a checksum that fits.
 
-Rule 1. The source (:class:`backends.abc.ChecksummedSource`) is asked for checksums on the trio thread before the copy; they are
-        compared where the copy is made; and damaged blocks are reported to the source on the trio thread, after the copy.
+Rule 1. The source is asked for checksums (:meth:`backends.abc.Source.checksums_of`) on the trio thread before the copy; they
+        are compared where the copy is made; and damaged blocks are reported to the source on the trio thread, after the copy.
 Rule 2. A damaged or unreadable block fails alone. If the source finds it itself, and raises for the whole copy, the other
         blocks are copied once more, one by one.
 Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as well.
@@ -212,8 +212,7 @@ class StoreCopy:
         """
         different, self._different = self._different, []
         if different:
-            source: Any = self.source  # a ChecksummedSource, since checksums differ
-            source.forget_damaged([self._keys[at] for at in different], [self.refs[at] for at in different])
+            self.source.forget_damaged([self._keys[at] for at in different], [self.refs[at] for at in different])
         return self.failed
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -253,10 +252,8 @@ class StoreCopy:
 
 
 def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
-    """The checksums that a :class:`~backends.abc.ChecksummedSource` knows of these blocks; ``None`` if it knows none."""
-    # Recognised by the method: `isinstance` of a protocol costs as much as the copy of a small batch.
-    ask: Callable[..., Sequence[int | None]] | None = getattr(source, "checksums_of", None)
-    expected = None if ask is None else ask(keys, refs)
+    """Return the checksums that a source knows of these blocks; ``None`` if it knows none."""
+    expected = source.checksums_of(keys, refs)
     return None if expected is None or expected.count(None) == len(expected) else expected
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
-from ..abc import Key
+from ..abc import Key, Tier
 from .pages import Pages
 
 
@@ -54,11 +54,18 @@ class PlacedLease(ABC):
         """Raise unless the pages still are those of the blocks. In any thread; to be called before a use, and after."""
 
 
-class DirectTier(ABC):
-    """A tier that other threads may read. It says so by deriving, since a wrapper of it is none."""
+class DirectTier(Tier):
+    """A tier that other threads may read."""
+
+    __slots__ = ()
 
     waits_for_disk: ClassVar[bool] = False
     """Whether a load waits for more than memory."""
+
+    @property
+    def direct(self) -> DirectTier:
+        """The tier itself."""
+        return self
 
     @abstractmethod
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:

@@ -1,50 +1,44 @@
-"""Bases of tiers in front of another tier, and of destinations in front of another one.
+"""Bases of a tier, a source and a destination that stand in front of another one.
 
 A breaker, a placeholder for a tier that is absent, and a chain of wrappers each stand in front of one tier and keep its
-contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides what
-it changes, so that its code shows the differences and nothing else.
+contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides the
+parts that it changes, so that its code shows the differences and nothing else.
 
 Rule 1. Entering it enters the inner tier if that is an async context manager; leaving it leaves the inner tier.
-Rule 2. What only some tiers have (to be a :class:`~backends.abc.Tier` or a :class:`~backends.abc.Source`, to report evictions,
-        ...) is not forwarded here: a subclass that changes keys or bytes must translate it, and one that changes neither
-        forwards it by :meth:`ForwardingTier._forward_optional`.
+Rule 2. All abilities are forwarded except :attr:`~backends.abc.Tier.direct`: a read in another thread would pass by the tier in
+        front. A subclass that changes keys or bytes translates every ability that deals in them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
+
+from maru.kv_events import KeyWatcher
 
 from ..abc import (
     Capabilities,
     Deletion,
     Destination,
+    HeldSource,
     Key,
     Outcome,
     ReadLease,
     Reservation,
     RoomRequest,
+    Source,
+    Tier,
     TierStatistics,
 )
+from .leaving import Listener, Spill
 from .pages import Pages
 
 Self = TypeVar("Self", bound="ForwardingTier")
 
-OPTIONAL: Final = (
-    *("upgrade", "release", "views", "copy_out"),  # Source
-    *("checksums_of", "forget_damaged"),  # ChecksummedSource
-    "used_bytes",  # PaddedSource
-    "carry",  # TenantTier
-    "depths_of",  # DepthTier
-    *("on_evicted", "spill_to"),  # SpillingTier
-    *("list_keys", "watch_keys"),  # KeyBook
-)
-"""The methods of the optional contracts, by which a tier with them is recognised."""
 
-
-class ForwardingTier:
+class ForwardingTier(Tier):
     """A tier in front of another one, which forwards every call of the contract to it.
 
     Attributes:
@@ -78,9 +72,16 @@ class ForwardingTier:
         return size
 
     @property
+    def name(self) -> str:
+        """The name of the inner tier."""
+        name: str = self.inner.name
+        return name
+
+    @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the inner tier."""
-        return getattr(self.inner, "capabilities", Capabilities())
+        capabilities: Capabilities = self.inner.capabilities
+        return capabilities
 
     async def reserve(self, request: RoomRequest) -> Reservation:
         """Take room for blocks; see :class:`backends.abc.TransferExecutor`."""
@@ -93,17 +94,17 @@ class ForwardingTier:
         return reservation
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that the inner tier had when it was asked; see :class:`backends.abc.ReadableTier`."""
+        """Those of ``keys`` that the inner tier had when it was asked; see :class:`backends.abc.Tier`."""
         found: AbstractSet[Key] = await self.inner.contains(keys)
         return found
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """Pin the longest prefix of ``keys`` that is there; see :class:`backends.abc.ReadableTier`."""
+        """Pin the longest prefix of ``keys`` that is there; see :class:`backends.abc.Tier`."""
         lease: ReadLease = await self.inner.pin(keys)
         return lease
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy leased blocks to ``destination``; see :class:`backends.abc.ReadableTier`."""
+        """Copy leased blocks to ``destination``; see :class:`backends.abc.Tier`."""
         outcomes: Sequence[Outcome] = await self.inner.load(lease, destination)
         return outcomes
 
@@ -117,16 +118,58 @@ class ForwardingTier:
         statistics: TierStatistics = self.inner.statistics()
         return statistics
 
-    def _forward_optional(self) -> None:
-        """Provide the optional methods that the inner tier has.
+    # --- abilities ------------------------------------------------------------------------------------------------
 
-        They become attributes of this instance, since optional contracts are recognised by their methods, which are looked up
-        without ``__getattr__``. And a copy calls the inner tier's method directly, without a call in between.
-        """
-        for name in OPTIONAL:
-            method = getattr(self.inner, name, None)
-            if method is not None:
-                setattr(self, name, method)
+    @property
+    def source(self) -> Source | None:
+        """The blocks of the inner tier as a source."""
+        source: Source | None = self.inner.source
+        return source
+
+    @property
+    def held_pages(self) -> HeldSource | None:
+        """The held blocks of the inner tier as a source."""
+        held_pages: HeldSource | None = self.inner.held_pages
+        return held_pages
+
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Return those of ``keys`` that are there now."""
+        found: AbstractSet[Key] = self.inner.contains_nowait(keys)
+        return found
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """Return the depth of each block, where it is known."""
+        depths: Sequence[int | None] | None = self.inner.depths_of(keys)
+        return depths
+
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        """Tag these keys with their tenant until the returned function is called."""
+        end: Callable[[], None] = self.inner.carry(keys, tenant)
+        return end
+
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` at every eviction from now on, until the returned function is called."""
+        end: Callable[[], None] = self.inner.on_evicted(listener)
+        return end
+
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Call ``spiller`` with the victims of every eviction from now on, until the returned function is called."""
+        end: Callable[[], None] = self.inner.spill_to(spiller)
+        return end
+
+    def list_keys(self) -> list[Key]:
+        """Return all keys that are stored, in any order."""
+        keys: list[Key] = self.inner.list_keys()
+        return keys
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Report every change to ``watcher`` from now on, until the returned function is called."""
+        end: Callable[[], None] = self.inner.watch_keys(watcher)
+        return end
+
+    def tell_when_back(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever the inner tier was gone and is there again."""
+        self.inner.tell_when_back(listener)
 
 
 class ForwardingDestination(Destination):
@@ -195,3 +238,69 @@ class ForwardingDestination(Destination):
     def plane_samples(self, positions: Sequence[int]) -> Sequence[array[float] | None]:
         """Return the samples of the blocks at these positions."""
         return self.inner.plane_samples(positions)
+
+
+class ForwardingSource(Source):
+    """A source in front of another one, which forwards all its abilities.
+
+    Attributes:
+        inner: the source behind this one.
+    """
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Source) -> None:
+        self.inner: Source = inner
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        return self.inner.block_bytes
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The names of the planes of a block."""
+        return self.inner.plane_names
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each block into the page at the same position."""
+        self.inner.copy_out(refs, pages)
+
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        """Return the addresses of these blocks, or ``None``."""
+        return self.inner.views(refs)
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Take one counted ref for each key that is present."""
+        return self.inner.upgrade(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Release one count of each ref."""
+        self.inner.release(refs)
+
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
+        """Return the checksums of the blocks, as far as they are known."""
+        return self.inner.checksums_of(keys, refs)
+
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """Drop blocks that a copy has found damaged."""
+        self.inner.forget_damaged(keys, refs)
+
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
+        """Drop blocks that the caller has found damaged."""
+        return self.inner.forget_held(keys, refs)
+
+    def used_bytes(self, page: memoryview) -> int | None:
+        """Return the number of leading bytes in use of a page, or ``None``."""
+        return self.inner.used_bytes(page)
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
+        """Return the numbered place of these blocks and their numbers, or ``None``."""
+        return self.inner.numbers_of(refs)
+
+    def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
+        """Return the samples of each of these blocks."""
+        return self.inner.plane_samples(refs)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from ..abc import Key
 
@@ -72,26 +72,6 @@ class Spill:
         """
         slots, self._slots = self._slots, ()
         return self._end(slots) if slots else ()
-
-
-@runtime_checkable
-class SpillingTier(Protocol):
-    """A tier that reports its evictions, and lets a spiller copy the victims first. Optional; recognised by the methods."""
-
-    def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` at every eviction from now on, until the returned function is called."""
-        ...
-
-    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with the victims of every eviction from now on, until the returned function is called.
-
-        It is called on the trio thread, during a reservation, so it must record the victims and return. If it raises, the
-        victims go. It still owns the victims that it was given when it is removed.
-
-        Raises:
-            ValueError: the tier has a spiller.
-        """
-        ...
 
 
 class Evictions:

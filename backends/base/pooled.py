@@ -15,26 +15,22 @@ import trio
 
 from maru.kv_events import KeyWatcher
 
-from .._errors import MissingKeys
 from ..abc import (
     DUPLICATE,
     EVICTED,
     STORED,
+    Capabilities,
     Key,
     Outcome,
     Rejected,
     RoomRequest,
     Source,
-    StrongBlocks,
     TierStatistics,
-    WeakBlocks,
 )
 from ._thread_pins import ThreadPin
 from .blocks import Registry
 from .direct import DirectLease
-from .keys import check_keys
 from .leaving import Listener, Spill
-from .pages import Pages
 from .tier_base import TierBase, TierLease, TierReservation
 
 R = TypeVar("R", bound=Registry)
@@ -55,7 +51,7 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
         self._refs: list[int] | None = None  # of stored blocks, if they are held
 
     def hold(self) -> None:
-        """Hold stored and found blocks until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
+        """Hold stored and found blocks until :meth:`release`; see :meth:`backends.abc.Reservation.hold`."""
         self._refs = []
 
     def release(self) -> None:
@@ -119,10 +115,11 @@ class Lease(TierLease["PooledTier[Any]"]):
         """Whether it was not released."""
         return len(self.refs) == len(self.keys)
 
-    def forget(self, positions: Sequence[int]) -> None:
-        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Drop the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
         if self.refs:
             self.tier.forget_held([self.keys[at] for at in positions], [self.refs[at] for at in positions])
+        return True
 
     def release_nowait(self) -> None:
         """Release the blocks. Idempotent."""
@@ -150,10 +147,11 @@ class ThreadLease(Lease, DirectLease):
         """Whether it was not released."""
         return not self.pin.is_over
 
-    def forget(self, positions: Sequence[int]) -> None:
-        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Drop the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
         if self.is_held:
             super().forget(positions)
+        return True
 
     def release_from_thread(self) -> None:
         """Release the blocks, in any thread. Idempotent."""
@@ -166,25 +164,7 @@ class ThreadLease(Lease, DirectLease):
         self.tier.pool.catch_up()
 
 
-def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-    """Take a ref for each block of a source. The receiver of the result must release them.
-
-    Raises:
-        MissingKeys: not all of them are there; none is held then.
-        DuplicateKeys: a key is named twice; none is held then.
-    """
-    check_keys(keys)
-    refs = source.upgrade(keys)
-    try:
-        if EVICTED in refs:
-            raise MissingKeys(source, [key for key, ref in zip(keys, refs, strict=True) if ref == EVICTED])
-        return StrongBlocks(source, keys, refs, depths)
-    except BaseException:
-        source.release(refs)
-        raise
-
-
-class PooledTier(TierBase[Lease], Generic[R]):
+class PooledTier(TierBase[Lease], Source, Generic[R]):
     """A tier and a source over a registry, called on one thread: the trio thread that runs pipelines over it.
 
     Attributes:
@@ -193,31 +173,17 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     pool: R
     lease_type: ClassVar[type[TierLease[Any]]] = Lease
-    block_bytes: int
+    block_bytes: int = 0
     """Size of every block."""
+    capabilities: Capabilities = Capabilities(answers_at_once=True, reports_evictions=True, lists_keys=True)
+    """The parts of the contract that it keeps, and its abilities."""
 
     # --- Source ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def views(self, refs: Sequence[int]) -> Pages | None:
-        """The addresses of these blocks, or ``None`` if a block is not one run of host memory."""
-
-    @abstractmethod
-    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. Called in a worker thread."""
-
-    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """These blocks without refs: those that are gone at the commit are reported as evicted."""
-        return WeakBlocks(self, keys, None, depths)
-
-    def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each with a ref that the receiver of the value must release.
-
-        Raises:
-            MissingKeys: not all of them are here; none is held then.
-            DuplicateKeys: a key is named twice; none is held then.
-        """
-        return hold_all(self, keys, depths)
+    @property
+    def source(self) -> Source:
+        """The tier itself."""
+        return self
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Take a ref for each block; see :class:`backends.abc.Source`."""
@@ -227,34 +193,35 @@ class PooledTier(TierBase[Lease], Generic[R]):
         """Release one count of each ref."""
         self.pool.release(refs)
 
-    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
         """Drop damaged blocks that these refs hold: no longer found, and free once they are no longer held.
 
         A new block under the same key stays. Not counted as deleted.
         """
         self.pool.forget(keys, refs)
+        return True
 
-    # --- SpillingTier ---------------------------------------------------------------------------------------------
+    # --- evictions ------------------------------------------------------------------------------------------------
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with evicted keys from now on, until the returned function is called."""
         return self.pool.on_evicted(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Let ``spiller`` copy victims elsewhere before they go; see :class:`backends.base.leaving.SpillingTier`.
+        """Let ``spiller`` copy victims elsewhere before they go; see :meth:`backends.abc.Tier.spill_to`.
 
         Raises:
             ValueError: the tier has a spiller.
         """
         return self.pool.spill_to(spiller)
 
-    # --- DepthTier ------------------------------------------------------------------------------------------------
+    # --- depths ---------------------------------------------------------------------------------------------------
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
         """The depth of each of these blocks, where it was said; ``None`` where none was."""
         return self.pool.depths(keys)
 
-    # --- KeyBook --------------------------------------------------------------------------------------------------
+    # --- keys -----------------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[Key]:
         """All keys that are stored, in any order."""

@@ -100,7 +100,7 @@ class SlotTier(PooledTier[BlockPool]):
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
         self.pool: BlockPool = BlockPool(capacity, eviction, first=first)
-        self.block_bytes: int = storage.block_bytes
+        self.block_bytes = storage.block_bytes
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self._storage = storage
@@ -268,7 +268,7 @@ class SlotTier(PooledTier[BlockPool]):
         return [sums.get(ref) if slot == ref else -1 if self.pool.is_doomed(ref) else None for slot, ref in pairs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Drop blocks that a copy has found damaged; see :class:`backends.abc.ChecksummedSource`."""
+        """Drop blocks that a copy has found damaged; see :meth:`backends.abc.Source.forget_damaged`."""
         self._missed["damaged"] += len(keys)
         self.pool.forget(keys, refs)
 

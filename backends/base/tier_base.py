@@ -20,7 +20,7 @@ Rule 3. Loads are verified. A block with other bytes than were stored is :class:
 from __future__ import annotations
 
 import errno
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -29,7 +29,7 @@ import trio
 from maru.exception_groups import holds
 
 from .._errors import BlockSizeError, Unproven
-from ..abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from ..abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Reservation, Source, Tier
 from .copying import places_for
 from .pages import Pages
 
@@ -41,7 +41,7 @@ Self = TypeVar("Self", bound="TierLease[Any]")
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-class TierReservation(ABC, Generic[T]):
+class TierReservation(Reservation, Generic[T]):
     """Room for some keys in a tier; see :class:`backends.abc.Reservation`. A subclass defines what room is.
 
     Attributes:
@@ -106,7 +106,7 @@ class TierReservation(ABC, Generic[T]):
         self._keep(positions)
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Set the depths to register the blocks with; see :class:`backends.abc.DepthReservation`."""
+        """Set the depths to register the blocks with; see :meth:`backends.abc.Reservation.note_depths`."""
         self._depths = depths
 
     def depths_of(self, keys: Sequence[Key]) -> list[int | None] | None:
@@ -161,7 +161,7 @@ def _others(ended: Mapping[int, object], keys: Sequence[Key]) -> list[int]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class TierLease(ABC, Generic[T]):
+class TierLease(ReadLease, Generic[T]):
     """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`. A subclass defines how blocks are held.
 
     Attributes:
@@ -195,10 +195,6 @@ class TierLease(ABC, Generic[T]):
             raise ValueError(f"{lease!r} does not hold blocks in {tier!r}")
         return lease
 
-    @abstractmethod
-    def forget(self, positions: Sequence[int]) -> None:
-        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
-
     async def release(self) -> None:
         """Release the blocks. Idempotent; they are released even when this is cancelled."""
         await self.__aexit__(None, None, None)
@@ -215,7 +211,7 @@ class TierLease(ABC, Generic[T]):
         """
 
 
-class TierBase(ABC, Generic[L]):
+class TierBase(Tier, Generic[L]):
     """The shared part of all tiers whose leases are a :class:`TierLease`."""
 
     lease_type: ClassVar[type[TierLease[Any]]]
@@ -227,8 +223,7 @@ class TierBase(ABC, Generic[L]):
 
     def _place_bytes(self, destination: Destination) -> int:
         """How large the places of a load must be. May raise where nothing can be loaded from this tier any more."""
-        size: int = self.block_bytes  # type: ignore[attr-defined]
-        return size
+        return self.block_bytes
 
     @abstractmethod
     async def _load(self, lease: L, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:

@@ -21,7 +21,7 @@ import attrs
 
 from maru import LeaseLost
 
-from ..abc import EVICTED, Key, Missed, ReadLease, StrongBlocks
+from ..abc import EVICTED, HeldSource, Key, Missed, ReadLease, StrongBlocks
 from ..base.pages import Pages, copy_pages
 from ._lease import MaruLease
 
@@ -55,7 +55,7 @@ class _Holding:
         return False
 
 
-class HeldPages:
+class HeldPages(HeldSource):
     """See the module; the attribute :attr:`MaruTier.held_pages`. Called on the trio thread, except :meth:`copy_out`."""
 
     def __init__(self, tier: MaruTier) -> None:

@@ -74,10 +74,11 @@ class MaruLease(TierLease["MaruTier"], PlacedLease):
         """The generation of each block: a number that differs for what is stored anew under its key."""
         return self.held.generations
 
-    def forget(self, positions: Sequence[int]) -> None:
-        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Forget the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
         era = self.tier.handler.era
         self.tier.damaged.add(DamagedPage(self.keys[at], self.generations[at], era) for at in positions)
+        return True
 
     def release_nowait(self) -> None:
         """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""

@@ -97,6 +97,10 @@ class MaruTier(TierBase[MaruLease], DirectTier):
 
     lease_type: ClassVar[type[TierLease[Any]]] = MaruLease
     kept_reasons: ClassVar[frozenset[str]] = frozenset({"lease"})
+    name: str = ""
+    """The name in statistics and hits."""
+    block_bytes: int = 0
+    """Size of every block, in bytes."""
 
     def __init__(
         self,
@@ -111,13 +115,12 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         if not 0 < size <= page_bytes:
             raise PageSizeError(size, page_bytes)
         self.handler: MaruHandler = handler
-        self.name: str = name
+        self.name = name
         self.naming: KeyNaming = KeyNaming.of(key_names)
         """What keys are called in the page store."""
         self.checksums: bool = handler.config.checksums
         """Whether blocks are verified when they are loaded."""
-        self.block_bytes: int = size
-        """Size of every block."""
+        self.block_bytes = size
         self.in_place: CopiesInPlace = CopiesInPlace()
         """The copies that this tier makes on the trio thread."""
         self._waiters = WaitQueue(self.wake_first)
@@ -126,14 +129,18 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, or of another size, and not deleted yet."""
-        self.held_pages: HeldPages = HeldPages(self)
-        """What is held to be copied on, as a source; see :class:`backends.abc.PageTier`."""
+        self._held_pages = HeldPages(self)
         self.stored = self.duplicates = 0
         """What became of the blocks of its reservations."""
         self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
         self._said_other_size = False
         handler.on_pages_freed(self.wake_first)
+
+    @property
+    def held_pages(self) -> HeldPages:
+        """The blocks that are held to be copied on, as a source."""
+        return self._held_pages
 
     def __repr__(self) -> str:
         config = self.handler.config

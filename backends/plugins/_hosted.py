@@ -1,6 +1,6 @@
 """A plugin as a tier: the common base of hosts, whatever the plugin's contract.
 
-The plugin has to be asked, so this is a :class:`~backends.abc.ReadableTier`. The host keeps in this process what a plugin does
+The plugin has to be asked, so this is a :class:`~backends.abc.Tier`. The host keeps in this process what a plugin does
 not: room granted in order, an order of use, checksums, holds. Bytes pass through the host's own memory, so that a plugin that
 never answers keeps no caller waiting, and cannot write to other memory.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import trio
@@ -33,6 +33,7 @@ from ..abc import (
     Rejected,
     RoomRequest,
     Source,
+    Tier,
     TierStatistics,
 )
 from ..base._visits import Visits
@@ -55,9 +56,8 @@ class HostedLease(TierLease["HostedTier"]):
 
     __slots__ = ("_held", "_refs")
 
-    # No ForgettingLease: a host can only delete a key, later. So a wrapped tier keeps its damaged blocks itself, and reads each
+    # It cannot forget: a host can only delete a key, later. So a wrapped tier keeps its damaged blocks itself, and reads each
     # once more before it deletes it.
-    forget: Any = None
 
     def __init__(self, tier: HostedTier, keys: Sequence[Key]) -> None:
         """Use a tier's ``pin`` instead."""
@@ -170,7 +170,7 @@ class HostStatistics:
     """Exceptions where the plugin was told to let go."""
 
 
-class HostedTier:
+class HostedTier(Tier):
     """A plugin in its host: ``async with NativeTier(connector, block_bytes) as tier``. See the subclasses.
 
     Entering it starts to wait for the plugin's completions; the task that entered it first leaves last, and closes the
@@ -187,9 +187,10 @@ class HostedTier:
         ValueError: a size that is not positive, or less capacity than one block.
     """
 
-    carry: Callable[[Sequence[Key], str], Callable[[], None]]
-    """Only with ``cache_salts``: ``carry(keys, tenant)``, until the function that it returns is called these keys are that
-    tenant's; see :class:`backends.abc.TenantTier`."""
+    name: str = ""
+    """The name of the plugin's class."""
+    capabilities: Capabilities = Capabilities()
+    """The parts of the contract that the plugin lets its host keep."""
 
     def __init__(
         self,
@@ -205,12 +206,11 @@ class HostedTier:
             raise ValueError(
                 f"capacity_bytes is {config.capacity_bytes}, but must be at least block_bytes, which is {block_bytes}"
             )
-        self.name: str = plugin.name
+        self.name = plugin.name
         self.config: HostConfig = config
         self.checksums: bool = config.checksums
         """Whether blocks are verified when they are loaded."""
-        self.capabilities: Capabilities = plugin.capabilities
-        """How much of the contract the plugin lets its host keep."""
+        self.capabilities = attrs.evolve(plugin.capabilities, needs_tenants=salts is not None)
         capacity = None if config.capacity_bytes is None else config.capacity_bytes // block_bytes
         deletes = plugin.capabilities.deletes
         self.registry: HostRegistry = HostRegistry(
@@ -225,9 +225,7 @@ class HostedTier:
         self._reader = Reader(self._state)
         self._deleter = Deleter(self._state, self._reader.sums_of, deletes=deletes, by_call=plugin.deletes_by_call)
         self._writer = Writer(self._state, self._deleter.purge)
-        # Told by having the method: an engine tags tenants onto the keys of those tiers alone that are to know.
-        if salts is not None:
-            self.carry = salts.carry
+        self._salts = salts
         self._visits = Visits()
         self._life: AbstractAsyncContextManager[None] | None = None
         if capacity is not None:
@@ -287,6 +285,12 @@ class HostedTier:
             NoAnswer: it did not return in time.
         """
         self.driver.close()
+
+    # --- tenants --------------------------------------------------------------------------------------------------
+
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        """Tag these keys with their tenant, whose salt they get; see :meth:`backends.abc.Tier.carry`."""
+        return super().carry(keys, tenant) if self._salts is None else self._salts.carry(keys, tenant)
 
     # --- room -----------------------------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ _DESCRIPTORS: Final = {
 
 
 class LMCacheTier(HostedTier):
-    """An L2 adapter as a :class:`~backends.abc.ReadableTier`: ``async with LMCacheTier(adapter, 4096) as tier``.
+    """An L2 adapter as a :class:`~backends.abc.Tier`: ``async with LMCacheTier(adapter, 4096) as tier``.
 
     Args:
         adapter: an object with the methods of LMCache's L2AdapterInterface. It is this tier's: it is closed in the end.

@@ -42,7 +42,7 @@ from .finding import (
 )
 
 if TYPE_CHECKING:
-    from ..abc import ReadableTier, Tier
+    from ..abc import Tier
     from ..maru._names import KeyNames
 
 
@@ -54,7 +54,7 @@ def make_plugin(
     adapter_params: Mapping[str, Any] | None = None,
     config_class_name: str | None = None,
     **host: Any,
-) -> ReadableTier:
+) -> Tier:
     """The type ``plugin``: a class that is constructed with its configuration, or with its parameters as a ``dict``.
 
     Args:
@@ -90,7 +90,7 @@ def make_native_plugin(
     class_name: str,
     adapter_params: Mapping[str, Any] | None = None,
     **host: Any,
-) -> ReadableTier:
+) -> Tier:
     """The type ``native_plugin``: a connector, constructed with its parameters as keyword arguments.
 
     The arguments and errors are those of :func:`make_plugin`.
@@ -106,7 +106,7 @@ def make_native_plugin(
     return adopt(plugin_class(**{**offered, **parameters}), what, block_bytes, **host)
 
 
-def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableTier:
+def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> Tier:
     """Return a tier as it is; put a connector or an adapter into its host, which closes it at the end.
 
     Raises:
@@ -126,7 +126,7 @@ def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableT
         raise
 
 
-def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -> ReadableTier:
+def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -> Tier:
     if contract == "a native connector":
         from ._native import NativeTier
 
@@ -169,7 +169,7 @@ def _parameters(adapter_params: object) -> dict[str, Any]:
     return dict(adapter_params)
 
 
-TierFactory: TypeAlias = "Callable[..., ReadableTier]"
+TierFactory: TypeAlias = "Callable[..., Tier]"
 """Called as ``factory(block_bytes=..., **parameters)``; returns a tier, which is not opened yet."""
 
 _GIGABYTES: Final = "pool_size_gb"
@@ -213,7 +213,7 @@ def _register(*, block_bytes: int, directory: str = "", capacity_bytes: int | st
     return FileTier(directory, size_of(capacity_bytes, "capacity_bytes", "file"), block_bytes=block_bytes, **more)
 
 
-def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> ReadableTier:
+def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> Tier:
     from maru import MaruConfig, MaruHandler
 
     from ..maru import MaruTier
@@ -238,11 +238,11 @@ def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
     return int(gigabytes * (1 << 30))  # type: ignore[operator]
 
 
-def _plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
+def _plugin(*, block_bytes: int, **parameters: Any) -> Tier:
     return make_plugin(block_bytes=block_bytes, **_sized("plugin", parameters, make_plugin))
 
 
-def _native_plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
+def _native_plugin(*, block_bytes: int, **parameters: Any) -> Tier:
     return make_native_plugin(block_bytes=block_bytes, **_sized("native_plugin", parameters, make_native_plugin))
 
 
@@ -342,7 +342,7 @@ def register_tier_module(name: str, module_path: str) -> None:
         raise ValueError(f"a kind of tier is named {name!r} already")
 
 
-def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTier:
+def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier:
     """Make a tier from its specification. It is not opened: the caller enters it, if it is an async context manager.
 
     ========================  ================================================================================

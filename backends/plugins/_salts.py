@@ -2,7 +2,7 @@
 
 Our keys are salted already, so only the plugin's placement of a block depends on the salt. A plugin's key is made of ours and
 the salt, so both must be the same for every operation on the block. An engine tags blocks with a tenant while they are stored
-or looked up (:class:`backends.abc.TenantTier`); for a later unlock, eviction or delete the salt is remembered.
+or looked up (:meth:`backends.abc.Tier.carry`); for a later unlock, eviction or delete the salt is remembered.
 
 Rule 1. The last tenant that a key was tagged with is remembered: another tenant looks in its own place, and misses.
 Rule 2. If two tenants tag one key at the same time, the second one is refused. Salted keys never have two.

@@ -11,10 +11,10 @@ from typing import TypeVar, TypeVarTuple
 import attrs
 import trio
 
-from backends.abc import RoomRequest
+from backends.abc import Reservation, RoomRequest, TransferExecutor
 from maru.eviction import EvictionPolicy
 
-from ..abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from ..abc import STORED, Capabilities, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
 from ..base.pooled import PooledReservation
 from ..base.slots import SlotTier
 from ..memory import HostPages
@@ -204,7 +204,7 @@ class _FakeReservation(PooledReservation):
 # --- a place for benchmarks ---------------------------------------------------------------------------------------
 
 
-class _NullReservation:
+class _NullReservation(Reservation):
     """Room in nothing."""
 
     __slots__ = ("_present", "granted")
@@ -224,7 +224,7 @@ class _NullReservation:
         pass
 
 
-class NullExecutor:
+class NullExecutor(TransferExecutor):
     """An executor that accepts everything, copies nothing and remembers which keys it was given.
 
     Passes no checkpoint where it need not, so that what is measured with it is what is around it.
@@ -235,6 +235,11 @@ class NullExecutor:
 
     def __init__(self) -> None:
         self.present: set[Key] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """It knows which keys it was given."""
+        return Capabilities(answers_at_once=True)
 
     def __repr__(self) -> str:
         return f"<NullExecutor given {len(self.present)} blocks>"

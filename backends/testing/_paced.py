@@ -7,7 +7,7 @@ from math import inf
 
 import trio
 
-from ..abc import Destination, Outcome, ReadableTier, ReadLease
+from ..abc import Destination, Outcome, ReadLease, Tier
 from ..base.forwarding import ForwardingTier
 
 
@@ -27,10 +27,15 @@ class PacedTier(ForwardingTier):
         seconds_per_block: may be changed at any time; counts from the next block on.
     """
 
-    def __init__(self, tier: ReadableTier, *, latency: float = 0.0, seconds_per_block: float = 0.0) -> None:
+    def __init__(self, tier: Tier, *, latency: float = 0.0, seconds_per_block: float = 0.0) -> None:
         super().__init__(tier)
         self.latency: float = latency
         self.seconds_per_block: float = seconds_per_block
+
+    @property
+    def source(self) -> None:
+        """``None``: a copy out of the inner tier would pass by the pace."""
+        return
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Load the leased blocks, at this pace."""

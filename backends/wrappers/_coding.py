@@ -22,7 +22,7 @@ import attrs
 from maru.exception_groups import holds
 
 from .._errors import BackendError, Unproven
-from ..abc import Destination, Key
+from ..abc import Destination, Key, Source
 from ..base._unproven import kept_if_unproven
 from ..base.copying import Bounce, StoreCopy
 from ..base.pages import Pages, new_pages
@@ -180,7 +180,7 @@ class Encoding:
                     at += 1
 
 
-class EncodedSource:
+class EncodedSource(Source):
     """The encoded blocks as a source for the tier below: not in host memory, but encoded when they are copied."""
 
     def __init__(self, encoding: Encoding) -> None:
@@ -199,13 +199,6 @@ class EncodedSource:
         chain = self._encoding.coder.chain
         position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
         return [position[key] for key in keys]
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Nothing, as in :meth:`upgrade`."""
-
-    def views(self, refs: Sequence[int]) -> None:
-        """None: the encoded blocks are not in memory yet."""
-        return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Encode each block into the page at the same position."""

@@ -7,27 +7,19 @@ Rule 2. A block that cannot be decoded is found in a copy thread, and handled on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
-from maru.kv_events import KeyWatcher
-
 from .._errors import DamagedBlock
-from ..abc import EVICTED, Key, StrongBlocks, WeakBlocks
-from ..base.leaving import Listener, Spill
+from ..abc import EVICTED, Key, Source
 from ..base.pages import Pages
-from ..base.pooled import hold_all
 from ._chain import Context, Damaged
 from ._coding import Undecodable, decode_pages
 
 if TYPE_CHECKING:
     from ._tier import WrappedTier
-
-SOURCE_METHODS: Final = ("weak", "strong", "upgrade", "release", "forget_held", "views", "copy_out")
-SPILLING_METHODS: Final = ("on_evicted", "spill_to")
-KEY_BOOK_METHODS: Final = ("list_keys", "watch_keys")
 
 
 @attrs.define(eq=False)
@@ -38,50 +30,29 @@ class _Guarded:
     count: int = 0
 
 
-@attrs.frozen(eq=False)
-class _NamesWatcher:
-    """Translates the names of stored blocks into keys for a watcher."""
+class DecodedSource(Source):
+    """The blocks of a wrapped tier as a :class:`~backends.abc.Source` of plain blocks."""
 
-    watcher: KeyWatcher[Key]
-    keys: Callable[[Sequence[Key]], list[Key]]
-
-    def stored(self, names: Sequence[Key]) -> None:
-        self.watcher.stored(self.keys(names))
-
-    def removed(self, names: Sequence[Key]) -> None:
-        self.watcher.removed(self.keys(names))
-
-
-class DecodedSource:
-    """The blocks of a wrapped tier as a :class:`~backends.abc.Source` of plain blocks. The tier takes over its methods."""
-
-    def __init__(self, tier: WrappedTier) -> None:
+    def __init__(self, tier: WrappedTier, inner: Source) -> None:
         self._tier = tier
-        self._inner: Any = tier.inner
+        self._inner = inner
         self.guarded: dict[int, _Guarded] = {}
         """The held blocks of the tier below, by ref."""
         self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by ref: found in a copy thread
 
-    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """These blocks without refs: those that are gone at the commit are reported as evicted."""
-        tier: Any = self._tier
-        return WeakBlocks(tier, keys, None, depths)
+    def __repr__(self) -> str:
+        return f"<blocks of {self._tier!r}>"
 
-    def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each with a ref that the caller must release.
-
-        Raises:
-            MissingKeys: not all of them are here; none is held then.
-            DuplicateKeys: a key is named twice; none is held then.
-        """
-        tier: Any = self._tier
-        return hold_all(tier, keys, depths)
+    @property
+    def block_bytes(self) -> int:
+        """Size of every plain block, in bytes."""
+        return self._tier.block_bytes
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Take a ref for each block; see :class:`backends.abc.Source`."""
         tier = self._tier
         self.handle_undecodable()
-        refs: list[int] = self._inner.upgrade(tier.names(keys))
+        refs = self._inner.upgrade(tier.names(keys))
         for at, (key, ref) in enumerate(zip(keys, refs, strict=True)):
             if ref == EVICTED:
                 continue
@@ -107,13 +78,10 @@ class DecodedSource:
                     del self.guarded[ref]
         self._inner.release(refs)
 
-    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
         """Drop the damaged blocks of these refs: they are no longer found under these keys."""
         self._forget([self.guarded[ref].context for ref in refs], refs)
-
-    def views(self, refs: Sequence[int]) -> None:
-        """None: plain blocks are not in memory."""
-        return
+        return True
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Decode blocks, a few at a time. In a copy thread.
@@ -149,45 +117,5 @@ class DecodedSource:
                 self._forget([context], [ref])
 
     def _forget(self, contexts: Sequence[Context], refs: Sequence[int]) -> None:
-        forget = getattr(self._inner, "forget_held", None)
-        if forget is not None:
-            forget(self._tier.names([context.key for context in contexts]), refs)
-        else:
+        if not self._inner.forget_held(self._tier.names([context.key for context in contexts]), refs):
             self._tier.damaged.add(contexts)
-
-    # --- where the tier below reports its evictions ---------------------------------------------------------------
-
-    def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
-        end: Callable[[], None] = self._inner.on_evicted(lambda names: listener(self._keys(names)))
-        return end
-
-    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Let ``spiller`` copy victims elsewhere before they go.
-
-        Raises:
-            ValueError: the tier has a spiller.
-        """
-
-        def spill(below: Spill) -> None:
-            held = (0,) if below.held else ()
-            spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over()), below.depths))
-
-        end: Callable[[], None] = self._inner.spill_to(spill)
-        return end
-
-    # --- where the tier below knows its keys ----------------------------------------------------------------------------
-
-    def list_keys(self) -> list[Key]:
-        """All keys that are stored, in any order."""
-        return self._keys(self._inner.list_keys())
-
-    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Report every change to ``watcher`` from now on, until the returned function is called."""
-        end: Callable[[], None] = self._inner.watch_keys(_NamesWatcher(watcher, self._keys))
-        return end
-
-    def _keys(self, names: Sequence[Key]) -> list[Key]:
-        """The keys of these names, without those that were stored through another chain, or without one."""
-        chain = self._tier.chain
-        return [chain.key(name) for name in names if name.endswith(chain.id)]

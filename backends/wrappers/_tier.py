@@ -17,28 +17,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
-from maru.kv_events import KeyBook
+from maru.kv_events import KeyWatcher
 
 from .._errors import BlockSizeError
 from ..abc import (
     LOADED,
     STORED,
+    Capabilities,
     Deletion,
-    DepthTier,
     Destination,
     Failed,
     Key,
     Missed,
     Outcome,
-    ReadableTier,
     ReadLease,
     RoomRequest,
     Source,
-    TenantTier,
     Tier,
     TierStatistics,
 )
@@ -46,23 +44,20 @@ from ..base._unproven import kept_if_unproven
 from ..base.copying import StoreCopy, places_for
 from ..base.damaged_blocks import DamagedBlocks
 from ..base.forwarding import ForwardingTier
-from ..base.leaving import SpillingTier
+from ..base.leaving import Listener, Spill
 from ..base.pages import new_pages
-from ..base.slots import PagesDestination
+from ..base.slots import PagesDestination, SlotTier
 from ..base.threads import run_in_thread
 from ._chain import Chain, Context, Damaged, TenantTags, Wrapper, chain_id, check_order
 from ._coding import PORTION_BYTES, Coder, Decoding, Encoding
-from ._source import KEY_BOOK_METHODS, SOURCE_METHODS, SPILLING_METHODS, DecodedSource
+from ._source import DecodedSource
 from ._transfers import Counters, WrappedLease, WrappedReservation, WrapperStatistics
 
-_NEEDED: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
 
-
-def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
+def wrap(tier: Tier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
     """Put wrappers around a tier: blocks pass through them on their way in, and back on their way out.
 
-    The result keeps the contracts of the tier: it is a :class:`~backends.abc.Tier`, a :class:`~backends.abc.Source` and a
-    :class:`~backends.base.leaving.SpillingTier` if the tier is one.
+    The result has the abilities of the tier, but for reads in other threads.
 
     Args:
         tier: its slots have at least :func:`slot_bytes`. Use it only through the result from now on.
@@ -75,9 +70,8 @@ def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTie
         ValueError: a wrapper cannot encode blocks of this size.
         TypeError: this is no tier, or one that gives out its pages, as :class:`backends.maru.l1.MaruL1`.
     """
-    missing = [method for method in _NEEDED if not hasattr(tier, method)]
-    if missing:
-        raise TypeError(f"{tier!r} cannot be wrapped: it has no {', '.join(missing)}")
+    if not isinstance(tier, Tier):
+        raise TypeError(f"{tier!r} cannot be wrapped: it is no backends.abc.Tier")
     chain = Chain(wrappers, block_bytes)
     return WrappedTier(tier, chain, _slot_of(tier, chain.slot_bytes))
 
@@ -106,9 +100,9 @@ def layout_of(layout: str, wrappers: Sequence[Wrapper]) -> str:
     return f"{layout}+lossy-{chain_id(lossy).hex()}" if lossy else layout
 
 
-def _slot_of(tier: Any, needed: int) -> int:
+def _slot_of(tier: Tier, needed: int) -> int:
     """The size of the tier's slots; of one that takes any size, what is needed."""
-    has = getattr(tier, "block_bytes", 0)
+    has = tier.block_bytes
     if has in (0, needed):
         return needed
     try:
@@ -118,6 +112,20 @@ def _slot_of(tier: Any, needed: int) -> int:
             raise
         return exc.expected_bytes
     return needed
+
+
+@attrs.frozen(eq=False)
+class _NamesWatcher:
+    """Translates the names of stored blocks into keys for a watcher."""
+
+    watcher: KeyWatcher[Key]
+    keys: Callable[[Sequence[Key]], list[Key]]
+
+    def stored(self, names: Sequence[Key]) -> None:
+        self.watcher.stored(self.keys(names))
+
+    def removed(self, names: Sequence[Key]) -> None:
+        self.watcher.removed(self.keys(names))
 
 
 class WrappedTier(ForwardingTier):
@@ -130,47 +138,23 @@ class WrappedTier(ForwardingTier):
         counters: the numbers behind :meth:`wrapper_statistics`.
     """
 
-    contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
-    """Only where the tier below is a :class:`~backends.abc.Tier`, which knows at once what it contains."""
-    depths_of: Callable[[Sequence[Key]], Sequence[int | None] | None]
-    """Only where the tier below knows the depths of its blocks; see :class:`backends.abc.DepthTier`."""
-
-    carry: Callable[[Sequence[Key], str], Callable[[], None]]
-    """Only where a wrapper encrypts, here or below: ``carry(keys, tenant)``, until the function that it returns is called these
-    keys are this tenant's; see :class:`backends.abc.TenantTier`."""
-
-    def __init__(self, inner: ReadableTier, chain: Chain, slot_bytes: int) -> None:
+    def __init__(self, inner: Tier, chain: Chain, slot_bytes: int) -> None:
         super().__init__(inner)
         self.chain: Chain = chain
         self.coder: Coder = Coder(chain, slot_bytes)
         self.damaged: DamagedBlocks[Context] = DamagedBlocks()
         self.counters: Counters = Counters()
-        self.off_thread: Callable[..., Awaitable[Any]] = getattr(inner, "off_thread", run_in_thread)
+        self.off_thread: Callable[..., Awaitable[Any]] = (
+            inner.off_thread if isinstance(inner, SlotTier | WrappedTier) else run_in_thread
+        )
         """How work is done that is left at once when it is cancelled: as the tier below does it."""
         self._tags = TenantTags()
         # The three below correct the statistics of the tier below, which counts what this tier does for itself:
         self._undecoded = 0  # loaded there, and not decoded here
         self._purged = 0  # deleted there, not by request
         self._missed_again: dict[str, int] = {}  # missed there when a damaged block was read once more
-        self._source: DecodedSource | None = None
-        self._keep_contracts_of(inner)
-
-    def _keep_contracts_of(self, inner: ReadableTier) -> None:
-        """Have the optional contracts of the tier below: they are recognised by their methods."""
-        local = isinstance(inner, Tier)
-        if local:
-            self.contains_nowait = self._contains_nowait
-        # Where any wrapper below encrypts, the tenant must be known there, so this tier has to be told as well.
-        if self.coder.seals or isinstance(inner, TenantTier):
-            self.carry = self._carry
-        if isinstance(inner, DepthTier):
-            self.depths_of = lambda keys: inner.depths_of(self.names(keys))
-        if local and isinstance(inner, Source):
-            self._source = DecodedSource(self)
-            spilling = SPILLING_METHODS if isinstance(inner, SpillingTier) else ()
-            listing = KEY_BOOK_METHODS if isinstance(inner, KeyBook) else ()
-            for name in (*SOURCE_METHODS, *spilling, *listing):
-                setattr(self, name, getattr(self._source, name))
+        below = inner.source
+        self._source: DecodedSource | None = None if below is None else DecodedSource(self, below)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.chain!r} over {self.inner!r}>"
@@ -182,11 +166,6 @@ class WrappedTier(ForwardingTier):
             close()
 
     @property
-    def name(self) -> str:
-        """The name in statistics and hits: that of the tier below."""
-        return str(getattr(self.inner, "name", "") or type(self.inner).__name__.lower())
-
-    @property
     def block_bytes(self) -> int:
         """Size of every plain block, in bytes."""
         return self.chain.block_bytes
@@ -195,6 +174,62 @@ class WrappedTier(ForwardingTier):
     def slot_bytes(self) -> int:
         """The largest size of a block in the tier below."""
         return self.coder.slot_bytes
+
+    # --- abilities of the tier below, in keys and plain blocks ----------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the tier below. If a wrapper encrypts, here or below, tenants are needed."""
+        below: Capabilities = self.inner.capabilities
+        return attrs.evolve(below, needs_tenants=below.needs_tenants or self.coder.seals)
+
+    @property
+    def source(self) -> DecodedSource | None:
+        """The blocks as a source that decodes them, if the tier below has one."""
+        return self._source
+
+    @property
+    def held_pages(self) -> None:
+        """``None``: the held pages of the tier below are encoded."""
+        return
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """Return the depth of each block, where the tier below knows it."""
+        depths: Sequence[int | None] | None = self.inner.depths_of(self.names(keys))
+        return depths
+
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
+        end: Callable[[], None] = self.inner.on_evicted(lambda names: listener(self._keys(names)))
+        return end
+
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Let ``spiller`` copy victims elsewhere before they go.
+
+        Raises:
+            ValueError: the tier has a spiller.
+        """
+
+        def spill(below: Spill) -> None:
+            held = (0,) if below.held else ()
+            spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over()), below.depths))
+
+        end: Callable[[], None] = self.inner.spill_to(spill)
+        return end
+
+    def list_keys(self) -> list[Key]:
+        """Return all keys that are stored, in any order."""
+        return self._keys(self.inner.list_keys())
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Report every change to ``watcher`` from now on, until the returned function is called."""
+        end: Callable[[], None] = self.inner.watch_keys(_NamesWatcher(watcher, self._keys))
+        return end
+
+    def _keys(self, names: Sequence[Key]) -> list[Key]:
+        """Return the keys of these names, without those that were stored through another chain, or without one."""
+        chain = self.chain
+        return [chain.key(name) for name in names if name.endswith(chain.id)]
 
     # --- names and tenants ----------------------------------------------------------------------------------------
 
@@ -214,9 +249,10 @@ class WrappedTier(ForwardingTier):
         """The facts about these blocks for the wrappers, with their tenants at this moment: rule 3."""
         return [self.context(key) for key in keys]
 
-    def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        """Tag these keys with their tenant, here and below; see :meth:`backends.abc.Tier.carry`."""
         end = self._tags.carry(keys, tenant)
-        if not isinstance(self.inner, TenantTier):
+        if not self.inner.capabilities.needs_tenants:
             return end
         end_below = self.inner.carry(self.names(keys), tenant)
 
@@ -280,7 +316,7 @@ class WrappedTier(ForwardingTier):
         await self.purge()
         return self._found(keys, await self.inner.contains(self.names(keys)))
 
-    def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found right now. Never blocks."""
         self._handle_undecodable()
         return self._found(keys, self.inner.contains_nowait(self.names(keys)))
@@ -339,10 +375,7 @@ class WrappedTier(ForwardingTier):
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
         """Drop these damaged blocks: they are not found any more. Called by leases."""
-        forget = getattr(lease.inner, "forget", None)
-        if forget is not None:
-            forget(positions)
-        else:
+        if not lease.inner.forget(positions):
             self.damaged.add([lease.contexts[at] for at in positions])
 
     # --- deleting -------------------------------------------------------------------------------------------------

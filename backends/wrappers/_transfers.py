@@ -94,9 +94,10 @@ class WrappedLease(TierLease["WrappedTier"]):
         """Always true: the tier below refuses to load blocks that are not held."""
         return True
 
-    def forget(self, positions: Sequence[int]) -> None:
-        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Drop the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
         self.tier.forget(self, positions)
+        return True
 
     async def __aexit__(self, *exc: object) -> None:
         await self.inner.__aexit__(None, None, None)
@@ -122,16 +123,12 @@ class WrappedReservation(TierReservation["WrappedTier"]):
 
     def hold(self) -> None:
         """Hold stored blocks until :meth:`release`, if the tier below can."""
-        hold = getattr(self._inner, "hold", None)
-        if hold is not None:
-            hold()
+        self._inner.hold()
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
         """Pass the depths on to the tier below, if it takes them."""
-        note_depths = getattr(self._inner, "note_depths", None)
-        if note_depths is not None:
-            names = zip(self.granted, self._tier.names(self.granted), strict=True)
-            note_depths({name: depths[key] for key, name in names if key in depths})
+        names = zip(self.granted, self._tier.names(self.granted), strict=True)
+        self._inner.note_depths({name: depths[key] for key, name in names if key in depths})
 
     def release(self) -> None:
         """Give back the room that was not published. Idempotent; never blocks, never raises."""

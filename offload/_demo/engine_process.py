@@ -23,7 +23,7 @@ from typing import Any, Self
 import attrs
 import torch
 
-from backends.abc import ReadableTier, Tier
+from backends.abc import Tier
 from backends.device import DeviceTier
 from backends.file import FileTier
 from backends.maru import MaruTier
@@ -136,12 +136,12 @@ class Server:
         self.closing = contextlib.ExitStack()
         self.handler: MaruHandler | None = None
         self.local: list[Tier] = self.in_files() if job.role == "c" else []
-        self.tiers: list[ReadableTier] = [*self.local] or [self.in_a_daemon() if job.daemon else self.in_pages()]
+        self.tiers: list[Tier] = [*self.local] or [self.in_a_daemon() if job.daemon else self.in_pages()]
         self.canceller = Canceller()
         self.engine = from_thread.open_engine(self.device, self.tiers, instruments=[self.clock, self.canceller])
         self.stored_blocks = 0
 
-    def in_pages(self) -> ReadableTier:
+    def in_pages(self) -> Tier:
         """Make a tier of shared pages.
 
         The engine opens it in its own thread.
@@ -155,7 +155,7 @@ class Server:
         )
         return MaruTier(self.handler)
 
-    def in_a_daemon(self) -> ReadableTier:
+    def in_a_daemon(self) -> Tier:
         """Make a tier that is a daemon."""
         return DaemonTier(self.job.url, block_bytes=self.model.block_bytes, name=f"engine {self.job.role.upper()}")
 

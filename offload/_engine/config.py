@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import attrs
 
-from backends.abc import ReadableTier, Source
+from backends.abc import Source, Tier
 from maru.configuration import Document, Knob, Knobs
 
 from .._config import BreakerConfig, PipelineConfig
@@ -42,7 +42,7 @@ Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
 ChoiceMode: TypeAlias = Literal["off", "advise", "enforce"]
 """Whether loading is compared with recomputing: not, in what a lookup says, or in what is loaded."""
 
-TierLike: TypeAlias = "ReadableTier | str | Mapping[str, Any]"
+TierLike: TypeAlias = "Tier | str | Mapping[str, Any]"
 """A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may also have ``wrappers``: names such as
 ``zstd`` and ``fp8``, a ``module:attribute`` that is or makes a wrapper, or tables of these with parameters."""
 
@@ -167,20 +167,21 @@ def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: objec
             raise ConfigError("tiers", name, "must be a name of printable characters: it stands in logs and metrics")
         if name == SOURCE:
             raise ConfigError("tiers", name, "must be another name: routes use it for the engine's source")
-        _check_place(f"tiers.{name}", tier, "pin")
+        _check_place(f"tiers.{name}", tier, Tier)
 
 
 def _check_source(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is not None:
-        _check_place("source", value, "upgrade")
+        _check_place("source", value, Source)
 
 
-def _check_place(name: str, place: object, method: str) -> None:
+def _check_place(name: str, place: object, kind: type[Source | Tier]) -> None:
     if isinstance(place, Mapping):
         if not isinstance(place.get("type"), str):
             raise ConfigError(f"{name}.type", place.get("type"), "must be a name such as memory, or module:attribute")
-    elif not (isinstance(place, str) and place) and not callable(getattr(place, method, None)):
-        raise ConfigError(name, place, "must be a place, a name such as memory, module:attribute, or a table")
+    elif not (isinstance(place, str) and place) and not isinstance(place, kind):
+        kind_name = f"backends.abc.{kind.__name__}"
+        raise ConfigError(name, place, f"must be a {kind_name}, a name such as memory, module:attribute, or a table")
 
 
 def _check_promote(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:

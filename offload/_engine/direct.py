@@ -184,7 +184,8 @@ class DirectReads:
     @staticmethod
     def is_waited_for(hit: Hit) -> bool:
         """Whether a task waits for room where a hit has been released, so that it must be told."""
-        return any([segment.tier.direct.is_waited_for for segment in hit._segments])  # type: ignore[attr-defined]
+        tiers = [segment.tier.direct for segment in hit._segments]
+        return any([tier is not None and tier.is_waited_for for tier in tiers])
 
     # --- the trio thread ----------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from backends.abc import (
     Destination,
     Failed,
     Key,
-    ReadableTier,
     Source,
+    Tier,
     check_keys,
 )
 from backends.base.pages import check_apart
@@ -31,7 +31,6 @@ from .._keys import BlockKey
 from .._pipeline.cancellation import CancellationToken
 from .._pipeline.containment import give_back
 from .._pipeline.handle import TransferHandle
-from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
@@ -74,7 +73,7 @@ class EngineParts:
     """The parts of an engine, made by :mod:`offload._engine.opening`."""
 
     source: Source
-    tiers: Mapping[str, ReadableTier]
+    tiers: Mapping[str, Tier]
     """The tiers, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
     """The same tiers behind their breakers."""
@@ -112,7 +111,7 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
         """Use :func:`open_engine` instead."""
         self.source: Source = parts.source
-        self.tiers: Mapping[str, ReadableTier] = parts.tiers
+        self.tiers: Mapping[str, Tier] = parts.tiers
         self.pipelines: Sequence[Pipeline] = [route.pipeline for route in parts.routes]
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote
@@ -623,7 +622,7 @@ class Engine:
     def _pipeline_to(self, to: str, blocks: Blocks) -> Pipeline:
         """The pipeline of the route from the source of the blocks to that tier."""
         for route in self._routes:
-            if to in (route.plan.to, route.plan.name) and place_of(route.pipeline.source) is place_of(blocks.source):
+            if to in (route.plan.to, route.plan.name) and route.pipeline.starts_at(blocks.source):
                 return route.pipeline
         there = ", ".join(map(str, self._routes))
         _drop(blocks)

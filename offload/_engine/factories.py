@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from backends.abc import Capabilities, ReadableTier, Source
+from backends.abc import Capabilities, Source, Tier
 from backends.base.closing import close_beside
 from maru.base.errors import KnobError
 
 from .._errors import ConfigError
-from .._pipeline.page_hold import held_pages_of
 from ..abc import AsyncPolicy, Policy
 from ..policies import FrequencyFilter, PassAll, PresenceFilter, as_policy
 from .config import Chain, EngineConfig, PolicyLike, TierLike, TierTable
@@ -22,8 +21,8 @@ _ALL: Final = Capabilities()
 _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
 
 
-def make_source(config: EngineConfig) -> Source:
-    """Make or return the source of an engine.
+def make_source(config: EngineConfig) -> Source | Tier:
+    """Make or return the source of an engine, or a tier whose blocks are the source.
 
     Raises:
         ConfigError: it is named without block_bytes, or what was made cannot be read as a source.
@@ -34,15 +33,15 @@ def make_source(config: EngineConfig) -> Source:
         return source  # type: ignore[no-any-return]
     if not config.block_bytes:
         raise ConfigError("block_bytes", 0, "must be the size of a block, since the source is made from its name")
-    made: Any = make_tier("source", source, config.block_bytes)
-    if not is_source(made):
+    made = make_tier("source", source, config.block_bytes)
+    if made.source is None:
         error = ConfigError("source", source, f"cannot be read as a source: it is {made!r}")
         close_beside(error, made)
         raise error
-    return made  # type: ignore[no-any-return]
+    return made
 
 
-def make_tier(name: str, tier: TierLike, block_bytes: int) -> ReadableTier:
+def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier:
     """Make a tier that is only named; return any other unchanged.
 
     Raises:
@@ -81,7 +80,7 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
     return ConfigError(path, value, f"{why} {table.document.place(path)}")
 
 
-def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., ReadableTier]) -> ReadableTier:
+def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., Tier]) -> Tier:
     """Make a tier whose blocks pass through wrappers. Its slots have the size that the wrappers make of a block."""
     from backends.wrappers import slot_bytes, wrap
 
@@ -121,17 +120,12 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
     return found(**parameters)
 
 
-def is_source(place: object) -> bool:
-    """Whether a pipeline can read blocks from it by key."""
-    return isinstance(place, Source) and hasattr(place, "weak")
+def leads_on(tier: Tier, chain: Chain) -> bool:
+    """Whether routes may start at this tier: it is a source, or a page store, which does not report its evictions."""
+    return tier.source is not None or (chain != "on_evict" and tier.held_pages is not None)
 
 
-def leads_on(tier: object, chain: Chain) -> bool:
-    """Whether routes may start at this tier: it is a source, or a page store, which does not tell what it evicts."""
-    return is_source(tier) or (chain != "on_evict" and held_pages_of(tier) is not None)
-
-
-def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, route: str) -> list[Policy | AsyncPolicy]:
+def make_policies(policies: Sequence[PolicyLike] | None, tier: Tier, route: str) -> list[Policy | AsyncPolicy]:
     """Make the policies of a route into this tier; by default a filter for what it has already, unless it filters that itself.
 
     Raises:
@@ -140,12 +134,11 @@ def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, rou
         TypeError: the object is not a policy.
     """
     if policies is None:
-        capabilities: Capabilities = getattr(tier, "capabilities", _ALL)
-        return [presence_filter(tier)] if capabilities.asked_first else []
+        return [presence_filter(tier)] if tier.capabilities.asked_first else []
     return [_policy(policy, tier, f"routes.{route}.policies") for policy in policies]
 
 
-def _policy(policy: PolicyLike, tier: ReadableTier, knob: str) -> Policy | AsyncPolicy:
+def _policy(policy: PolicyLike, tier: Tier, knob: str) -> Policy | AsyncPolicy:
     if isinstance(policy, Mapping):
         parameters = dict(policy)
         name = str(parameters.pop("type"))
@@ -188,6 +181,6 @@ def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> An
     return find_name(find_module(module), attribute, f"{what} for {knob}")
 
 
-def presence_filter(tier: ReadableTier) -> Policy | AsyncPolicy:
+def presence_filter(tier: Tier) -> Policy | AsyncPolicy:
     """The filter for blocks that a tier has already."""
     return PresenceFilter(tier)

@@ -17,8 +17,7 @@ from typing import Final
 import attrs
 import trio
 
-from backends.abc import Key
-from backends.base.leaving import SpillingTier
+from backends.abc import Key, Tier
 
 from .._health.faults import describe
 from .._pipeline.container import OffloadContainer
@@ -153,8 +152,8 @@ class History:
         self.left_outs: LeftOuts = LeftOuts()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
-        """Record what this tier evicts, if it reports evictions. Returns a function that ends this."""
-        if isinstance(tier, SpillingTier):
+        """Record the evictions of this place, if it is a tier that reports them. Returns a function that ends this."""
+        if isinstance(tier, Tier) and tier.capabilities.reports_evictions:
             return tier.on_evicted(partial(self._evicted, name))
         return lambda: None
 

@@ -21,7 +21,7 @@ Rule 4. A tier that ends by itself counts as broken and is tried again: no error
 A :class:`PlaceholderTier` takes the place of a tier that could not be made, and stays when it has been: pipelines identify a
 tier by its object.
 
-Rule 5. It is asked as a :class:`~backends.abc.ReadableTier`, which holds for every tier, whatever it will be.
+Rule 5. It has none of the abilities that some tiers lack, whatever the tier will be.
 Rule 6. It is no :class:`~backends.abc.Source`. A tier that is read from, or spilled from, must be there when the engine opens.
 Rule 7. The tier is made in a thread, one at a time, so that a disk which hangs blocks no other call. A tier that is made too
         late is closed.
@@ -35,9 +35,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import trio
 
-from backends.abc import Capabilities, Key, TenantTier
+from backends.abc import Capabilities, Key, Tier
 from backends.base.closing import close, close_beside, closing
 from backends.base.forwarding import ForwardingTier
 from maru.base.threads import run_in_thread
@@ -198,9 +199,6 @@ class PlaceholderTier(ForwardingTier):
         seals: whether its wrappers encrypt, so that it needs the tenants of its blocks.
     """
 
-    carry: Callable[[Sequence[Key], str], Callable[[], None]]
-    """Present only if a wrapper encrypts; see :class:`backends.abc.TenantTier`."""
-
     def __init__(self, make: Callable[[], Any], block_bytes: int, error: Exception, *, seals: bool) -> None:
         # `ForwardingTier.__init__` is not called: what it would set is decided at each call, see `inner`.
         self.why: str = describe(error)
@@ -212,8 +210,7 @@ class PlaceholderTier(ForwardingTier):
         self._error: Exception | None = error
         self._limiter = trio.CapacityLimiter(1)
         self._tags: dict[_PendingTag, None] = {}
-        if seals:
-            self.carry = self._carry
+        self._seals = seals
 
     def __repr__(self) -> str:
         return f"<PlaceholderTier: {self.made if self.made is not None else 'not made yet'!r}>"
@@ -264,12 +261,39 @@ class PlaceholderTier(ForwardingTier):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The tier's; all of them while it is absent."""
-        return getattr(self.made, "capabilities", Capabilities())
+        """Those of the tier, or of any tier while it is absent, without its abilities, but for tenants: rules 5 and 6."""
+        made: Tier | None = self.made
+        known = Capabilities() if made is None else made.capabilities
+        return attrs.evolve(
+            known,
+            answers_at_once=False,
+            needs_tenants=self._seals,
+            reports_evictions=False,
+            lists_keys=False,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the tier; empty while it is absent."""
+        made: Tier | None = self.made
+        return "" if made is None else made.name
+
+    @property
+    def source(self) -> None:
+        """``None``: rule 6."""
+        return
+
+    @property
+    def held_pages(self) -> None:
+        """``None``: rule 6."""
+        return
+
+    def tell_when_back(self, listener: Callable[[], None]) -> None:
+        """Do nothing: the tier is made anew when it is back."""
 
     # --- tenants ------------------------------------------------------------------------------------------------------
 
-    def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
         """Keep the tags until the tier is there, and then pass them on."""
         tag = _PendingTag(keys, tenant)
         if self.made is not None:
@@ -291,8 +315,8 @@ class _PendingTag:
         self._tenant = tenant
         self._end: Callable[[], None] | None = None
 
-    def pass_on(self, tier: object) -> None:
-        if isinstance(tier, TenantTier):
+    def pass_on(self, tier: Tier) -> None:
+        if tier.capabilities.needs_tenants:
             self._end = tier.carry(self._keys, self._tenant)
 
     def take_back(self) -> None:

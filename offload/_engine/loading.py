@@ -28,8 +28,8 @@ from backends.abc import (
     Key,
     Missed,
     Outcome,
-    ReadableTier,
     ReadLease,
+    Tier,
     Unproven,
 )
 from backends.base.forwarding import ForwardingDestination
@@ -202,7 +202,7 @@ class Loading:
             self.choice.note_loaded(segment.name, segment.blocks, trio.current_time() - began)
         return answers
 
-    async def _load(self, tier: ReadableTier, lease: ReadLease, start: int, blocks: int) -> list[Outcome]:
+    async def _load(self, tier: Tier, lease: ReadLease, start: int, blocks: int) -> list[Outcome]:
         """Load what a lease holds. An ``Exception`` of the tier becomes the outcome of every block."""
         whole = start == 0 and blocks == len(self.destination)
         destination = self.destination if whole else _Part(self.destination, start, blocks)

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import attrs
 import trio
 
-from backends.abc import Key, ReadableTier, ReadLease, Tier
+from backends.abc import Key, ReadLease, Tier
 from backends.base.direct import PlacedLease
 from backends.base.pages import Pages
 
@@ -50,7 +50,7 @@ class Segment:
     rank: int
     """The position of the tier among those of the engine: 0 is the fastest."""
     name: str
-    tier: ReadableTier
+    tier: Tier
     lease: ReadLease
     blocks: int
 
@@ -331,7 +331,7 @@ class _TimedQueries:
         if name in self.unavailable:
             return frozenset()
         try:
-            if isinstance(tier, Tier):
+            if tier.capabilities.answers_at_once:
                 return tier.contains_nowait(keys)
             return await tier.contains(keys, within=seconds, hurried=self.hurried and self.time.is_short(name))
         except Exception as error:
@@ -376,7 +376,7 @@ async def ask_each(
     await trio.lowlevel.checkpoint()
     async with trio.open_nursery() as nursery:
         for name, tier in places:
-            if isinstance(tier, Tier):
+            if tier.capabilities.answers_at_once:
                 try:
                     found[name] = tier.contains_nowait(keys)
                 except Exception as error:

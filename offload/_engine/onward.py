@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from backends.abc import Key, ReadableTier, WeakBlocks, check_keys
+from backends.abc import Key, Tier, WeakBlocks, check_keys
 
 from .._pipeline.handle import TransferHandle
 from .._pipeline.offer import Offers
@@ -31,7 +31,7 @@ class OnwardRoutes:
     With ``chain = "on_store"`` there is one from each tier to the next that can be read, and those that were configured.
     """
 
-    def __init__(self, tiers: Mapping[str, ReadableTier], routes: Sequence[OpenRoute], tags: TenantTags | None) -> None:
+    def __init__(self, tiers: Mapping[str, Tier], routes: Sequence[OpenRoute], tags: TenantTags | None) -> None:
         """Not to be called: an engine makes it."""
         named = {route.plan.name: route.pipeline for route in routes}
         self._required = [route.pipeline for route in routes if route.plan.required]

@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 
 import attrs
 
-from backends.abc import PlanarPlace, ReadableTier, Source, TenantTier
+from backends.abc import Source, Tier
 
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
@@ -176,7 +176,7 @@ class _EngineBuilder:
     instruments: Sequence[Instrument | object]
     recompute: Recompute | None
     source: Source
-    tiers: Mapping[str, ReadableTier]
+    tiers: Mapping[str, Tier]
     breaker_tiers: Mapping[str, BreakerTier]
     history: History
     tenant_tags: TenantTags = attrs.field(init=False)
@@ -196,9 +196,9 @@ class _EngineBuilder:
         sources = [name for name, tier in tiers.items() if leads_on(tier, config.chain)]
         planned = plan(list(tiers), sources, config.routes, config.chain)
         below = spill_configs(planned, tiers, config)
-        of_tenants = [name for name, tier in tiers.items() if isinstance(tier, TenantTier)]
+        of_tenants = [name for name, tier in tiers.items() if tier.capabilities.needs_tenants]
         for name in tiers_to_index(planned, below, of_tenants):
-            self.stack.callback(self.tenant_tags.remember(name, place_of(tiers[name])))  # type: ignore[arg-type]
+            self.stack.callback(self.tenant_tags.remember(name, place_of(tiers[name])))
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
@@ -348,7 +348,7 @@ class _EngineBuilder:
         if not every:
             return None
         stored = None
-        if isinstance(self.source, PlanarPlace) and self.source.plane_names:
+        if self.source.plane_names:
             stored = StoredSamples(self.source, every)
             for route in routes:
                 if place_of(route.pipeline.source) is self.source:
@@ -456,4 +456,4 @@ def _name_of(tier: TierLike) -> str:
         tier = str(tier.get("type", "tier"))
     if isinstance(tier, str):
         return tier.rpartition(":")[2].lower()
-    return str(getattr(tier, "name", "") or type(tier).__name__.lower())
+    return (tier.name if isinstance(tier, Tier) else "") or type(tier).__name__.lower()

@@ -18,16 +18,15 @@ from typing import Any
 
 import attrs
 
-from backends.abc import BlockSizeError, ReadableTier, Source, TenantTier, Tier
+from backends.abc import BlockSizeError, Source, Tier
 from backends.base.closing import closing
-from backends.base.forwarding import OPTIONAL
-from backends.base.leaving import SpillingTier
 
 from .._errors import ConfigError, TierNotEntered
 from .._health import BreakerTier, with_breaker
 from .._health.faults import describe, is_absence
+from .._pipeline.page_hold import origin_of
 from .config import EngineConfig, TierLike
-from .factories import is_source, make_source, make_tier, needs_tenants
+from .factories import make_source, make_tier, needs_tenants
 from .history import History
 from .late_tiers import PlaceholderTier, Reconnector, run_reconnector
 
@@ -37,7 +36,7 @@ class Places:
     """The tiers of an engine."""
 
     source: Source
-    tiers: Mapping[str, ReadableTier]
+    tiers: Mapping[str, Tier]
     """By name, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
     """The same tiers behind their breakers."""
@@ -50,11 +49,12 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
         TierNotEntered: a tier is absent, and the engine does not open without it.
         Exception: making or entering a tier raised it.
     """
-    source = make_source(config)
-    if source is not config.source:
-        stack.enter_context(closing(source))
-        await _enter(stack, source)
-    tiers: dict[str, ReadableTier] = {}
+    made = make_source(config)
+    if made is not config.source:
+        stack.enter_context(closing(made))
+        await _enter(stack, made)
+    source = origin_of(made)
+    tiers: dict[str, Tier] = {}
     breaker_tiers: dict[str, BreakerTier] = {}
     for name, configured in config.tiers.items():
         tier = tiers[name] = _made(name, configured, source.block_bytes, config)
@@ -104,7 +104,7 @@ def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> Non
             )
 
 
-def _made(name: str, configured: TierLike, block_bytes: int, config: EngineConfig) -> ReadableTier:
+def _made(name: str, configured: TierLike, block_bytes: int, config: EngineConfig) -> Tier:
     """Make a tier; or its placeholder, if it is absent and may be."""
     knob = f"tiers.{name}"
     make = partial(make_tier, knob, configured, block_bytes)
@@ -129,7 +129,7 @@ async def _enter_by_reconnector(
 
     def check_entered() -> None:
         if isinstance(tier, PlaceholderTier):
-            if isinstance(tier.made, TenantTier) and not isinstance(tier, TenantTier):
+            if tier.made.capabilities.needs_tenants and not tier.capabilities.needs_tenants:
                 raise TypeError("it needs tenants, which could not be known before it was made")
             history.watch_tier(
                 name, tier.made
@@ -158,16 +158,14 @@ class _Kind:
     of_tenants: bool
 
 
-def _kind_of(name: str, tier: Any) -> _Kind:
+def _kind_of(name: str, tier: Tier) -> _Kind:
     try:
-        # From Python 3.12 on `isinstance` of a protocol does not ask `__getattr__`, but the breaker in front of the tier will.
-        for method in OPTIONAL:
-            getattr(tier, method, None)
+        able = tier.capabilities
         return _Kind(
-            not isinstance(tier, Tier),
-            is_source(tier),
-            isinstance(tier, SpillingTier),
-            isinstance(tier, TenantTier),
+            not able.answers_at_once,
+            tier.source is not None,
+            able.reports_evictions,
+            able.needs_tenants,
         )
     except Exception as error:
         raise ConfigError(
@@ -177,7 +175,7 @@ def _kind_of(name: str, tier: Any) -> _Kind:
         ) from error
 
 
-def _breaker_tier(name: str, tier: ReadableTier, config: EngineConfig) -> BreakerTier:
+def _breaker_tier(name: str, tier: Tier, config: EngineConfig) -> BreakerTier:
     """Put a breaker in front of this tier; a tier that has one keeps it."""
     return with_breaker(tier, name, breaker=config.breaker)
 

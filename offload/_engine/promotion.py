@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from backends.abc import EVICTED, LOADED, DepthTier, Destination, Key, ReadableTier, TenantTier, WeakBlocks
+from backends.abc import EVICTED, LOADED, Destination, Key, Source, Tier
 from backends.base.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.base.threads import kept_if_unproven, leave_after
 
@@ -32,7 +32,6 @@ from .._config import BatchConfig, PipelineConfig
 from .._errors import DestinationFull, PipelineClosed, PipelineFull, PreconditionFailed, TierUnavailable
 from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
-from .._pipeline.marks import place_of
 from .._pipeline.opening import open_pipeline
 from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
@@ -100,10 +99,10 @@ class StagedBlock:
     """xxh3-64 of the bytes as they arrived."""
 
 
-class Staging:
+class Staging(Source):
     """Host memory with blocks that have been read and wait to be written, as a source. A missing block was gone.
 
-    A :class:`~backends.abc.ChecksummedSource`: a block that changes while it waits is not written.
+    It knows their checksums: a block that changes while it waits is not written.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -128,10 +127,6 @@ class Staging:
         """Remove blocks that were written, or will not be. Memory that a copy still reads is kept until the copy ends."""
         for key in keys:
             self._there.pop(key, None)
-
-    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """Blocks that are still to be read."""
-        return WeakBlocks(self, keys, None, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Take a ref for each block that has been read."""
@@ -180,7 +175,7 @@ class PromotionRoute:
     """One promotion reads at a time, since loads take precedence and use the slower tiers too."""
     _ends: dict[OffloadContainer, Callable[[], None]] = attrs.Factory(dict)
 
-    def begin(self, tier: ReadableTier, keys: Sequence[Key], end: Callable[[], None]) -> None:
+    def begin(self, tier: Tier, keys: Sequence[Key], end: Callable[[], None]) -> None:
         """Promote as many of these blocks as there is room for; ``end`` is called when that is over. Never waits."""
         statistics = self.pipeline.statistics()
         room = max(0, statistics.budget_blocks - statistics.used_blocks)
@@ -218,10 +213,8 @@ class PromotionRoute:
         self._ends.pop(container, nothing)()
 
 
-def _depths_of(tier: ReadableTier, keys: Sequence[Key]) -> Sequence[int | None] | None:
+def _depths_of(tier: Tier, keys: Sequence[Key]) -> Sequence[int | None] | None:
     """The depths of these blocks in their prefixes, if their tier knows them. An error of the tier is logged."""
-    if not isinstance(tier, DepthTier):
-        return None
     try:
         depths = tier.depths_of(keys)
         if depths is not None and len(depths) != len(keys):
@@ -247,7 +240,7 @@ def _word(error: BaseException | None) -> str:
 @asynccontextmanager
 async def open_promotion_route(
     name: str,
-    tier: ReadableTier,
+    tier: Tier,
     block_bytes: int,
     config: PipelineConfig,
     counts: Counts,
@@ -273,7 +266,7 @@ class _ReadFromSlowerTier:
     """The precondition of a promotion: its bytes have been read and verified."""
 
     route_up: PromotionRoute
-    tier: ReadableTier
+    tier: Tier
     handle: TransferHandle | None = None
 
     async def __call__(self) -> None:
@@ -333,7 +326,7 @@ class Promoter:
         keys = list(dict.fromkeys(keys))
         name, tier = origin
         try:
-            end = self.tenant_tags.bring_up(keys, tenant, name, verified=isinstance(place_of(tier), TenantTier))
+            end = self.tenant_tags.bring_up(keys, tenant, name, verified=tier.capabilities.needs_tenants)
         except Exception:
             _log.exception("%d blocks are not promoted: their tenant cannot be tagged", len(keys))
             count(route_up.counts.refused, "failed", len(keys))

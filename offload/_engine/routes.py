@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 
-from backends.base.leaving import SpillingTier
+from backends.abc import Tier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError
@@ -162,8 +162,8 @@ def spill_configs(
     return knobs
 
 
-def _check(route: PlannedRoute, tiers: Mapping[str, Any]) -> None:
-    if not isinstance(tiers[route.above], SpillingTier):
+def _check(route: PlannedRoute, tiers: Mapping[str, Tier]) -> None:
+    if not tiers[route.above].capabilities.reports_evictions:
         raise ConfigError("chain", "on_evict", f"{route.above} does not report its evictions: {tiers[route.above]!r}")
 
 

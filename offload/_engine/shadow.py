@@ -334,11 +334,10 @@ class ShadowCheck:
             self.stored.forget(keys)
         start = 0
         for segment in segments:
-            forget = getattr(segment.lease, "forget", None)  # optional: backends.abc.ForgettingLease
             here = range(start, start + segment.blocks)
             positions = [at - start for at in wrong if at in here and loading.origins[at] == segment.rank]
-            if forget is not None and positions:
-                forget(positions)
+            if positions:
+                segment.lease.forget(positions)
             start += segment.blocks
 
     def announce(self, mismatch: Mismatch) -> None:

@@ -1,6 +1,6 @@
 """The tenants of blocks, for tiers that need them: tags while blocks move, an index while they are in a tier. Pure.
 
-A tenant cannot be read from a key. So keys are tagged with a tenant (:meth:`backends.abc.TenantTier.carry`) from a store until
+A tenant cannot be read from a key. So keys are tagged with a tenant (:meth:`backends.abc.Tier.carry`) from a store until
 its handle has settled, from a lookup until its hit is released, during a promotion, and from an eviction until the block is in
 the tier below (:class:`TenantTags`).
 
@@ -23,10 +23,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from backends.abc import Key, TenantTier
-from backends.base.leaving import SpillingTier
+from backends.abc import Key, Tier
 
 if TYPE_CHECKING:
     from .._pipeline.container import OffloadContainer
@@ -40,21 +39,20 @@ def nothing() -> None:
 class TenantTags:
     """Tags keys with their tenants in all tiers that need them. An instrument of every pipeline into a tier."""
 
-    def __init__(self, tiers: Iterable[object]) -> None:
-        self._tiers = [tier for tier in tiers if isinstance(tier, TenantTier)]
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self._tiers = [tier for tier in tiers if tier.capabilities.needs_tenants]
         self._ends: dict[OffloadContainer, Callable[[], None]] = {}
         self._indexes: dict[str, TenantIndex] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
-    def remember(self, name: str, tier: SpillingTier) -> Callable[[], None]:
+    def remember(self, name: str, tier: Tier) -> Callable[[], None]:
         """Keep an index of the tenants of this tier's blocks. Returns a function that ends this.
 
         The tier is asked without its breaker: a broken tier, too, knows what it has.
         """
-        place: Any = tier
-        index = self._indexes[name] = TenantIndex(place.contains_nowait)
+        index = self._indexes[name] = TenantIndex(tier.contains_nowait)
         return tier.on_evicted(index.forget)
 
     # --- tags of blocks that move ------------------------------------------------------------------------------------------
@@ -93,13 +91,13 @@ class TenantTags:
         return _all([(self.carry, keys, tenant), (self.bring, his, tenant)])
 
     def victims(
-        self, name: str, to: object
+        self, name: str, to: Tier
     ) -> Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]] | None:
         """Returns a function that tags victims of a tier on their way to another one (:mod:`offload._pipeline.spill`)."""
         index = self._indexes.get(name)
         if index is None:
             return None
-        must_know = isinstance(to, TenantTier)
+        must_know = to.capabilities.needs_tenants
 
         def claim(keys: Sequence[Key]) -> tuple[Collection[Key], Callable[[], None]]:
             of: dict[str | None, list[Key]] = {}

@@ -1,17 +1,16 @@
 """Decides whether an error in a copy is the tier's fault: a copy has two ends, and the error may come from the other one.
 
 A tier's copy calls its source or its destination, and passes on their errors as its own. So a tier behind a breaker gets a
-proxy of the other end, which records the errors that this raises. That of a source has all other attributes of the real one,
-above all its checksums (:class:`backends.abc.ChecksummedSource`), and ``isinstance`` sees its class, by ``__class__``.
+proxy of the other end, which records the errors that this raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-from backends.abc import Destination, Failed, Outcome
-from backends.base.forwarding import OPTIONAL, ForwardingDestination, ForwardingTier
+from backends.abc import Destination, Failed, Outcome, Source
+from backends.base.forwarding import ForwardingDestination, ForwardingSource
 from backends.base.pages import Pages
 from maru.exception_groups import leaves
 
@@ -19,8 +18,6 @@ from .breaker import Verdict
 from .faults import describe, judge_exception, judge_outcomes
 
 T = TypeVar("T")
-
-_PASSED_ON: Final = frozenset(OPTIONAL) - {"views", "copy_out"}  # those two are recorded
 
 
 class ErrorAttribution:
@@ -33,14 +30,9 @@ class ErrorAttribution:
         """Return a proxy for the destination of the copy, which records its errors."""
         return _ObservedDestination(destination, self._errors)
 
-    def observe_source(self, source: T) -> T:
+    def observe_source(self, source: Source) -> Source:
         """Return a proxy for the source of the copy, which records its errors."""
-        observed: Any = _Observed(source, self._errors)
-        if isinstance(source, ForwardingTier):
-            # Its optional methods are attributes of the instance. `__class__` does not show them, and from Python 3.12 on
-            # `isinstance` of a protocol does not ask `__getattr__`, so the proxy has them as its own.
-            vars(observed).update((name, method) for name, method in vars(source).items() if name in _PASSED_ON)
-        return observed  # type: ignore[no-any-return]
+        return _ObservedSource(source, self._errors)
 
     def is_of_other_end(self, error: BaseException) -> bool:
         """Whether this error, or one that caused it, came from the other end; of a group, whether all of its errors did."""
@@ -93,6 +85,25 @@ class _ObservedDestination(ForwardingDestination):
         return _recorded(self._errors, self.inner.copy_in_and_sum, start, pages)
 
 
+class _ObservedSource(ForwardingSource):
+    """A source whose errors are recorded."""
+
+    __slots__ = ("_errors",)
+
+    def __init__(self, inner: Source, errors: list[BaseException]) -> None:
+        super().__init__(inner)
+        self._errors = errors
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        return _recorded(self._errors, self.inner.views, refs)
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        _recorded(self._errors, self.inner.copy_out, refs, pages)
+
+
 def _recorded(errors: list[BaseException], call: Callable[..., T], *args: Any) -> T:
     """Call, and record an error before it is raised."""
     try:
@@ -100,34 +111,3 @@ def _recorded(errors: list[BaseException], call: Callable[..., T], *args: Any) -
     except BaseException as error:
         errors.append(error)
         raise
-
-
-class _Observed:
-    """A source whose errors are recorded."""
-
-    def __init__(self, place: Any, errors: list[BaseException]) -> None:
-        self._place = place
-        self._errors = errors
-
-    def __repr__(self) -> str:
-        return repr(self._place)
-
-    def _kind(self) -> Any:
-        return type(self._place)
-
-    __class__: Any = property(_kind)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._place, name)
-
-    @property
-    def block_bytes(self) -> int:
-        size: int = self._place.block_bytes
-        return size
-
-    def views(self, *refs: Sequence[int]) -> Pages | None:
-        views: Pages | None = _recorded(self._errors, self._place.views, *refs)
-        return views
-
-    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        _recorded(self._errors, self._place.copy_out, refs, pages)

@@ -12,7 +12,8 @@ Rule 3. A store is one call, from its reservation to the end of its transfer: ta
 Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot release, the tier releases by itself.
 Rule 5. An absent tier counts as broken, and its probe is an attempt to enter it, which the engine makes
         (:mod:`offload._engine.late_tiers`).
-Rule 6. All other attributes are the tier's own: its blocks as a source, its statistics, what it has beyond the contract.
+Rule 6. All other attributes are the tier's own. Copies out of its source prove nothing about it (a load does), so they need no
+        permit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from backends.abc import (
     Destination,
     Key,
     Outcome,
-    ReadableTier,
     ReadLease,
     Reservation,
     RoomRequest,
@@ -40,7 +40,6 @@ from backends.abc import (
 )
 from backends.base.direct import DirectLease, DirectTier
 from backends.base.forwarding import ForwardingTier
-from backends.base.pages import Pages
 from backends.base.pooled import Lease
 from maru.exception_groups import holds
 
@@ -59,11 +58,11 @@ _NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
 _log = logging.getLogger("offload.health")
 
 
-def with_breaker(tier: ReadableTier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
+def with_breaker(tier: Tier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
     """Put a circuit breaker in front of a tier, so that calls to a broken tier fail at once.
 
-    The result keeps the contract of the tier: it is a :class:`~backends.abc.Tier` and a :class:`~backends.abc.Source` if the
-    tier is one, entering it enters the tier, and its other attributes are the tier's.
+    The result keeps the contract of the tier and has its abilities; entering it enters the tier, and its other attributes are
+    the tier's.
     :func:`backends.testing.check_tier` holds for it.
 
     Args:
@@ -83,30 +82,17 @@ class BreakerTier(ForwardingTier):
         inner: the tier itself.
     """
 
-    # Present only if the tier is a Tier:
-    contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
-    # Present only if the tier is a Source, where each is the tier's own method:
-    upgrade: Callable[[Sequence[Key]], list[int]]
-    release: Callable[[Sequence[int]], None]
-    views: Callable[[Sequence[int]], Pages | None]
-    copy_out: Callable[[Sequence[int], Pages], None]
+    name: str = ""
 
-    def __init__(self, tier: ReadableTier, name: str, breaker: BreakerConfig) -> None:
+    def __init__(self, tier: Tier, name: str, breaker: BreakerConfig) -> None:
         """Use :func:`with_breaker` instead, which keeps the breaker of a tier that has one."""
         super().__init__(tier)
-        self.name: str = name
+        self.name = name
         self._config = breaker
         self._runner = BreakerRunner(name, breaker)
         # Else a tier that is back waits for the end of a wait that has doubled while it was gone.
-        tell_when_back = getattr(tier, "tell_when_back", None)
-        if tell_when_back is not None:
-            tell_when_back(self._runner.hasten)
+        tier.tell_when_back(self._runner.hasten)
         self._counted, self._is_mute = _NOTHING, False
-        self._direct: tuple[object, DirectTier | None] = (self, None)  # of which `inner`, and what it is: see `direct`
-        if isinstance(tier, Tier):
-            self.contains_nowait = self._contains_nowait
-        # Copies out of a source prove nothing about the tier (a lease's load does), so its methods need no permit.
-        self._forward_optional()
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.health.state.value}: {self.inner!r}>"
@@ -156,7 +142,7 @@ class BreakerTier(ForwardingTier):
         found: AbstractSet[Key] = await self._ask(within, hurried, self.inner.contains, keys)
         return found
 
-    def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that are known to be there. Never blocks, so it neither probes the tier nor proves that it works.
 
         Raises:
@@ -231,11 +217,8 @@ class BreakerTier(ForwardingTier):
     @property
     def direct(self) -> DirectTier | None:
         """The tier, if other threads may read it: see :mod:`backends.base.direct`."""
-        # Of an ABC, `isinstance` costs as much as a look at the tier's table, and each read asks some times.
-        inner, found = self.inner, self._direct
-        if found[0] is not inner:
-            found = self._direct = (inner, inner if isinstance(inner, DirectTier) else None)
-        return found[1]
+        direct: DirectTier | None = self.inner.direct
+        return direct
 
     def permit_from_thread(self, now: float) -> int | None:
         """A permit to call :attr:`direct` in another thread; ``None`` where the trio thread may make a probe.
@@ -316,35 +299,28 @@ class BreakerTier(ForwardingTier):
         return direct is not None and runner.wakes_nobody and direct.stores_at_once(n, block_bytes)
 
 
-class _Forwarding:
-    """A lease or a reservation of a tier behind a breaker. Other attributes are those of the wrapped object."""
+class BreakerLease(ReadLease):
+    """A lease on blocks of a tier behind a breaker: rule 4.
 
-    __slots__ = ("_runner", "inner")
-    _runner: BreakerRunner
-    inner: Any
+    Attributes:
+        inner: the lease of the tier.
+        keys: the pinned keys.
+    """
+
+    __slots__ = ("_runner", "inner", "keys")
+
+    def __init__(self, runner: BreakerRunner, inner: ReadLease) -> None:
+        self._runner = runner
+        self.inner: Any = inner
+        self.keys: Sequence[Key] = inner.keys
 
     def __repr__(self) -> str:
         return f"<{self._runner.name}: {self.inner!r}>"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _Forwarding.__slots__:  # `copy.copy` looks these up before `__init__` has run
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-class BreakerLease(_Forwarding):
-    """A lease on blocks of a tier behind a breaker: rule 4.
-
-    Attributes:
-        keys: the pinned keys.
-    """
-
-    __slots__ = ("keys",)
-
-    def __init__(self, runner: BreakerRunner, inner: ReadLease) -> None:
-        self._runner = runner
-        self.inner = inner
-        self.keys: Sequence[Key] = inner.keys
+    def forget(self, positions: Sequence[int]) -> bool:
+        """Drop the damaged blocks at these positions."""
+        forgotten: bool = self.inner.forget(positions)
+        return forgotten
 
     async def release(self) -> None:
         """Release the blocks. Idempotent; a cancel does not keep it from releasing them."""
@@ -380,32 +356,39 @@ class BreakerLease(_Forwarding):
             _log.warning("%s could not let go of a lease: %s", runner.name, describe(error))
 
 
-class BreakerReservation(_Forwarding):
-    """Room in a tier behind a breaker. Its permit ends with the transfer, or with the release if there is none: rule 3."""
+class BreakerReservation(Reservation):
+    """Room in a tier behind a breaker. Its permit ends with the transfer, or with the release if there is none: rule 3.
 
-    __slots__ = ("_permit",)
+    Attributes:
+        inner: the reservation of the tier.
+    """
+
+    __slots__ = ("_permit", "_runner", "inner")
 
     def __init__(self, runner: BreakerRunner, inner: Reservation, permit: int) -> None:
         self._runner = runner
-        self.inner = inner
+        self.inner: Reservation = inner
         self._permit: int | None = permit
+
+    def __repr__(self) -> str:
+        return f"<{self._runner.name}: {self.inner!r}>"
 
     @property
     def granted(self) -> Sequence[Key]:
         """The keys there is room for."""
-        granted: Sequence[Key] = self.inner.granted
-        return granted
+        return self.inner.granted
 
     def keep(self, keys: Sequence[Key]) -> None:
         """Give back the room of every granted key not in ``keys``."""
         self.inner.keep(keys)
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Pass on the depths of these blocks, if the tier keeps depths; see :class:`backends.abc.DepthReservation`."""
-        # Defined here, since from Python 3.12 on `isinstance` of a protocol does not ask `__getattr__`.
-        note = getattr(self.inner, "note_depths", None)
-        if note is not None:
-            note(depths)
+        """Pass on the depths of these blocks."""
+        self.inner.note_depths(depths)
+
+    def hold(self) -> None:
+        """Have the stored blocks held until the release."""
+        self.inner.hold()
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the kept blocks and publish them.

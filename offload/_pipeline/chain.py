@@ -6,7 +6,7 @@ Rule 1. The handle of the first enqueue is terminal only after all required rout
 Rule 2. A chain never splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a
         committed gate.
 Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
-        reservation holds it, :class:`backends.abc.HoldingReservation`) to the end of that route's copy, whose pipeline has
+        reservation holds it, :meth:`backends.abc.Reservation.hold`) to the end of that route's copy, whose pipeline has
         the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed. A page
         store has to be asked: there each route holds what has passed its policies (:mod:`offload._pipeline.page_hold`). A route
         that is not required holds no more than its share, and nothing while it waits for room there.
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from backends.abc import Blocks, Key, PageTier, Source, WeakBlocks
+from backends.abc import Blocks, Key, Source, Tier, WeakBlocks
 
 from .._errors import DrainUnproven, PipelineClosed, TransferFailed
 from .container import OffloadContainer, depths_of
@@ -59,7 +59,7 @@ class Chain:
 
     routes: Sequence[Route]
     """Those that are required."""
-    tier: Source | PageTier
+    tier: Source | Tier
     """The destination, which is a source as well, or a page store."""
     settlement: Settlement
     optional: Sequence[OptionalRoute] = ()

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 import trio
 
-from backends.abc import EVICTED, Blocks, HeldSource, Key, StrongBlocks, WeakBlocks
+from backends.abc import EVICTED, Blocks, HeldSource, Key, Source, StrongBlocks, Tier, WeakBlocks
 
 from .._errors import PipelineClosed, PipelineFull
 from .budget import Budget
 from .lifecycle import Status
-from .marks import place_of
-from .page_hold import held_pages_of
+from .page_hold import held_pages_of, origin_of
 from .result import TransferResult
 
 if TYPE_CHECKING:
@@ -173,12 +172,15 @@ class Offers:
 
     Args:
         tier: the tier; a source, or a page store.
+
+    Raises:
+        TypeError: it cannot be read as a source.
     """
 
-    def __init__(self, tier: object) -> None:
+    def __init__(self, tier: Source | Tier) -> None:
         self.held_pages: HeldSource | None = held_pages_of(tier)
         """The pages of a page store that are held; ``None`` for any other tier."""
-        self._place: Any = place_of(tier)
+        self._source = origin_of(tier)
 
     def make(self, route: OptionalRoute, keys: Sequence[Key], depths: Mapping[Key, int]) -> Offer:
         """Offer blocks to a route: hold as many of them as it has room for, in the tick in which they are there."""
@@ -196,16 +198,16 @@ class Offers:
         """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
         if self.held_pages is not None:
             return WeakBlocks(self.held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
-        place = self._place
+        source = self._source
         try:
-            refs = place.upgrade(keys)
+            refs = source.upgrade(keys)
         except Exception:
-            _log.exception("%r could not hold what it has stored, so it is not passed on", place)
+            _log.exception("%r could not hold what it has stored, so it is not passed on", source)
             refs = [EVICTED] * len(keys)
         if EVICTED in refs:
             keys = [key for key, ref in zip(keys, refs, strict=True) if ref != EVICTED]
             refs = [ref for ref in refs if ref != EVICTED]
-        return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
+        return StrongBlocks(source, keys, refs, list(map(depths.get, keys)) if depths else None)
 
     def give(self, route: OptionalRoute, offer: Offer) -> bool:
         """Give a route what is held for it. Returns whether it has all; else :meth:`give_rest` is to be called."""
@@ -274,7 +276,7 @@ class Offers:
 
     def _drop(self, route: OptionalRoute, offer: Offer, keys: Sequence[Key], reason: str) -> None:
         if keys:
-            blocks = WeakBlocks(self._place if self.held_pages is None else self.held_pages, keys, None)
+            blocks = WeakBlocks(self._source if self.held_pages is None else self.held_pages, keys, None)
             offer.handles.append(route.drop_offered(blocks, reason))
             _log_once(route, len(keys), f"it is behind, so they are dropped: {reason}")
             offer.note_ended(len(keys))

@@ -9,7 +9,7 @@ from typing import cast
 
 import trio
 
-from backends.abc import PageTier, Source, TransferExecutor
+from backends.abc import Source, Tier, TransferExecutor
 from maru.exception_groups import raise_unwrapped
 
 from .._config import PipelineConfig
@@ -69,7 +69,7 @@ class _OpenPipeline:
 
 
 def open_pipeline(
-    source: Source | PageTier,
+    source: Source | Tier,
     destination: TransferExecutor,
     *,
     policies: Sequence[Policy | AsyncPolicy] = (),
@@ -87,8 +87,8 @@ def open_pipeline(
     Cancelling the scope around the block does the same, within ``drain_timeout``.
 
     Args:
-        source: where blocks are read from; a page store (:class:`backends.abc.PageTier`) only by a chain, or by
-            :meth:`offload.Engine.pass_on`.
+        source: where blocks are read from; a tier stands for its :attr:`~backends.abc.Tier.source`. A page store only by a
+            chain, or by :meth:`offload.Engine.pass_on`.
         destination: where they are written to.
         policies: called in order, once per container; all must let a block pass.
         config: the settings; the defaults are those of :class:`offload.PipelineConfig`.
@@ -103,13 +103,15 @@ def open_pipeline(
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
     """
+    if not isinstance(destination, TransferExecutor):
+        raise TypeError(f"the destination is {destination!r}, which is no backends.abc.TransferExecutor")
     names = [route.name for route in (*chain, *optional_chain)]
     if len(set(names)) < len(names):
         raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")
     for route in (*chain, *optional_chain):
         if place_of(route.source) is not place_of(cast("object", destination)):
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
-    name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
+    name = name or destination.name or type(destination).__name__.lower()
     config = config or PipelineConfig()
     hooked = [one for one in instruments if not isinstance(one, Watcher)]
     watchers = [one for one in instruments if isinstance(one, Watcher)]

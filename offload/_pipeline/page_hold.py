@@ -1,8 +1,8 @@
 """Holding pages of a tier that has to be asked for them, before a pipeline copies on from there.
 
 A tier of this process is a source: the pipeline takes a ref of each block at its commit, without waiting. A page store
-(:class:`backends.abc.PageTier`) is asked, which takes a message, and may find a block gone. So its blocks enter a pipeline as
-weak ones, and that they are held is their precondition:
+(:attr:`backends.abc.Tier.held_pages`) is asked, which takes a message, and may find a block gone. So its blocks enter a
+pipeline as weak ones, and that they are held is their precondition:
 
     admission -> awaiting: pin what has passed the policies -> batching -> transfer: upgrade, copy -> settled: released
 
@@ -15,30 +15,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from backends.abc import PageTier, Source, StrongBlocks
+from backends.abc import Source, StrongBlocks, Tier
 
 from .._health.breaker_tier import BreakerLease
 from ..abc import Precondition
-from .marks import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backends.abc import HeldSource, ReadableTier
+    from backends.abc import HeldSource
 
     from .container import OffloadContainer
 
 
 def held_pages_of(place: object) -> HeldSource | None:
     """The held pages of a page store, with a breaker before it or not; ``None`` for any other place."""
-    inner = place_of(place)
-    return inner.held_pages if isinstance(inner, PageTier) else None
+    return place.held_pages if isinstance(place, Tier) else None
 
 
-def origin_of(place: Source | PageTier) -> Source:
-    """What a pipeline that starts at this place reads from: the place without its breaker, or its held pages."""
-    held_pages = held_pages_of(place)
-    return cast("Source", place_of(place)) if held_pages is None else held_pages
+def origin_of(place: Source | Tier) -> Source:
+    """Return the source of a pipeline that starts at this place: of a tier its blocks, or those that are held.
+
+    Raises:
+        TypeError: it is a tier that cannot be read so.
+    """
+    if not isinstance(place, Tier):
+        return place
+    source = place.source if place.held_pages is None else place.held_pages  # an empty source is false
+    if source is None:
+        raise TypeError(f"{place!r} is no source: no pipeline can start there")
+    return source
 
 
 class PageHold(Precondition):
@@ -51,9 +57,9 @@ class PageHold(Precondition):
         container: the container, to be set before its stages run.
     """
 
-    def __init__(self, tier: PageTier) -> None:
+    def __init__(self, tier: Tier) -> None:
         self.container: OffloadContainer | None = None
-        self._tier = cast("ReadableTier", tier)
+        self._tier = tier
         self._pages = cast("HeldSource", origin_of(tier))
 
     def is_set(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import trio
 
-from backends.abc import Blocks, Key, PageTier, Source, TransferExecutor, WeakBlocks
+from backends.abc import Blocks, Key, Source, Tier, TransferExecutor, WeakBlocks
 from backends.base.threads import keep_threads
 
 from .._config import PipelineConfig
@@ -40,7 +40,7 @@ from .container import OffloadContainer
 from .handle import TransferHandle
 from .marks import marks_of, place_of
 from .offer import RouteShare
-from .page_hold import PageHold, held_pages_of, origin_of
+from .page_hold import PageHold, origin_of
 from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
 from .settlement import Settlement
@@ -60,7 +60,7 @@ class Pipeline:
 
     def __init__(
         self,
-        source: Source | PageTier,
+        source: Source | Tier,
         destination: TransferExecutor,
         policies: Sequence[Policy | AsyncPolicy],
         config: PipelineConfig,
@@ -72,7 +72,7 @@ class Pipeline:
     ) -> None:
         self.name: str = name
         self.config: PipelineConfig = config
-        self.source: Source | PageTier = source
+        self.source: Source | Tier = source
         self.destination: TransferExecutor = destination
         self.hooks: Hooks = Hooks(instruments)
         self._policies = policies
@@ -84,6 +84,7 @@ class Pipeline:
         if chain or optional:
             self._chain = Chain(chain, destination, self._settlement, optional)  # type: ignore[arg-type]
         self._origin = origin_of(source)
+        self._page_store = source if isinstance(source, Tier) and source.held_pages is not None else None
         self._link(load_priority)
         self._closed = False
         self._enqueued = self._dropped = self._swept_late = 0
@@ -157,6 +158,10 @@ class Pipeline:
         """Whether :meth:`enqueue_at_once` is of any use here."""
         return self._at_once.is_possible
 
+    def starts_at(self, source: Source) -> bool:
+        """Whether this pipeline reads from that source."""
+        return source is self._origin
+
     def enqueue_at_once(self, blocks: Blocks) -> TransferHandle | None:
         """Store blocks that may be read now, all stages in this call, if none of them waits for anything; else ``None``.
 
@@ -164,7 +169,7 @@ class Pipeline:
         A handle that has not ended was admitted and has found no room: the trio thread is to call :meth:`resume` of it.
         """
         size = len(blocks.keys)
-        ours = blocks.source is self._origin or blocks.source is self.source
+        ours = self.starts_at(blocks.source)
         if self._closed or not ours or not self._at_once.allows(blocks) or not self._budget.take_nowait(size):
             return None
         self._enqueued += 1
@@ -261,7 +266,8 @@ class Pipeline:
 
         They are held from when the policies have passed them. What is not there then counts as evicted.
         """
-        hold = PageHold(self.source)  # type: ignore[arg-type]
+        assert self._page_store is not None
+        hold = PageHold(self._page_store)
         handle = await self.enqueue(blocks, hold)
         hold.container = handle._container  # no checkpoint since it was put into the first channel: no stage has had it
         return handle
@@ -274,7 +280,7 @@ class Pipeline:
             blocks: held in a tier of this process; weak ones of a page store, which are held as by :meth:`enqueue_pages`.
             hold: returns what is called once nothing of the container is held any more.
         """
-        pages = PageHold(self.source) if held_pages_of(self.source) is not None else None  # type: ignore[arg-type]
+        pages = None if self._page_store is None else PageHold(self._page_store)
         blocks.hand_over()
         try:
             awaited = self._check(blocks, NO_WAIT if pages is None else pages)
@@ -304,7 +310,7 @@ class Pipeline:
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
         if self._closed:
             raise PipelineClosed(f"{self!r} is closed")
-        if blocks.source is not self._origin and blocks.source is not self.source:
+        if not self.starts_at(blocks.source):
             raise ValueError(f"{blocks!r} are not of this pipeline's source, {self.source!r}")
         if len(blocks.keys) > self._budget.total:
             raise ValueError(f"{len(blocks.keys)} blocks at once are more than budget_blocks = {self._budget.total}")

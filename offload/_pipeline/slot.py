@@ -471,19 +471,15 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
 
 
 def hold_until_released(reservation: Reservation) -> None:
-    """Have a reservation hold what it stores until it is released, if it can do that."""
-    hold = getattr(reservation, "hold", None)
-    if hold is not None:
-        hold()
+    """Have a reservation hold what it stores until it is released."""
+    reservation.hold()
 
 
 def note_depths(reservation: Reservation, containers: Sequence[OffloadContainer]) -> None:
     """Tell the destination how deep its new blocks are, where that is known and it can be told."""
     depths = depths_of(containers)
     if depths:
-        note = getattr(reservation, "note_depths", None)
-        if note is not None:
-            note(depths)
+        reservation.note_depths(depths)
 
 
 def _no_room(destination: object, config: PipelineConfig) -> DestinationFull:

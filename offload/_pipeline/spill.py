@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, Protocol, TypeAlias
@@ -29,8 +28,8 @@ from typing import Final, Protocol, TypeAlias
 import attrs
 import trio
 
-from backends.abc import Blocks, CapacityError, Key, WeakBlocks
-from backends.base.leaving import Spill, SpillingTier
+from backends.abc import Blocks, CapacityError, Key, Tier
+from backends.base.leaving import Spill
 from maru.exception_groups import holds
 
 from .._config import PipelineConfig
@@ -42,6 +41,7 @@ from .containment import give_back
 from .handle import TransferHandle
 from .lifecycle import Status
 from .offer import BEHIND, RouteShare
+from .page_hold import origin_of
 from .result import TransferResult
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
@@ -56,14 +56,6 @@ _ASK_AGAIN: Final = 0.01
 _PATIENCE: Final = 1.5
 """How long a copy waits for its turn and for room together, as a multiple of how long it waits for room: see rule 2."""
 _log = logging.getLogger("offload.spilling")
-
-
-class _Shelf(Protocol):
-    """What a spilling tier is besides: a source, and a tier of this process."""
-
-    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks: ...
-
-    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
 
 
 class Route(Protocol):
@@ -124,7 +116,7 @@ class SpillStatistics:
 
 @asynccontextmanager
 async def spill(
-    tier: SpillingTier,
+    tier: Tier,
     route: Route,
     *,
     dropped: Dropped | None = None,
@@ -177,14 +169,14 @@ class Spilling:
 
     def __init__(
         self,
-        tier: SpillingTier,
+        tier: Tier,
         route: Route,
         dropped: Dropped | None,
         claim: Claim | None = None,
         *,
         required: bool = True,
     ) -> None:
-        self.tier: SpillingTier = tier
+        self.tier: Tier = tier
         """Whose victims they are."""
         self.route: Route = route
         """The way that they take."""
@@ -192,7 +184,7 @@ class Spilling:
         """Seconds that a victim may wait before its copy begins."""
         self._required = required
         self._waiting: dict[trio.CancelScope, None] = {}  # for room in the share
-        self._shelf: _Shelf = tier  # type: ignore[assignment]
+        self._source = origin_of(tier)
         self._told = dropped
         self._claim: Claim = _no_claim if claim is None else claim
         self._nursery: trio.Nursery | None = None
@@ -339,7 +331,7 @@ class Spilling:
                 return
             some, keys = keys[:n], keys[n:]
             # Victims come deepest first, which is not the order that stands for depths: they are said.
-            blocks = self._shelf.weak(some, list(map(depths.get, some)) if depths else None)
+            blocks = self._source.weak(some, list(map(depths.get, some)) if depths else None)
             try:
                 part = await self.route.enqueue(blocks, precondition=NO_WAIT)
             except BaseException as error:
@@ -371,7 +363,7 @@ class Spilling:
         leave = victims.over()
         self._under_way -= n
         self._stayed += n - len(leave)
-        lingering = self._shelf.contains_nowait(leave)
+        lingering = self.tier.contains_nowait(leave)
         for key in lingering:
             self._lingering[key] = why_not.get(key, "")
         if lingering and self._deafen is None:

@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 import trio
 
-from backends.abc import Key, ReadableTier, Tier
+from backends.abc import Key, Tier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError
@@ -51,9 +51,9 @@ def check_config(config: PipelineConfig) -> None:
         )
 
 
-def what_is_new(tier: ReadableTier, config: PipelineConfig) -> Policy | AsyncPolicy:
+def what_is_new(tier: Tier, config: PipelineConfig) -> Policy | AsyncPolicy:
     """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
-    if isinstance(tier, Tier):
+    if tier.capabilities.answers_at_once:
         return PresenceFilter(tier)
     # Half of the policy's time, so that it is always this that answers, never the deadline: if both are over, too.
     return _AskInTime(tier, config.policy_timeout / 2)
@@ -62,7 +62,7 @@ def what_is_new(tier: ReadableTier, config: PipelineConfig) -> Policy | AsyncPol
 class _AskInTime(AsyncPolicy):
     """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
 
-    def __init__(self, place: ReadableTier, patience: float) -> None:
+    def __init__(self, place: Tier, patience: float) -> None:
         self._place = place
         self._patience = patience
 

@@ -21,7 +21,7 @@ import attrs
 import msgspec
 import trio
 
-from backends.abc import Failed, Key
+from backends.abc import Failed, Key, TransferExecutor
 from backends.file import FileTier
 from backends.memory import MemoryTier
 
@@ -208,7 +208,7 @@ class FlightRecorder:
         place = place_of(place)
         if place in self._names:
             return self._names[place]
-        stem = str(getattr(place, "name", "") or name or "device")
+        stem = (place.name if isinstance(place, TransferExecutor) else "") or name or "device"
         known = {tier.name for tier in self._description.tiers}
         name = next(one for one in (stem, *[f"{stem}-{n}" for n in range(2, 1_000)]) if one not in known)
         self._names[place] = name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from backends.abc import Key, ReadableTier
+from backends.abc import Key, Tier
 from backends.base.pages import Pages
 from backends.base.slots import PagesDestination
 from backends.memory import HostPages, MemoryTier
@@ -82,7 +82,7 @@ def places_in(source: MemoryTier, in_flight: int, most_blocks: int) -> list[Plac
 
 @asynccontextmanager
 async def open_engine_cache(
-    tier: ReadableTier, block_bytes: int, most_blocks: int, in_flight: int = 1
+    tier: Tier, block_bytes: int, most_blocks: int, in_flight: int = 1
 ) -> AsyncIterator[EngineCache]:
     """Open an engine over one tier; it stores only absent blocks."""
     source = source_of(in_flight, most_blocks, block_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from backends.abc import Key, ReadableTier
+from backends.abc import Key, Tier
 
 from .laps import Laps
 from .options import ReplayOptions
@@ -23,7 +23,7 @@ _AT_ONCE: Final = 512
 """The number of keys in one delete."""
 
 
-async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
+async def left_over(tiers: Mapping[str, Tier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
     """Return the leaked blocks, by tier and kind; empty if none.
 
     These are still held, reserved, or not free after everything was deleted. Deletes all blocks of the tiers that the

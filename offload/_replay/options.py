@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from backends.abc import ReadableTier
+from backends.abc import Tier
 
 from .._engine import presence_filter
 from .._errors import OffloadError
@@ -118,7 +118,7 @@ class ReplayOptions:
         if self.skip_idle and self.speed == math.inf:
             raise ReplayError("--skip-idle needs a --speed: as fast as possible, there is no idle time to skip")
 
-    def policies(self, first: ReadableTier) -> list[Policy | AsyncPolicy]:
+    def policies(self, first: Tier) -> list[Policy | AsyncPolicy]:
         """Return the policies that the option's name stands for."""
         return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 

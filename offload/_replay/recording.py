@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from backends.abc import Key, ReadableTier, TierStatistics
+from backends.abc import Key, Tier, TierStatistics
 
 from .replayer import Played
 from .trace import Request
@@ -37,7 +37,7 @@ def not_recordable(kinds: Sequence[str]) -> str:
     return next((kind for kind in kinds if kind not in ("memory", "file")), "")
 
 
-def not_empty(tiers: Mapping[str, ReadableTier]) -> str:
+def not_empty(tiers: Mapping[str, Tier]) -> str:
     """Return the first tier that had blocks before the replay.
 
     Empty if there is none. A scenario could not describe how they got in.

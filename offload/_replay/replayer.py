@@ -20,7 +20,7 @@ from time import perf_counter
 
 import attrs
 
-from backends.abc import CapacityError, Key, ReadableTier
+from backends.abc import CapacityError, Key, Tier
 from backends.base.pages import Pages
 from backends.base.slots import PagesDestination
 from backends.memory import HostPages, MemoryTier
@@ -266,7 +266,7 @@ def _said_of(error: BaseException) -> str:
 
 @asynccontextmanager
 async def open_replayer(
-    tiers: Sequence[ReadableTier],
+    tiers: Sequence[Tier],
     block_bytes: int,
     most_blocks: int,
     *,
@@ -287,7 +287,7 @@ async def open_replayer(
     size = in_flight * max(most_blocks, 1)
     source = MemoryTier(size * block_bytes, block_bytes, checksums=False)
     config = engine_config(size)
-    named = _named(tiers)
+    named = dict(zip(_named(tiers), tiers, strict=True))
     # Required, so that a replay finds the same blocks each time, however fast a disk is today.
     routes = [Route(name, required=True) for above, name in pairwise(named) if leads_on(named[above], "on_store")]
     async with open_engine(source, named, policies=policies, config=config, routes=routes) as engine:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends import BackendError
-from backends.abc import ReadableTier
+from backends.abc import Tier
 from backends.base.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
@@ -25,16 +25,16 @@ A page store's capacity is rounded up to it.
 
 
 @asynccontextmanager
-async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, ReadableTier]]:
+async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, Tier]]:
     """Open the tiers of the options, and close them at the end."""
-    tiers: dict[str, ReadableTier] = {}
+    tiers: dict[str, Tier] = {}
     async with AsyncExitStack() as stack:
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
                 raise ReplayError(f"--capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
-            tier: ReadableTier
+            tier: Tier
             if spec.made is not None:
                 # The engine enters a tier that has to be entered, and leaves it; so only close() is called here.
                 tier = stack.enter_context(closing(_made(spec, spec.made, options.block_bytes)))
@@ -57,7 +57,7 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
         yield tiers
 
 
-def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> ReadableTier:
+def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Tier:
     """Make a tier from the caller's specification.
 
     Raises:
@@ -74,7 +74,7 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Re
 
 
 @asynccontextmanager
-async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[ReadableTier]:
+async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Tier]:
     """Open a tier over a page store in this process.
 
     It has one region, and does not evict ahead of need.

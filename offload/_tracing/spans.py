@@ -35,11 +35,13 @@ try:
 except ImportError:  # pragma: no cover: the tests' environment has it
     raise ImportError("offload.opentelemetry needs opentelemetry-api: pip install 'trio-offload[otel]'") from None
 
+from backends.abc import TransferExecutor
+
 from .._pipeline.container import OffloadBatch, OffloadContainer
 from .._pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from backends.abc import Key
+    from backends.abc import Key, TransferExecutor
 
     from .._engine import Engine, Hit, LeftOut, LoadResult
 
@@ -198,4 +200,4 @@ def _told(left: LeftOut) -> dict[str, str | int | float]:
 
 
 def _name_of(place: object, usual: str) -> str:
-    return str(getattr(place, "name", "") or usual)
+    return (place.name if isinstance(place, TransferExecutor) else "") or usual

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from backends.abc import EVICTED, Destination, ExternalBlocks, Key
+from backends.abc import Destination, ExternalBlocks, Key, Source
 from backends.base.pages import Pages, copy_pages
 
 from ..daemon._messages import TensorLayout
@@ -18,7 +18,7 @@ from ._places import CacheDescription
 from ._shared import SharedMemory
 
 
-class SharedBlocks:
+class SharedBlocks(Source):
     """Blocks of one size in shared memory, one after the other.
 
     There are as many as the memory has room for. Their owner keeps them unchanged.
@@ -29,9 +29,12 @@ class SharedBlocks:
         n: how many there are, if the memory has room for something else after them.
     """
 
+    block_bytes: int = 0
+    """The size of one, in bytes."""
+
     def __init__(self, memory: SharedMemory, block_bytes: int, n: int | None = None) -> None:
         self.memory: SharedMemory = memory
-        self.block_bytes: int = block_bytes
+        self.block_bytes = block_bytes
         pages = memory.pages(block_bytes)
         self._pages = pages if n is None else pages.part(0, n)
 
@@ -61,7 +64,7 @@ class SharedBlocks:
         """Return the addresses of these blocks."""
         return self._pages.at(ids)
 
-    # --- SharedPlace, NumberedSource --------------------------------------------------------------------------------
+    # --- SharedPlace, Source ----------------------------------------------------------------------------------------
 
     def description(self) -> CacheDescription:
         """See :class:`~offload.client.SharedPlace`."""
@@ -69,18 +72,8 @@ class SharedBlocks:
         return CacheDescription([TensorLayout(0, 0, 1, [len(self), size], [size, 1], 0)], [self.memory])
 
     def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
-        """See :class:`~backends.abc.NumberedSource`."""
+        """See :meth:`backends.abc.Source.numbers_of`."""
         return self, refs
-
-    def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Return ``EVICTED`` for each key.
-
-        The owner names blocks by number, not by key.
-        """
-        return [EVICTED] * len(keys)
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Do nothing, since references are not counted."""
 
     def views(self, refs: Sequence[int]) -> Pages:
         """See :class:`~backends.abc.Source`."""

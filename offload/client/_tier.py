@@ -32,7 +32,6 @@ from backends.abc import (
     Failed,
     Key,
     Missed,
-    NumberedSource,
     Outcome,
     Rejected,
     RoomRequest,
@@ -134,8 +133,9 @@ class DaemonLease(TierLease["DaemonTier"]):
         """Whether it was not released."""
         return self.hold > 0
 
-    def forget(self, positions: Sequence[int]) -> None:
+    def forget(self, positions: Sequence[int]) -> bool:
         """Do nothing: the daemon has forgotten the blocks that it found damaged."""
+        return True
 
     async def __aexit__(self, *exc: object) -> None:
         hold, self.hold = self.hold, 0
@@ -157,7 +157,10 @@ class DaemonTier(TierBase[DaemonLease]):
     """
 
     lease_type: ClassVar[type[TierLease[Any]]] = DaemonLease
-    capabilities: ClassVar[Capabilities] = Capabilities(asked_first=False)
+    capabilities: Capabilities = Capabilities(asked_first=False)
+    """The parts of the contract that it keeps."""
+    block_bytes: int = 0
+    """Size of every block, in bytes; 0 while it is not known."""
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class DaemonTier(TierBase[DaemonLease]):
         credential: str = "",
         connect_timeout: float = 5.0,
     ) -> None:
-        self.block_bytes: int = block_bytes
+        self.block_bytes = block_bytes
         self._open = (url, name, credential, connect_timeout)
         self._exit = AsyncExitStack()
         self._connection: DaemonConnection | None = None
@@ -206,9 +209,9 @@ class DaemonTier(TierBase[DaemonLease]):
         connection.on_session = self._when_back
         return self
 
-    def tell_when_back(self, call: Callable[[], object]) -> None:
-        """Call this whenever a session has begun after one that was lost."""
-        self._when_back = call
+    def tell_when_back(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` whenever a session has begun after one that was lost."""
+        self._when_back = listener
 
     async def __aexit__(self, *exc: object) -> None:
         self._connection = self._places = None
@@ -249,9 +252,7 @@ class DaemonTier(TierBase[DaemonLease]):
         Cancelled, it returns at once, and the daemon may still read them.
         """
         session, places = self._session(), self._its_places()
-        place, numbers = (
-            cast(NumberedSource, source).numbers_of(refs) if hasattr(source, "numbers_of") else (None, refs)
-        )
+        place, numbers = source.numbers_of(refs)
         cache = None if place is None else await places.cache_of(place, session)
         outcomes: list[Outcome] = []
         if cache is not None:
@@ -348,7 +349,7 @@ class DaemonTier(TierBase[DaemonLease]):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """See :class:`~backends.abc.ReadableTier`."""
+        """See :class:`~backends.abc.Tier`."""
         check_keys(keys)
         there: set[Key] = set()
         for start in range(0, len(keys), MAX_KEYS):
@@ -359,7 +360,7 @@ class DaemonTier(TierBase[DaemonLease]):
         return there
 
     async def pin(self, keys: Sequence[Key]) -> DaemonLease:
-        """See :class:`~backends.abc.ReadableTier`.
+        """See :class:`~backends.abc.Tier`.
 
         At most ``MAX_KEYS`` keys are looked for.
 
@@ -443,7 +444,7 @@ class DaemonTier(TierBase[DaemonLease]):
         return bad
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """See :class:`~backends.abc.ReadableTier`."""
+        """See :class:`~backends.abc.Tier`."""
         check_keys(keys)
         answers: list[Deletion] = []
         for start in range(0, len(keys), MAX_KEYS):

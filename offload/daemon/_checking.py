@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 from backends import PlaceInUse
-from backends.abc import ReadableTier
+from backends.abc import Tier
 from backends.base.blockfile import check_directory
 from backends.base.closing import closing
 from backends.plugins import read_spec
@@ -49,7 +49,7 @@ _LARGEST_FIRST: Final = 4_096
 
 
 def check_settings(
-    settings: Settings, *, running: Settings | None = None, tiers: Mapping[str, ReadableTier] | None = None
+    settings: Settings, *, running: Settings | None = None, tiers: Mapping[str, Tier] | None = None
 ) -> None:
     """Make the configured objects without entering them, and drop them. Thread-safe.
 
@@ -207,7 +207,7 @@ def _check_tiers(
     engine: EngineConfig,
     block_bytes: int,
     before: EngineConfig | None,
-    running: Mapping[str, ReadableTier],
+    running: Mapping[str, Tier],
     *,
     served: bool,
 ) -> None:
@@ -218,7 +218,7 @@ def _check_tiers(
     if before is not None and engine.tiers == before.tiers and engine.routes == before.routes:
         return
     with ExitStack() as stack:
-        tiers: dict[str, ReadableTier] = {}
+        tiers: dict[str, Tier] = {}
         scratch = stack.enter_context(TemporaryDirectory(prefix="offload-check-"))
         for name, tier in engine.tiers.items():
             if before is not None and tier == before.tiers.get(name):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import attrs
 import trio
 
-from backends.abc import Key, Tier
+from backends.abc import Key
 from backends.base.threads import run_in_thread
 from backends.memory import MemoryTier
 from maru.base.machine import memory_limit
@@ -230,7 +230,7 @@ class DaemonEngine:
         return {
             name: tier
             for name, tier in engine.tiers.items()
-            if isinstance(tier, MaruTier) and not isinstance(tier, KeyBook) and _url_of(tier) not in own
+            if isinstance(tier, MaruTier) and not tier.capabilities.lists_keys and _url_of(tier) not in own
         }
 
     def books(self) -> dict[str, KeyBook[Key]]:
@@ -240,7 +240,7 @@ class DaemonEngine:
         """
         books: dict[str, KeyBook[Key]] = {}
         for name, tier in self.require().tiers.items():
-            if isinstance(tier, KeyBook):
+            if tier.capabilities.lists_keys:
                 books[name] = tier
             elif self.page_store is not None and _url_of(tier) in self.page_store.endpoints:
                 books[name] = PageKeys(self.page_store.keys)
@@ -272,9 +272,11 @@ class DaemonEngine:
         """
         places = self.require()._places
         # First those that cost no wait: if they have all, a slow tier behind them delays nobody.
-        there, silent = await self._there([place for place in places if isinstance(place[1], Tier)], keys)
+        there, silent = await self._there([place for place in places if place[1].capabilities.answers_at_once], keys)
         if missing := [key for key in keys if key not in there]:
-            slow, errors = await self._there([place for place in places if not isinstance(place[1], Tier)], missing)
+            slow, errors = await self._there(
+                [place for place in places if not place[1].capabilities.answers_at_once], missing
+            )
             there, silent = there | slow, silent | errors
         present = [key in there for key in keys]
         if silent and not all(present):

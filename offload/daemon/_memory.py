@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from backends.abc import EVICTED, DamagedBlock, Destination, ExternalBlocks, Key
+from backends.abc import DamagedBlock, Destination, ExternalBlocks, Key, Source
 from backends.base.pages import Pages, copy_pages, new_pages
 from backends.base.slots import Storage
 from backends.base.threads import kept_if_unproven
@@ -310,14 +310,17 @@ class FileStorage:
 # --- all of them --------------------------------------------------------------------------------------------------------
 
 
-class Caches:
+class Caches(Source):
     """All registered caches, as the one source of the daemon's engine.
 
     Only for the trio thread, except :meth:`copy_out`.
     """
 
+    block_bytes: int = 0
+    """Size of every block, in bytes."""
+
     def __init__(self, block_bytes: int) -> None:
-        self.block_bytes: int = block_bytes
+        self.block_bytes = block_bytes
         self._storages: dict[int, Storage] = {}
         self._blocks: dict[int, int] = {}
         self._last = 0
@@ -375,13 +378,6 @@ class Caches:
             raise ValueError(f"cache {cache} has no block {max(ids)}")
 
     # --- Source ---------------------------------------------------------------------------------------------------
-
-    def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Return only misses: engines name blocks by their numbers, not by key."""
-        return [EVICTED] * len(keys)
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Do nothing: a block stays until its engine has an answer."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
         """Return the addresses of these blocks, if they have one.

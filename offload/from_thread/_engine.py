@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTup
 import attrs
 
 from backends.abc import Blocks, Canary, Deletion, Destination, Key, Source, check_keys
-from maru.kv_events import KeyBook, KeyWatcher
+from maru.kv_events import KeyWatcher
 
 from .._config import BreakerConfig, PipelineConfig
 from .._engine import (
@@ -554,7 +554,7 @@ class Engine:
     def _watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]]) -> list[str]:
         watched = []
         for name, tier in self._worker.engine.tiers.items():
-            if isinstance(tier, KeyBook):
+            if tier.capabilities.lists_keys:
                 watcher = watcher_of(name)
                 watcher.stored(tier.list_keys())
                 tier.watch_keys(watcher)

@@ -194,9 +194,9 @@ async def test_it_says_what_it_refuses() -> None:
 
 async def test_it_is_no_tier_of_an_engine_and_takes_no_wrappers() -> None:
     async with MaruL1() as l1:
-        with pytest.raises(TypeError, match=r"MaruL1 .* cannot be wrapped: it has no reserve"):
+        with pytest.raises(TypeError, match=r"MaruL1 .* cannot be wrapped: it is no backends.abc.Tier"):
             wrap(l1, Zstd(), block_bytes=BLOCK)  # type: ignore[arg-type]
-        with pytest.raises(offload.OffloadError, match=r"MaruL1 .* must be a place"):
+        with pytest.raises(offload.OffloadError, match=r"MaruL1 .* must be a backends.abc.Tier"):
             async with offload.open_engine(MemoryTier(BLOCK, BLOCK), [l1]):  # type: ignore[list-item]
                 pass
 

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Deletion, Destination, Failed, Missed, RoomRequest
+from backends.abc import LOADED, STORED, Deletion, Destination, Failed, Missed, RoomRequest, Source
 from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from tests.support.plugin_faults import PlayedAdapter, PlayedConnector
@@ -668,7 +668,7 @@ async def test_who_fails_does_not_wait_for_those_that_end_by_it(connector):
 # --- copies whose end nobody can prove -------------------------------------------------------------------------------------
 
 
-class Remote(Destination):
+class Remote(Destination, Source):
     """Where blocks come from and go to by copies of its own, the next of which does not come to an end."""
 
     block_bytes = SIZE

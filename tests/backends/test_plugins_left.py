@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Rejected, RoomRequest
+from backends.abc import LOADED, STORED, Rejected, RoomRequest, Source
 from backends.base.slots import PagesDestination
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, _host_state
 from backends.testing import payload_of
@@ -288,11 +288,8 @@ async def test_a_store_that_is_cancelled_while_victims_are_deleted_gives_its_roo
 async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(connector, source):
     started, go_on = threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(Source):
         block_bytes = SIZE
-
-        def views(self, refs):
-            return None
 
         def copy_out(self, refs, pages):
             started.set()

@@ -70,7 +70,7 @@ async def test_every_key_of_a_tenant_bears_its_salt_in_whatever_is_asked(adapter
 
 async def test_a_host_that_is_not_told_to_hands_no_salt_on(adapter):
     async with LMCacheTier(adapter, SIZE) as tier:
-        assert not hasattr(tier, "carry")
+        assert not tier.capabilities.needs_tenants
         await store(tier, filled_source())
     assert adapter.seen["store"] == {(key, "") for key in KEYS}
 

@@ -8,7 +8,7 @@ import trio.testing
 
 import offload
 from backends import DamagedBlock, DuplicateKeys, MissingKeys, Unproven
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Destination, PaddedSource, RoomRequest
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Destination, RoomRequest, Source
 from backends.base.blockfile import Directory
 from backends.base.pages import pages_of
 from backends.base.slots import PagesDestination
@@ -39,35 +39,44 @@ KEYS = list(BLOCKS)
 
 async def copied_out(tier, refs):
     buffers = [bytearray(tier.block_bytes) for _ in refs]
-    await trio.to_thread.run_sync(tier.copy_out, refs, pages_of(buffers))
+    await trio.to_thread.run_sync(tier.source.copy_out, refs, pages_of(buffers))
     return [bytes(buffer) for buffer in buffers]
 
 
-class Remote(Destination):
-    """Where blocks come from and go to by copies of its own, the next of which does not come to an end."""
+class Remote(Source):
+    """A source that copies blocks itself, the next of which does not come to an end."""
 
     block_bytes = 64
 
     def __init__(self):
         self.lost = []
 
-    def __len__(self):
-        return len(KEYS)
-
-    def views(self, refs=()):
-        return None
-
     def copy_out(self, refs, pages):
-        self._copy(pages)
+        self.copy(pages)
 
-    def copy_in(self, start, pages):
-        self._copy(pages)
-
-    def _copy(self, pages):
+    def copy(self, pages):
         assert not any(set(pages.addresses) & set(lost.addresses) for lost in self.lost)
         if not self.lost:
             self.lost.append(pages)
             raise Unproven("it may go on")
+
+
+class RemotePlaces(Destination):
+    """The same as a destination."""
+
+    block_bytes = 64
+
+    def __init__(self):
+        self.remote = Remote()
+
+    def __len__(self):
+        return len(KEYS)
+
+    def views(self):
+        return None
+
+    def copy_in(self, start, pages):
+        self.remote.copy(pages)
 
 
 @pytest.mark.parametrize("name", ["zstd", "zstd-aes"])
@@ -85,7 +94,7 @@ async def test_working_memory_that_somebody_may_write_still_is_not_used_again(na
 
 
 async def test_a_load_whose_end_is_unproven_says_so():
-    tier, remote = memory(wrappers_of("zstd")), Remote()
+    tier, remote = memory(wrappers_of("zstd")), RemotePlaces()
     await store(tier, BLOCKS)
     async with await tier.pin(KEYS) as lease:
         with pytest.raises(Unproven):
@@ -101,11 +110,11 @@ async def test_a_load_whose_end_is_unproven_says_so():
 async def test_what_is_read_from_it_is_what_was_stored(name, place, tmp_path):
     tier = make_tier(place, tmp_path, wrappers_of(name), 8, 64)
     await store(tier, BLOCKS)
-    refs = tier.upgrade([KEYS[1], b"not there", KEYS[0]])
-    assert refs[1] == EVICTED and tier.views([refs[0]]) is None
+    refs = tier.source.upgrade([KEYS[1], b"not there", KEYS[0]])
+    assert refs[1] == EVICTED and tier.source.views([refs[0]]) is None
     expected = [oracle(tier.chain.wrappers, BLOCKS[key]) for key in (KEYS[1], KEYS[0])]
     assert await copied_out(tier, [refs[0], refs[2]]) == expected
-    tier.release(refs)
+    tier.source.release(refs)
     assert not tier._source.guarded
     at_rest(tier)
     tier.close()
@@ -116,12 +125,12 @@ async def test_more_than_is_staged_at_once_comes_in_portions():
     tier = memory(wrappers_of("zstd"), blocks=10, block_bytes=size)
     blocks = {key: os.urandom(512) * (size // 512) for key in blocks_of(10)}
     await store(tier, blocks)
-    refs = tier.upgrade(list(blocks))
+    refs = tier.source.upgrade(list(blocks))
     assert await copied_out(tier, refs) == list(blocks.values())
-    tier.release(refs)
+    tier.source.release(refs)
     file = FakeTier(10, size)  # its destination is not in host memory: blocks pass through a staging there, too
     reservation = await file.reserve(RoomRequest(list(blocks), size, "fail"))
-    assert await reservation.transfer(tier, tier.upgrade(list(blocks))) == [STORED] * 10
+    assert await reservation.transfer(tier.source, tier.source.upgrade(list(blocks))) == [STORED] * 10
     assert [file.get(key) for key in blocks] == list(blocks.values())
 
 
@@ -161,13 +170,13 @@ async def test_a_block_that_cannot_be_decoded_is_not_copied_on_and_no_longer_fou
         path.write_bytes(data)
     else:
         stored_page(tier, KEYS[1])[50] ^= 1
-    refs = tier.upgrade(KEYS)
+    refs = tier.source.upgrade(KEYS)
     with pytest.raises(DamagedBlock) as caught:
         await copied_out(tier, refs)
     assert caught.value.reason == "damaged"
-    tier.release(refs)
+    tier.source.release(refs)
     assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
-    assert tier.upgrade(KEYS[1:2]) == [EVICTED]
+    assert tier.source.upgrade(KEYS[1:2]) == [EVICTED]
     assert tier.statistics().missed["damaged"] == 1
     await tier.purge()
     assert tier.statistics().blocks == 3
@@ -180,15 +189,15 @@ async def test_it_is_read_as_whoever_held_it_said():
     tier = memory(wrappers_of("aes"))
     end = tier.carry(KEYS, "ann")
     await store(tier, BLOCKS)
-    hers = tier.upgrade(KEYS)
+    hers = tier.source.upgrade(KEYS)
     end()
     assert await copied_out(tier, hers) == list(BLOCKS.values()), "however long ago she said so"
-    tier.release(hers)
+    tier.source.release(hers)
     end = tier.carry(KEYS, "bob")
-    his = tier.upgrade(KEYS[:1])
+    his = tier.source.upgrade(KEYS[:1])
     with pytest.raises(DamagedBlock, match="foreign"):
         await copied_out(tier, his)
-    tier.release(his)
+    tier.source.release(his)
     end()
     assert tier.contains_nowait(KEYS) == set(KEYS)
 
@@ -197,13 +206,13 @@ async def test_one_hold_for_two_tenants_is_nobodys():
     tier = memory(wrappers_of("aes"))
     end = tier.carry(KEYS, "ann")
     await store(tier, BLOCKS)
-    hers = tier.upgrade(KEYS[:1])
+    hers = tier.source.upgrade(KEYS[:1])
     end()
-    his = tier.upgrade(KEYS[:1])
+    his = tier.source.upgrade(KEYS[:1])
     with pytest.raises(DamagedBlock, match="foreign"):
         await copied_out(tier, his)
-    tier.release(his)
-    tier.release(hers)
+    tier.source.release(his)
+    tier.source.release(hers)
     assert not tier._source.guarded
     at_rest(tier)
 
@@ -211,11 +220,11 @@ async def test_one_hold_for_two_tenants_is_nobodys():
 async def two_holds_are_two():
     tier = memory(wrappers_of("zstd"))
     await store(tier, BLOCKS)
-    first, second = tier.upgrade(KEYS[:1]), tier.upgrade(KEYS[:1])
+    first, second = tier.source.upgrade(KEYS[:1]), tier.source.upgrade(KEYS[:1])
     assert first == second
-    tier.release(first)
+    tier.source.release(first)
     assert await copied_out(tier, second) == [BLOCKS[KEYS[0]]]
-    tier.release(second)
+    tier.source.release(second)
     assert not tier._source.guarded
     at_rest(tier)
 
@@ -227,13 +236,13 @@ async def test_two_holds_are_two():
 async def test_weak_and_strong_blocks_are_those_of_a_tier():
     tier = memory(wrappers_of("zstd"))
     await store(tier, BLOCKS)
-    assert tier.weak(KEYS).refs is None
-    with tier_held(tier, tier.strong(KEYS[:2])):
+    assert tier.source.weak(KEYS).refs is None
+    with tier_held(tier, tier.source.strong(KEYS[:2])):
         assert tier.statistics().held_blocks == 2
     with pytest.raises(MissingKeys, match="does not have 1 of the keys"):
-        tier.strong([KEYS[0], b"not there"])
+        tier.source.strong([KEYS[0], b"not there"])
     with pytest.raises(DuplicateKeys):
-        tier.strong([KEYS[0], KEYS[0]])
+        tier.source.strong([KEYS[0], KEYS[0]])
     at_rest(tier)
 
 
@@ -252,7 +261,6 @@ def test_encoded_blocks_say_how_much_of_a_page_they_use():
     tier = memory(wrappers_of("zstd"))
     source = source_of(BLOCKS)
     encoded = tier.encoding(source, source.upgrade(KEYS), tier.contexts(KEYS)).as_source()
-    assert isinstance(encoded, PaddedSource)
     assert encoded.block_bytes == tier.slot_bytes
     assert encoded.upgrade(tier.names([KEYS[2], KEYS[0]])) == [2, 0]
     assert encoded.views([0]) is None and encoded.release([0]) is None
@@ -332,10 +340,10 @@ async def test_a_pipeline_from_a_wrapped_tier_reports_what_was_damaged_meanwhile
     stored_page(tier, KEYS[0])[50] ^= 1
     below = MemoryTier(8 * 64, 64)
     async with offload.open_pipeline(tier, below) as pipeline:
-        handle = await pipeline.enqueue(tier.weak(KEYS), precondition=offload.NO_WAIT)
+        handle = await pipeline.enqueue(tier.source.weak(KEYS), precondition=offload.NO_WAIT)
         result = await handle.wait()
         assert result.status is offload.Status.FAILED
-        handle = await pipeline.enqueue(tier.weak(KEYS), precondition=offload.NO_WAIT)
+        handle = await pipeline.enqueue(tier.source.weak(KEYS), precondition=offload.NO_WAIT)
         result = await handle.wait()
     assert list(result.evicted) == KEYS[:1] and set(result.completed) == set(KEYS[1:])
     assert [below.get(key) for key in KEYS[1:]] == [BLOCKS[key] for key in KEYS[1:]]

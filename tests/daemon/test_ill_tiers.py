@@ -2,9 +2,11 @@
 
 import contextlib
 
+import attrs
 import pytest
 import trio
 
+from backends.abc import ReadLease, Reservation
 from backends.base.forwarding import ForwardingTier
 from backends.testing import FakeTier
 from offload import Engine, OffloadError
@@ -20,31 +22,37 @@ OF_ITS_PARTS = ("release", "transfer", "give_back", "end")
 """Of a lease, and of a reservation; the end of a tag."""
 
 
-class Part:
-    """A lease or a reservation that raises once its work is done."""
+class Lease(ReadLease):
+    """A lease that raises once it is released."""
 
     def __init__(self, tier, inner):
         self._tier, self.inner = tier, inner
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+    @property
+    def keys(self):
+        return self.inner.keys
 
-    async def release_lease(self):
+    async def release(self):
         await self.inner.__aexit__(None, None, None)
         self._tier.check("release")
-
-
-class Lease(Part):
-    release = Part.release_lease
-
-    async def __aenter__(self):
-        return self
 
     async def __aexit__(self, *exc):
         await self.release()
 
 
-class Reservation(Part):
+class IllReservation(Reservation):
+    """A reservation that raises once its work is done."""
+
+    def __init__(self, tier, inner):
+        self._tier, self.inner = tier, inner
+
+    @property
+    def granted(self):
+        return self.inner.granted
+
+    def keep(self, keys):
+        self.inner.keep(keys)
+
     async def transfer(self, source, refs):
         self._tier.check("transfer")
         return await self.inner.transfer(source, refs)
@@ -58,6 +66,10 @@ class Third(ForwardingTier):
     """A third party's tier: asked by awaiting, told of tenants."""
 
     ill, error = "", None
+
+    @property
+    def capabilities(self):
+        return attrs.evolve(super().capabilities, needs_tenants=True)
 
     def check(self, name):
         if name == self.ill:
@@ -85,11 +97,11 @@ class Third(ForwardingTier):
 
     async def reserve(self, request):
         self.check("reserve")
-        return Reservation(self, await super().reserve(request))
+        return IllReservation(self, await super().reserve(request))
 
     def reserve_nowait(self, request):
         self.check("reserve_nowait")
-        return Reservation(self, super().reserve_nowait(request))
+        return IllReservation(self, super().reserve_nowait(request))
 
     def carry(self, keys, tenant):
         self.check("carry")
@@ -97,7 +109,7 @@ class Third(ForwardingTier):
 
 
 class Remote(FakeTier):
-    contains_nowait = None
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
     async def contains(self, keys):
         return super().contains_nowait(keys)

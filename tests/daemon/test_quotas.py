@@ -3,6 +3,7 @@
 import json
 import random
 
+import attrs
 import pytest
 import trio
 
@@ -588,7 +589,7 @@ async def test_what_is_beyond_a_quota_goes_in_steps(path, tmp_path, monkeypatch)
 class Slow(FakeTier):
     """A tier that deletes nothing while it is away."""
 
-    contains_nowait = None
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
     away = False
 
     async def contains(self, keys):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import trio
 
-from backends.abc import LOADED, ChecksummedSource, DepthTier, PaddedSource, RoomRequest, Source, TenantTier
+from backends.abc import LOADED, Reservation, RoomRequest, Source
+from backends.base.forwarding import ForwardingSource
 from backends.base.slots import PagesDestination
 from backends.file import FileTier
 from backends.maru import MaruTier
@@ -103,36 +104,42 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
             assert tier.health.state is HealthState.CLOSED and tier.health.faults == 0
 
 
-class Noting:
-    """Room in a tier, which notes of which kinds its sources are."""
+class Noting(Reservation):
+    """Room in a tier, which notes the sources that it copies from."""
 
-    def __init__(self, inner: Any, kinds: set[type]) -> None:
-        self.kinds = kinds
-        self.granted, self.keep, self.release = inner.granted, inner.keep, inner.release
+    def __init__(self, inner: Reservation, sources: list[Source]) -> None:
+        self.inner, self.sources = inner, sources
 
-    async def transfer(self, source: Any, refs: Any) -> Any:
-        self.kinds.update(kind for kind in KINDS if isinstance(source, kind))
+    @property
+    def granted(self) -> Any:
+        return self.inner.granted
+
+    def keep(self, keys: Any) -> None:
+        self.inner.keep(keys)
+
+    def release(self) -> None:
+        self.inner.release()
+
+    async def transfer(self, source: Source, refs: Any) -> Any:
+        self.sources.append(source)
         return []
 
 
-class Kinds(FakeTier):
+class Noted(FakeTier):
     """A tier with such room."""
 
     async def reserve(self, request: RoomRequest) -> Any:
-        self.kinds: set[type] = set()
-        return Noting(await super().reserve(request), self.kinds)
+        self.sources: list[Source] = []
+        return Noting(await super().reserve(request), self.sources)
 
 
-KINDS = (Source, ChecksummedSource, PaddedSource, DepthTier, TenantTier)
-
-
-async def test_a_source_behind_breakers_keeps_its_kinds(tmp_path: Path) -> None:
+async def test_a_source_behind_breakers_keeps_its_abilities(tmp_path: Path) -> None:
     for tier in (MemoryTier(4 * 256, 256), FileTier(tmp_path, 4 * 256, block_bytes=256), FakeTier(4, 256)):
-        kinds = {kind for kind in KINDS if isinstance(tier, kind)}
-        source, destination = with_breaker(tier, "source"), Kinds(4, 256)
-        assert {kind for kind in KINDS if isinstance(source, kind)} == kinds
-        async with source, with_breaker(destination, "destination") as behind:
+        front, destination = with_breaker(tier, "source"), Noted(4, 256)
+        assert front.source is tier and front.capabilities == tier.capabilities
+        async with front, with_breaker(destination, "destination") as behind:
             reservation = await behind.reserve(RoomRequest([b"key"], 256, "fail"))
-            await reservation.transfer(source, [])
+            await reservation.transfer(tier, [])
             reservation.release()
-        assert destination.kinds == kinds
+        [seen] = destination.sources
+        assert isinstance(seen, ForwardingSource) and seen.inner is tier

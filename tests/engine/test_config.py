@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from backends import PlaceClosed
+from backends.base.forwarding import ForwardingTier
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
@@ -133,8 +134,11 @@ def test_every_knob_is_listed_with_its_bound_and_its_reason() -> None:
         ),
         ("[engine]\ntiers = ['memory']", "engine.tiers = .*: must be a table"),
         ("[engine.tiers.host]\ncapacity_bytes = 1", "engine.tiers.host.type = None: must be a name such as memory"),
-        ("[engine.tiers]\nhost = 7", "engine.tiers.host = 7: must be a place, a name such as memory, module:attribute"),
-        ("[engine]\nsource = 7", "engine.source = 7: must be a place"),
+        (
+            "[engine.tiers]\nhost = 7",
+            "engine.tiers.host = 7: must be a backends.abc.Tier, a name such as memory, module:attribute",
+        ),
+        ("[engine]\nsource = 7", "engine.source = 7: must be a backends.abc.Source"),
         ("[engine]\nroutes = 7", "engine.routes = 7: must be a list of Route"),
         ("[[engine.routes]]\nsource = 'source'", r"engine.routes\[0\].to = None: must be the name of a tier"),
         ("[[engine.routes]]\nto = 'x'", r"engine.routes\[0\].to = 'x': must be the name of a place: there is none"),
@@ -279,15 +283,12 @@ async def test_a_wrapper_that_cannot_be_made_is_an_error_that_names_it(
             raise AssertionError("it opened")
 
 
-class Entered:
+class Entered(ForwardingTier):
     """A tier that is entered and left, as one with a connection."""
 
     def __init__(self, inner: FakeTier) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.entered = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     async def __aenter__(self) -> Entered:
         self.entered += 1

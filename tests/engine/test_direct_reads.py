@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import attrs
 import pytest
 
 from backends.abc import Failed, Key
@@ -283,6 +284,8 @@ def test_the_tenant_of_a_hit_goes_with_it(tmp_path: Path) -> None:
     keys, host, carried = keys_of(4), memory(4), list[tuple[Sequence[Key], str, str]]()
 
     class Tenants(MemoryTier):
+        capabilities = attrs.evolve(MemoryTier.capabilities, needs_tenants=True)
+
         def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
             carried.append((keys, tenant, "begun"))
             return lambda: carried.append((keys, tenant, "over"))

@@ -191,10 +191,15 @@ async def test_a_lease_that_cannot_be_released_does_not_keep_the_others(caplog: 
 
     pin = places.upper.pin
 
-    class Stuck:
+    class Stuck(ReadLease):
+        keys: Sequence[Key] = ()
+
         def __init__(self, lease: ReadLease) -> None:
             self.keys = lease.keys
             self.lease = lease
+
+        async def release(self) -> None:
+            await self.__aexit__()
 
         async def __aexit__(self, *exc: object) -> None:
             await self.lease.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import attrs
 import pytest
 
 from backends.abc import Key
@@ -19,6 +20,8 @@ KEYS = keys_of(6)
 
 class Ward(FakeTier):
     """A tier that is told whose blocks it is given."""
+
+    capabilities = attrs.evolve(FakeTier.capabilities, needs_tenants=True)
 
     def __init__(self) -> None:
         super().__init__(64, SIZE)

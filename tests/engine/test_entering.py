@@ -339,7 +339,7 @@ async def test_a_tier_of_another_kind_than_before_is_refused(autojump_clock: obj
     class Turning(Late):
         async def __aenter__(self) -> Late:
             await super().__aenter__()
-            self.carry = lambda keys, tenant: None
+            self.capabilities = attrs.evolve(self.capabilities, needs_tenants=True)
             return self
 
     late = Turning(1)
@@ -351,10 +351,9 @@ async def test_a_tier_of_another_kind_than_before_is_refused(autojump_clock: obj
 
 async def test_a_tier_that_does_not_say_what_it_is_cannot_be_late() -> None:
     class Bare(Late):
-        def __getattr__(self, name: str) -> Any:
-            if name == "carry":
-                raise RuntimeError("not connected")
-            raise AttributeError(name)
+        @property
+        def capabilities(self) -> Any:
+            raise RuntimeError("not connected")
 
     with pytest.raises(ConfigError, match="does not tell its kind of tier before it is entered") as raised:
         async with opened(FakeTier(64, SIZE), {"late": Bare()}):
@@ -468,18 +467,20 @@ async def test_late_tiers_are_left_when_their_pipelines_are_closed_the_last_one_
     (source, keys), order = filled(), list[str]()
 
     class Named(Late):
+        name = ""
+
         async def __aexit__(self, *exc: object) -> None:
-            order.append(f"left {self.name}")  # type: ignore[attr-defined]
+            order.append(f"left {self.name}")
             await super().__aexit__(*exc)
 
         async def write(self, *args: Any) -> Any:
             await trio.sleep(1)
-            order.append(f"written {self.name}")  # type: ignore[attr-defined]
+            order.append(f"written {self.name}")
             return await super().write(*args)
 
     tiers = {name: Named(fails) for name, fails in (("a", 0), ("b", 1), ("c", 0))}
     for name, tier in tiers.items():
-        tier.name = name  # type: ignore[attr-defined]
+        tier.name = name
     with trio.CancelScope() as scope:
         hasty = PipelineConfig(batch_config=BatchConfig(flush_interval=0.0))
         async with opened(source, tiers, chain=False, config=hasty) as engine:

@@ -322,7 +322,7 @@ async def test_what_was_deleted(autojump_clock):
 
 
 class Remote(FakeTier):
-    contains_nowait = None
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
     async def contains(self, keys):
         await trio.lowlevel.checkpoint()
@@ -424,7 +424,7 @@ async def test_an_explanation_holds_nothing_and_is_no_use_of_anything(autojump_c
 
 async def test_cancelled_at_its_awaits_it_leaves_nothing(autojump_clock):
     class Slow(FakeTier):
-        contains_nowait = None
+        capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
         async def contains(self, keys):
             await trio.sleep_forever()

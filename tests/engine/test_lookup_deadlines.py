@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -48,7 +49,7 @@ class SlowRemote(Slow):
         await trio.sleep(self.seconds)
         return await super().delete(keys)
 
-    contains_nowait = None  # type: ignore[assignment]
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         self.asked += 1

@@ -91,7 +91,7 @@ class Asking(Room):
     """One that says only once it was entered whether it can be read from."""
 
     @property
-    def weak(self) -> Any:
+    def source(self) -> Any:
         raise RuntimeError("not yet")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -197,6 +198,8 @@ async def test_a_policy_that_cannot_be_made_is_an_error_that_names_it(
 
 class Ward(FakeTier):
     """A tier that must know whose blocks they are: it stores under the tenant's name, and only he finds them."""
+
+    capabilities = attrs.evolve(FakeTier.capabilities, needs_tenants=True)
 
     def __init__(self, latency: float = 0.0) -> None:
         super().__init__(64, SIZE, latency=latency)

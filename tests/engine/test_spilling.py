@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import attrs
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -448,7 +449,7 @@ class Asked:
     def __getattr__(self, name):
         return getattr(self.tier, name)
 
-    contains_nowait = None
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
     async def contains(self, keys):
         self.questions += 1

@@ -260,7 +260,7 @@ async def test_two_routes_from_one_tier_are_refused():
 
 async def test_a_tier_that_tells_nobody_of_its_evictions_is_refused():
     class Silent(FakeTier):
-        on_evicted = None  # type: ignore[assignment]
+        capabilities = attrs.evolve(FakeTier.capabilities, reports_evictions=False)
 
     with pytest.raises(ConfigError, match="does not report its evictions"):
         async with on_evict(FakeTier(), [Silent(), FakeTier()]):

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from backends._file_registry import FileRegistry
 from backends.abc import EVICTED, Deletion, RoomRequest
 from backends.base.blocks import BlockPool, Registry
-from backends.base.leaving import Evictions, SpillingTier
+from backends.base.leaving import Evictions
 from backends.base.room import WaitQueue
 from backends.memory import MemoryTier
 from maru.eviction import LRU, AdaptiveLRFU, WTinyLFU
@@ -194,7 +194,7 @@ def test_who_cannot_wait_has_nothing_spilled_and_the_spiller_is_told():
     tier, spills, gone = MemoryTier(4 * 8, 8), [], []
     for key in keys_of("abcd"):
         tier.put(key, key * 8)
-    assert isinstance(tier, SpillingTier)
+    assert tier.capabilities.reports_evictions
     tier.on_evicted(gone.extend)
     end = tier.spill_to(spills.append)
     assert tier.put(b"x", b"x" * 8)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -394,6 +395,8 @@ def test_owners_against_what_is_to_be_said_of_each_block() -> None:
 
 class Ward(FakeTier):
     """A tier that must know, and says whom it was told of."""
+
+    capabilities = attrs.evolve(FakeTier.capabilities, needs_tenants=True)
 
     def __init__(self, refuses: bool = False, **options: Any) -> None:
         super().__init__(64, SIZE, **options)

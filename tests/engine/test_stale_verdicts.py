@@ -93,12 +93,12 @@ async def test_what_a_copy_to_elsewhere_has_found_is_what_it_read(place: str, tm
     a, b = wrapped(inner), wrapped(inner)
     await store(a, BLOCKS)
     harm(a, KEYS[1])
-    refs = a.upgrade(KEYS)
+    refs = a.source.upgrade(KEYS)
     with pytest.raises(DamagedBlock):
-        a.copy_out(refs, new_pages(3, 64))
+        a.source.copy_out(refs, new_pages(3, 64))
     assert a.contains_nowait(KEYS) == {KEYS[0], KEYS[2]}
     assert await store(b, BAD) == [STORED]
-    a.release(refs)
+    a.source.release(refs)
     await a.purge()
     assert await load(a, KEYS) == ALL
     assert a.statistics().missed["damaged"] == 1 and inner.statistics().blocks == 3

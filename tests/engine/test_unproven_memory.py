@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from backends import Unproven
-from backends.abc import STORED, Destination, RoomRequest
+from backends.abc import STORED, Destination, RoomRequest, Source
 from backends.base.pages import copy_pages, new_pages
 from backends.base.slots import SlotTier
 from backends.file import FileTier
@@ -50,7 +50,7 @@ class Aside:
             raise Unproven("it may still go on")
 
 
-class Place(Destination):
+class Place(Destination, Source):
     """A source and a destination that begins a copy, and does not know its end."""
 
     block_bytes = SIZE

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import maru.blocking
-from backends.abc import Key, ReadableTier
+from backends.abc import Key, Tier
 from backends.base.pages import Pages
 from backends.base.slots import PagesDestination
 from backends.maru import MaruTier
@@ -34,7 +34,7 @@ _AS_FULL_AS_OTHERS = ("--high-watermark", "1.0", "--low-watermark", "1.0", "--lo
 
 
 @asynccontextmanager
-async def _driven(tier: ReadableTier, setting: Setting) -> AsyncIterator[Opened]:
+async def _driven(tier: Tier, setting: Setting) -> AsyncIterator[Opened]:
     async with open_engine_cache(tier, setting.block_bytes, setting.most_blocks, setting.in_flight) as cache:
         yield cache, cache.places
 
@@ -186,7 +186,7 @@ class ThreadCache:
 
 
 @contextmanager
-def _from_thread(tier: ReadableTier, setting: Setting) -> Iterator[Opened]:
+def _from_thread(tier: Tier, setting: Setting) -> Iterator[Opened]:
     source = source_of(1, setting.most_blocks, setting.block_bytes)
     places = places_in(source, 1, setting.most_blocks)
     with from_thread.open_engine(source, [tier], config=engine_config(setting.most_blocks)) as engine:

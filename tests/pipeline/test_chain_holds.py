@@ -13,6 +13,7 @@ import trio.testing
 
 import offload
 from backends.abc import Deletion, Key
+from backends.base.forwarding import ForwardingTier
 from backends.base.pooled import PooledReservation
 from backends.testing import FakeTier
 from offload import (
@@ -258,16 +259,10 @@ async def test_cancelled_at_any_await_of_a_store_nothing_stays_held(autojump_clo
 
 
 async def test_a_silent_answer_to_what_is_there_keeps_nothing_back_from_a_route(autojump_clock: object) -> None:
-    class Remote:
+    class Remote(ForwardingTier):
         """A tier that is only asked for what it has in vain."""
 
-        def __init__(self, tier: FakeTier) -> None:
-            self._tier = tier
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._tier, name)
-
-        contains_nowait = None
+        capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
         async def contains(self, keys: Sequence[Key]) -> set[Key]:
             await trio.sleep_forever()

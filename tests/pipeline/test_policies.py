@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import offload
 from backends.memory import MemoryTier
+from backends.testing import FakeTier, NullExecutor
 from offload.abc import AsyncPolicy, Leased
 from offload.policies import (
     NOTHING_REJECTED,
@@ -29,10 +31,11 @@ from offload.policies import (
 A, B, C, D = KEYS = [b"a", b"b", b"c", b"d"]
 
 
-class Place:
+class Place(NullExecutor):
     """Contains some keys, and counts how often it is asked."""
 
     def __init__(self, *keys):
+        super().__init__()
         self.keys = set(keys)
         self.asked = []
 
@@ -41,12 +44,17 @@ class Place:
         return self.keys.intersection(keys)
 
 
-class RemotePlace(Place):
-    contains_nowait = None
+class RemotePlace(FakeTier):
+    capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
+
+    def __init__(self, *keys):
+        super().__init__()
+        self.place = Place(*keys)
+        self.asked = self.place.asked
 
     async def contains(self, keys):
         await trio.sleep(1)
-        return super().contains_nowait(keys)
+        return self.place.contains_nowait(keys)
 
 
 class Rejecting:

@@ -441,7 +441,7 @@ async def test_a_host_that_frees_before_the_page_store_has_it_is_found(monkeypat
     async def eager(self: Spilling, victims: Any) -> None:
         keys, slots = list(victims.keys), victims._slots
         again = type(victims)(keys, slots, victims._end)
-        self._shelf.upgrade(keys)  # type: ignore[attr-defined]  # held all the same, so that the copy is right
+        self._source.upgrade(keys)  # held all the same, so that the copy is right
         again.over()
         self.tier.pool._evictions.tell(keys)  # type: ignore[attr-defined]
         await carry(self, victims)

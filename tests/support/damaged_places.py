@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backends.abc import Key, RoomRequest
+from backends.abc import Key, RoomRequest, Tier
 from backends.base.slots import SlotTier
 from backends.device import DeviceTier
 from backends.file import FileTier
@@ -119,6 +119,7 @@ async def opened(kind: str, directory: Path, blocks: int = 8, block_bytes: int =
 
 async def store(tier: Any, source: Any, keys: list[Key], block_bytes: int | None = None) -> list[Any]:
     """Copy blocks of a source into a tier, as a pipeline does."""
+    source = source.source if isinstance(source, Tier) else source
     reservation = await tier.reserve(
         RoomRequest(keys, tier.block_bytes if block_bytes is None else block_bytes, "fail")
     )

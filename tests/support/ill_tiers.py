@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import trio
 
 from backends.abc import Destination, Key, Outcome, ReadLease, RoomRequest
@@ -59,23 +60,14 @@ class Ill(FakeTier):
         return (statistics.held_blocks, statistics.reserved_blocks) == (0, 0)
 
 
-class RemoteIll:
+class RemoteIll(Ill):
     """The same as a tier that must be asked what it contains."""
 
-    def __init__(self, capacity: int = 16, size: int = SIZE, **options: Any) -> None:
-        object.__setattr__(self, "inner", Ill(capacity, size, **options))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "inner"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
-
-    contains_nowait: Any = None
+    capabilities = attrs.evolve(Ill.capabilities, answers_at_once=False)
 
     async def contains(self, keys: Sequence[Key]) -> Any:
         await self.ask("contains")
-        return self.inner.contains_nowait(keys)
+        return self.contains_nowait(keys)
 
 
 def ill_and_guard(kind: Any = Ill, *, capacity: int = 16, **breaker: Any) -> tuple[Any, Any]:

@@ -59,13 +59,15 @@ def memory(wrappers: Sequence[Wrapper], blocks: int = 8, block_bytes: int = 64, 
 
 
 class _ForeignLease(Lease):
-    forget: Any = None
+    def forget(self, positions: Sequence[int]) -> bool:
+        return False
 
 
 class Foreign(MemoryTier):
     """A tier that cannot be told that what it holds is damaged: only its keys can be deleted."""
 
-    forget_held: Any = None
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
+        return False
 
     def pin_nowait(self, keys: Sequence[Key]) -> Lease:
         lease = super().pin_nowait(keys)

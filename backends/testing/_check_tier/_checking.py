@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, TypeAlias
 
-from ...abc import Key, ReadableTier
+from ...abc import Key, Tier
 from . import _reading as reading
 from . import _room as room
 from . import _storing as storing
 from ._trying import BLOCKS, Case
 
-MakeTier: TypeAlias = Callable[[int, int], ReadableTier]
+MakeTier: TypeAlias = Callable[[int, int], Tier]
 """``make_tier(blocks, block_bytes)``: an empty tier for so many blocks of this size. Entered if it is an async context manager,
 closed if it has a ``close``."""
 

@@ -7,7 +7,7 @@ import threading
 import trio
 import trio.testing
 
-from ...abc import EVICTED, LOADED, STORED, Deletion, Failed, Missed, Source
+from ...abc import EVICTED, LOADED, STORED, Deletion, Failed, Missed
 from ...base.pages import pages_of
 from .._fake import payload_of
 from ._trying import BLOCKS, Case, Places, must
@@ -151,8 +151,8 @@ async def async_means_checkpoint(case: Case) -> None:
 
 
 async def is_a_source(case: Case) -> None:
-    tier = case.tier
-    if not isinstance(tier, Source):
+    tier = case.tier.source
+    if tier is None:
         return
     keys = await case.fill()
     must(tier.block_bytes == case.block_bytes, "a source says how large its blocks are", tier.block_bytes)

@@ -23,7 +23,7 @@ from ...abc import (
     Outcome,
     Reservation,
     RoomRequest,
-    Tier,
+    Source,
     WhenFull,
 )
 from ...base.pages import Pages, copy_pages, pages_of
@@ -47,11 +47,11 @@ def _first_difference(block: bytes, expected: bytes) -> str:
     return f"byte {at} is {block[at : at + 8].hex(' ')}, expected {expected[at : at + 8].hex(' ')}"
 
 
-class Bytes:
+class Bytes(Source):
     """A source of blocks whose bytes follow from their keys; a ref is the number of the key."""
 
     def __init__(self, block_bytes: int, *, in_host: bool = True) -> None:
-        self.block_bytes = block_bytes
+        self._block_bytes = block_bytes
         self.in_host = in_host
         self.keys: list[Key] = []
         self.buffers: list[bytearray] = []
@@ -60,14 +60,15 @@ class Bytes:
         self.go_on: threading.Event | None = None
         self.copied = threading.Event()
 
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         refs = list(range(len(self.keys), len(self.keys) + len(keys)))
         self.keys += keys
         self.buffers += [bytearray(payload_of(key, self.block_bytes)) for key in keys]
         return refs
-
-    def release(self, refs: Sequence[int]) -> None:
-        pass
 
     def views(self, refs: Sequence[int]) -> Pages | None:
         return pages_of([self.buffers[ref] for ref in refs]) if self.in_host else None
@@ -85,7 +86,7 @@ class Bytes:
 
 
 class KnownBytes(Bytes):
-    """A :class:`~backends.abc.ChecksummedSource` of the same blocks, of which some have one bit flipped."""
+    """A source of the same blocks that knows their checksums; some blocks have one bit flipped."""
 
     def __init__(self, block_bytes: int, damaged: Sequence[Key] = (), *, in_host: bool = True) -> None:
         super().__init__(block_bytes, in_host=in_host)
@@ -151,12 +152,12 @@ class Case:
     @property
     def remote(self) -> bool:
         """Whether it is no :class:`~backends.abc.Tier`: others change it, and it must be asked."""
-        return not isinstance(self.tier, Tier)
+        return not self.tier.capabilities.answers_at_once
 
     @property
     def capabilities(self) -> Capabilities:
         """What the tier declares; all, if nothing."""
-        declared: Capabilities = getattr(self.tier, "capabilities", Capabilities())
+        declared: Capabilities = self.tier.capabilities
         return declared
 
     async def behind_its_back(self, hook: Callable[[Any, Key], object], key: Key) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from backends.abc import EVICTED, Destination, ExternalBlocks, Key
+from backends.abc import Destination, ExternalBlocks, Key, Source
 from backends.base.pages import Pages
 from backends.base.planes import SAMPLES
 
@@ -108,7 +108,7 @@ def _sampled(n: int) -> list[int]:
     return [part * width + at for part in range(len(PARTS)) for at in sorted(rng.choices(range(width), k=SAMPLES))]
 
 
-class MemoryObjects:
+class MemoryObjects(Source):
     """The source that an engine stores from: objects under store.
 
     Nothing is found by key, since LMCache keeps its objects until their store has ended.
@@ -162,7 +162,7 @@ class MemoryObjects:
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """Parts of an object; see :class:`backends.abc.PlanarPlace`."""
+        """Parts of an object; see :attr:`backends.abc.Source.plane_names`."""
         return PARTS
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
@@ -170,22 +170,6 @@ class MemoryObjects:
         return [self._spans[ref].samples() for ref in refs]
 
     # --- the contract of a source ---------------------------------------------------------------------------------
-
-    def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Return only misses: nothing is found by key here."""
-        return [EVICTED] * len(keys)
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Do nothing: nothing is held by count here."""
-
-    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """Return no checksums: none are known."""
-        # Defined, since a missing method costs more: it is looked for through a proxy
-        # (:mod:`offload._health.attribution`).
-        return [None] * len(refs)
-
-    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Do nothing: without checksums no object is found damaged."""
 
     def views(self, refs: Sequence[int]) -> Pages | None:
         """Return the addresses of these objects, if each fills its page."""

@@ -20,7 +20,7 @@ from itertools import accumulate, count
 from types import TracebackType
 from typing import Any, Self
 
-from backends.abc import EVICTED, Destination, ExternalBlocks, Key
+from backends.abc import Destination, ExternalBlocks, Key, Source
 from backends.base.pages import Pages
 from backends.base.planes import TensorPlanes
 
@@ -184,10 +184,7 @@ class LentPages(Destination):
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The planes of a page in a pool of known layout.
-
-        See :class:`backends.abc.PlanarPlace`.
-        """
+        """The planes of a page in a pool of known layout."""
         return self._planes.plane_names if self._planes is not None and self._numbers else ()
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
@@ -205,7 +202,7 @@ class LentPages(Destination):
             return [None] * len(positions)
 
 
-class HostPages:
+class HostPages(Source):
     """The source that an engine stores from: pages lent for stores.
 
     Nothing is found by key, since SGLang keeps its pages until their store has ended.
@@ -215,10 +212,12 @@ class HostPages:
         plane_names: the planes of a page, if the layout of the pool is known.
     """
 
+    plane_names: Sequence[str] = ()
+    """The names of the planes of a page."""
+
     def __init__(self, block_bytes: int, plane_names: Sequence[str] = ()) -> None:
         self._block_bytes = block_bytes
-        self.plane_names: Sequence[str] = plane_names
-        """The planes of a page; see :class:`backends.abc.PlanarPlace`."""
+        self.plane_names = plane_names
         self._refs = count()
         self._lent: dict[int, tuple[LentPages, int]] = {}
 
@@ -248,16 +247,6 @@ class HostPages:
             self._lent.pop(ref, None)
 
     # --- the contract of a source ---------------------------------------------------------------------------------
-
-    def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Return only misses: nothing is found by key here."""
-        return [EVICTED] * len(keys)
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Do nothing: nothing is held by count here."""
-
-    def views(self, refs: Sequence[int]) -> None:
-        """Return nothing: the addresses are not revealed."""
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each page. Runs in a copy thread.

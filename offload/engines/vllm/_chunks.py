@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import attrs
 
-from backends.abc import EVICTED, Destination, ExternalBlocks, Key
+from backends.abc import Destination, ExternalBlocks, Key, Source
 from backends.base.block_layout import Plane, TensorMemory, as_one_run, layout_of, memory_of
 from backends.base.copier import Event, Pieces, copier_of
 from backends.base.copying import BESIDE_BYTES
@@ -57,24 +57,19 @@ def check_kept(chunks: Iterable[int], kept: Container[int]) -> None:
             raise Withdrawn("its blocks were given out anew while they were copied")
 
 
-class NoChunks:
+class NoChunks(Source):
     """A source without a block, for a scheduler that only looks up."""
 
+    block_bytes: int = 0
+    """Size of a page in bytes: a chunk of all layers, or of one."""
+
     def __init__(self, block_bytes: int) -> None:
-        self.block_bytes: int = block_bytes
-        """Size of a page: a chunk of all layers, or of one."""
+        self.block_bytes = block_bytes
         self.pages_per_chunk: int = 1
         """Pages per chunk."""
 
     def __repr__(self) -> str:
         return f"<NoChunks of {self.block_bytes} bytes>"
-
-    def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Return only misses."""
-        return [EVICTED] * len(keys)
-
-    def release(self, refs: Sequence[int]) -> None:
-        """Do nothing: no block is held."""
 
     def withdraw(self) -> None:
         """Do nothing: no store is to be withdrawn."""
@@ -82,9 +77,6 @@ class NoChunks:
     def behind(self, stored: ExternalBlocks, there: frozenset[Key]) -> ExternalBlocks | None:
         """Return ``None``: nothing remains to be stored after ``stored``."""
         return None
-
-    def views(self, refs: Sequence[int]) -> None:
-        """Return nothing: no block lies in host memory."""
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Raise: never called, as there is no block."""
@@ -144,6 +136,9 @@ class ChunkSource(NoChunks):
     The blocks of a chunk are named group by group.
     """
 
+    plane_names: Sequence[str] = ()
+    """The names of the planes of a chunk."""
+
     def __init__(self, groups: Sequence[GroupCaches]) -> None:
         self._groups = groups
         self.device: int | None = groups[0].blocks.device
@@ -155,7 +150,7 @@ class ChunkSource(NoChunks):
         super().__init__(sum(group.chunk_bytes for group in groups))
         self._numbers = itertools.count()
         self._chunks: dict[int, Sequence[int | None]] = {}  # by number, while it is being stored
-        self.plane_names: tuple[str, ...] = tuple(
+        self.plane_names = tuple(
             f"block {at} {name}"
             for group in groups
             for at in range(group.per_chunk)
@@ -427,7 +422,7 @@ class ChunkDestination(Destination):
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The planes of a chunk; see :class:`backends.abc.PlanarPlace`."""
+        """The planes of a chunk."""
         return self._source.plane_names
 
     def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:

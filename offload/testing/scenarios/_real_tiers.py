@@ -31,6 +31,7 @@ import xxhash
 
 from backends.abc import STORED, Destination, Key, Outcome, ReadLease, RoomRequest, Source
 from backends.base.blockfile import HEADER_BYTES, Refused, name_of, pack_header
+from backends.base.forwarding import ForwardingSource
 from backends.base.pages import Pages, new_pages, pages_of
 from backends.base.pooled import PooledReservation, PooledTier
 from backends.file import FileTier
@@ -225,11 +226,11 @@ class RealTierModel(TierModel):
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 
-class GatedSource:
+class GatedSource(ForwardingSource):
     """Source of one copy, past the gate."""
 
     def __init__(self, source: Source, model: RealTierModel, copy: Copy) -> None:
-        self._source = source
+        super().__init__(source)
         self._place = model
         self.copy = copy
         self.obstacles: Sequence[str] = ()
@@ -237,11 +238,6 @@ class GatedSource:
 
         The copy thread creates them.
         """
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of the source's blocks, in bytes."""
-        return self._source.block_bytes
 
     def views(self, refs: Sequence[int]) -> None:
         """Return none, so that the copy thread asks for the bytes."""
@@ -252,10 +248,7 @@ class GatedSource:
         self._place.gate(self.copy)
         for path in self.obstacles:
             os.makedirs(path, exist_ok=True)
-        self._source.copy_out(refs, pages)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        self.inner.copy_out(refs, pages)
 
 
 class _Reservation(PooledReservation):
@@ -289,7 +282,7 @@ class _FaultyTier(PooledTier[Any]):
     """
 
     model: RealTierModel
-    name: str
+    name: str = ""
     flipped: set[Key]
     leaving: Sequence[str] | None
     batches: list[tuple[Key, ...]]

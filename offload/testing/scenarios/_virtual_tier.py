@@ -351,6 +351,8 @@ def eviction_of(spec: TierSpec) -> EvictionPolicy[Key]:
 class VirtualTier(FakeTier):
     """A real tier whose copies follow the world's time and faults."""
 
+    name: str = ""
+
     def __init__(self, model: TierModel) -> None:
         spec = model.spec
         super().__init__(spec.capacity, spec.block_bytes, checksums=spec.checksums, eviction=eviction_of(spec))

@@ -1,0 +1,71 @@
+"""The abilities of places: each is declared once, with a default, and a class that keeps one in an attribute declares it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backends.abc import Destination, ReadLease, Reservation, Source, Tier, TransferExecutor
+from backends.base.forwarding import ForwardingDestination, ForwardingSource, ForwardingTier
+
+ROOT = Path(__file__).parents[2]
+CONTRACTS = (Source, Destination, TransferExecutor, Reservation, ReadLease)
+NOT_FORWARDED = {
+    Source: {"weak", "strong"},  # made of the others, for the source in front
+    Tier: {"direct"},  # a read in another thread would pass by the tier in front
+    Destination: set[str](),
+}
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from subclasses(one)
+
+
+def assigned(kind: type) -> Iterator[str]:
+    """Yield the attributes of ``self`` that a class assigns."""
+    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    for found in ast.walk(tree):
+        if isinstance(found, ast.ClassDef) and found.name == kind.__name__:
+            for node in ast.walk(found):
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                for target in targets:
+                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                        yield target.attr
+
+
+def test_no_class_assigns_a_property_of_its_contract() -> None:
+    # A type checker lets it pass, and the first instance raises.
+    for package in ("backends", "offload"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "class " in path.read_text() and path.name != "__main__.py":
+                try:
+                    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                except ImportError:
+                    continue  # an adapter of an engine that is not installed
+    wrong = [
+        f"{kind.__module__}.{kind.__name__}.{name}"
+        for contract in CONTRACTS
+        for kind in subclasses(contract)
+        if kind.__module__.startswith(("backends.", "offload."))
+        for name in assigned(kind)
+        if isinstance(found := inspect.getattr_static(kind, name, None), property) and found.fset is None
+    ]
+    assert not wrong, "declare a default of the attribute in the class"
+
+
+@pytest.mark.parametrize(
+    ("front", "contract"),
+    [(ForwardingSource, Source), (ForwardingTier, Tier), (ForwardingDestination, Destination)],
+)
+def test_a_place_in_front_forwards_every_ability(front: type, contract: type) -> None:
+    abilities = {name for kind in contract.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}
+    own = {name for kind in front.__mro__ if kind not in contract.__mro__ for name in vars(kind)}
+    assert abilities - own == NOT_FORWARDED[contract]
