@@ -451,9 +451,10 @@ def _named(tiers: Sequence[TierLike]) -> dict[str, TierLike]:
     return named
 
 
-def _name_of(tier: TierLike) -> str:
+def _name_of(tier: object) -> str:
     if isinstance(tier, Mapping):
         tier = str(tier.get("type", "tier"))
     if isinstance(tier, str):
         return tier.rpartition(":")[2].lower()
-    return (tier.name if isinstance(tier, Tier) else "") or type(tier).__name__.lower()
+    kind = type(tier).__name__.lower()
+    return tier.name or kind if isinstance(tier, Tier) else kind  # anything else is refused, by this name

@@ -33,12 +33,12 @@ from backends.abc import Unproven, UnreadableBlock
 from backends.base.block_layout import TensorMemory, check_disjoint
 from backends.base.copier import DeviceLost
 from backends.base.pages import Pages
-from backends.base.slots import Storage
 from backends.device import DeviceBlocks
 from maru.base.memory.cuda import CudaError, Driver, NoDriver, find_driver
 from maru.base.threads import start_thread
 
 from ._layout import BadLayout, CacheLayout
+from ._memory import CacheStorage
 from ._messages import CudaMemory, Refusal, TensorLayout
 
 _WHOLE: Final = 2 << 20
@@ -311,7 +311,7 @@ class DeviceMemory:
     address: int
     size: int
 
-    def storage(self, layout: CacheLayout, memories: Sequence[DeviceMemory]) -> Storage:
+    def storage(self, layout: CacheLayout, memories: Sequence[DeviceMemory]) -> CacheStorage:
         """Return the blocks of a cache; see :class:`~offload.daemon._memory.EngineMemory`.
 
         Raises:
@@ -330,7 +330,7 @@ class DeviceMemory:
         return DeviceCache(self._devices, self.device, blocks)
 
 
-class DeviceCache:
+class DeviceCache(CacheStorage):
     """The blocks of a cache on a device.
 
     Args:
@@ -341,8 +341,6 @@ class DeviceCache:
 
     def __init__(self, devices: Devices, device: str, blocks: DeviceBlocks) -> None:
         self.device: str = device
-        self.on_device: bool = True
-        """Whether the cache is on a device; see :class:`~backends.abc.Destination`."""
         self.block_bytes: int = blocks.block_bytes
         self._devices = devices
         self._blocks: DeviceBlocks | None = blocks

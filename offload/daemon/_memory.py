@@ -99,12 +99,25 @@ def granted(door: Door, session: Hashable, amount: int, unit: str) -> Iterator[C
             door.give_back(session, amount)
 
 
+class CacheStorage(Storage, Protocol):
+    """The blocks of one registered cache."""
+
+    block_bytes: int = 0
+    """Size of every block, in bytes."""
+    device: str = ""
+    """The UUID of the device that the cache is on; empty for host memory."""
+
+    def let_go(self) -> None:
+        """Drop the reference to the memory; running copies keep it until they end."""
+        return
+
+
 class EngineMemory(Protocol):
     """Memory that an engine has handed over."""
 
     size: int
 
-    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> CacheStorage:
         """Return the blocks of a cache whose first memory this is.
 
         The others are of the same kind.
@@ -173,7 +186,7 @@ class MappedMemory:
         self.memory: Memory = memory
         self.size: int = memory.length
 
-    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> CacheStorage:
         """Return the blocks of a cache; see :class:`EngineMemory`.
 
         Blocks of several pieces are gathered by torch, which is imported here.
@@ -186,7 +199,7 @@ class MappedMemory:
         return TensorStorage(_host_tensors(layout, mapped), layout)
 
 
-class OneRun:
+class OneRun(CacheStorage):
     """Blocks that are one run of mapped bytes each."""
 
     def __init__(self, memory: Memory, layout: CacheLayout) -> None:
@@ -210,7 +223,7 @@ class OneRun:
         copy_pages(self.pages(slots), pages)
 
 
-class TensorStorage:
+class TensorStorage(CacheStorage):
     """Blocks in torch tensors over mapped memory of an engine."""
 
     def __init__(self, tensors: Sequence[Any], layout: CacheLayout) -> None:
@@ -257,7 +270,7 @@ class FileMemory:
     def __del__(self, close: Any = os.close) -> None:
         close(self.descriptor)
 
-    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> Storage:
+    def storage(self, layout: CacheLayout, memories: Sequence[EngineMemory]) -> CacheStorage:
         """Return the blocks of a cache; see :class:`EngineMemory`."""
         files = [memory for memory in memories if isinstance(memory, FileMemory)]
         if len(files) != len(memories):
@@ -265,7 +278,7 @@ class FileMemory:
         return FileStorage(files, layout)
 
 
-class FileStorage:
+class FileStorage(CacheStorage):
     """Blocks in files, piece by piece."""
 
     def __init__(self, files: Sequence[FileMemory], layout: CacheLayout) -> None:
@@ -321,7 +334,7 @@ class Caches(Source):
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self._storages: dict[int, Storage] = {}
+        self._storages: dict[int, CacheStorage] = {}
         self._blocks: dict[int, int] = {}
         self._last = 0
 
@@ -331,7 +344,7 @@ class Caches(Source):
     def __len__(self) -> int:
         return len(self._storages)
 
-    def add(self, storage: Storage, blocks: int) -> int:
+    def add(self, storage: CacheStorage, blocks: int) -> int:
         """Register a cache. Returns its number, which is never given twice."""
         self._last += 1
         self._storages[self._last] = storage
@@ -340,13 +353,15 @@ class Caches(Source):
 
     def device_of(self, cache: int) -> str:
         """Return the UUID of a cache's device; empty for host memory."""
-        return getattr(self._storages.get(cache), "device", "")
+        storage = self._storages.get(cache)
+        return "" if storage is None else storage.device
 
     def remove(self, cache: int) -> None:
         """Forget a cache. Running copies hold its memory until they end."""
         storage = self._storages.pop(cache, None)
         self._blocks.pop(cache, None)
-        getattr(storage, "let_go", bool)()
+        if storage is not None:
+            storage.let_go()
 
     def blocks(
         self, cache: int, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int] | None
@@ -430,7 +445,7 @@ class Caches(Source):
 class CacheBlocks(Destination):
     """Blocks of a cache as a destination."""
 
-    def __init__(self, storage: Storage, ids: list[int]) -> None:
+    def __init__(self, storage: CacheStorage, ids: list[int]) -> None:
         self._storage = storage
         self._ids = ids
 
@@ -440,7 +455,7 @@ class CacheBlocks(Destination):
 
     @property
     def on_device(self) -> bool:
-        return getattr(self._storage, "on_device", False)
+        return bool(self._storage.device)
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -26,7 +26,6 @@ import msgspec
 import trio
 
 from backends.abc import Deletion
-from backends.base.slots import Storage
 from maru.base.own_directory import LOOK
 from maru.base.served_time import ServedTime
 from maru.base.threads import run_in_thread
@@ -35,7 +34,7 @@ from .._engine import Engine
 from ._cuda import Devices
 from ._engine import DaemonEngine
 from ._layout import CacheLayout, check_layout, count_pieces
-from ._memory import Shares, adopt, granted
+from ._memory import CacheStorage, Shares, adopt, granted
 from ._messages import (
     NAME_OF,
     OLDEST,
@@ -484,7 +483,7 @@ class Service:
 
     async def _open_cache(
         self, handed_over: Mapping[int, Any], session: Session, request: RegisterKVCache
-    ) -> tuple[Storage, CacheLayout]:
+    ) -> tuple[CacheStorage, CacheLayout]:
         """Check a layout, open the tiers for its blocks, and map them."""
         if request.cuda:
             memories: list[Any] = await run_in_thread(self.devices.open, request.cuda, limiter=self._registering)

@@ -13,9 +13,10 @@ import pytest
 
 from backends.abc import Destination, ReadLease, Reservation, Source, Tier, TransferExecutor
 from backends.base.forwarding import ForwardingDestination, ForwardingSource, ForwardingTier
+from backends.base.slots import Storage
 
 ROOT = Path(__file__).parents[2]
-CONTRACTS = (Source, Destination, TransferExecutor, Reservation, ReadLease)
+CONTRACTS = (Source, Destination, TransferExecutor, Reservation, ReadLease, Storage)
 NOT_FORWARDED = {
     Source: {"weak", "strong"},  # made of the others, for the source in front
     Tier: {"direct"},  # a read in another thread would pass by the tier in front
