@@ -173,6 +173,8 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
 
     pool: R
     lease_type: ClassVar[type[TierLease[Any]]] = Lease
+    name: str = ""
+    """The name in statistics and hits; empty: that of its class."""
     block_bytes: int = 0
     """Size of every block."""
     capabilities: Capabilities = Capabilities(answers_at_once=True, reports_evictions=True, lists_keys=True)

@@ -47,20 +47,16 @@ from .._errors import TierUnavailable
 from .._health.breaker import Call
 from .loading import LoadResult
 from .lookup import ContainsQuestion, Hit, Segment, following, search
-from .statistics import count
 
 if TYPE_CHECKING:
     from .._health import BreakerTier
-    from .._instruments import EngineHooks
     from .._pipeline.priority import LoadPriority
     from ..abc import Precondition
-    from .history import History
+    from .concluding import Conclusions
     from .load_choice import LoadChoice
     from .lookup import Place
     from .promotion import Promoter
-    from .rate_probe import RateProbe
     from .shadow import ShadowCheck
-    from .statistics import Counts
     from .tenants import TenantTags
 
 MOST_BYTES: Final = 32 << 20
@@ -81,7 +77,6 @@ class DirectReads:
 
     places: Sequence[Place]
     """The tiers, the fastest first."""
-    counts: Counts
     live: dict[Hit, None]
     """The hits of the engine."""
     tags: TenantTags | None
@@ -92,10 +87,7 @@ class DirectReads:
     load_priority: LoadPriority
     choice: LoadChoice | None
     """``None`` where loading is not compared with recomputing."""
-    probe: RateProbe | None
-    """``None`` where that is not enforced."""
-    history: History
-    hooks: EngineHooks
+    conclusions: Conclusions
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -318,29 +310,13 @@ class DirectLookup:
             breaker_tier.note_answered(permit, Call.ASK)
             if breaker_tier.direct is not None:
                 breaker_tier.direct.catch_up()
-        counts = reads.counts
-        counts.lookups += 1
-        counts.asked += len(self._asked)
-        counts.hit += len(hit.keys) if hit.advice is None else hit.advice.found
-        if reads.choice is not None and hit.advice is not None:
-            reads.choice.note_advised(hit.advice)
-        for segment in hit._segments:
-            counts.hits_by_tier[segment.name] += segment.blocks
-        for name in hit.unavailable:
-            count(counts.lookup_failures, name)
-        hit.hold()
         if reads.tags is not None:
             try:
                 hit._end = reads.tags.carry(hit.keys, hit._tenant)
             except Exception:
                 # Its blocks are in tiers that need no tenant: only what a load would look for elsewhere is not found.
                 _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
-        if (left := hit.left_out) is not None:
-            reads.history.left_out(left, self._asked[left.start : left.start + left.blocks])
-        if self.left_out is not None and reads.probe is not None:
-            reads.probe.request(*self.left_out, hit._tenant)
-        if reads.hooks.looked_up:
-            reads.hooks.fire("looked_up", self._asked, hit)
+        reads.conclusions.conclude_lookup(self._asked, hit, self.left_out)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -411,9 +387,8 @@ class DirectLoad:
 
     def count(self) -> None:
         """Count it, and begin to promote it, in the trio thread."""
-        reads, hit = self._reads, self._hit
-        reads.counts.loads += 1
-        reads.counts.loaded += len(self._there)
+        reads, result = self._reads, self._result
+        assert result is not None
         if reads.shadow is not None:
             reads.shadow.note_passed()
         origins: list[int] = []
@@ -424,7 +399,4 @@ class DirectLoad:
         if self._seconds is not None and reads.choice is not None:
             for part, seconds in zip(self._parts, self._seconds, strict=True):
                 reads.choice.note_loaded(part.breaker_tier.name, len(part.there), seconds)
-        if self.promotes:
-            reads.promoter.promote(hit.keys, origins, self.promote, hit._tenant)
-        if reads.hooks.loaded:
-            reads.hooks.fire("loaded", hit, self._result, self._took)
+        reads.conclusions.conclude_load(self._hit, result, origins, self.promotes and self.promote, self._took)

@@ -36,6 +36,7 @@ from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import EngineInstrument, Mismatch, PreconditionLike
+from .concluding import Conclusions
 from .config import EngineConfig, LoadOrRecompute, OnLoadFailure
 from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
@@ -50,7 +51,7 @@ from .promotion import Promoter
 from .rate_probe import RateProbe
 from .routes import PlannedRoute
 from .shadow import ShadowCheck
-from .statistics import ChoiceStatistics, Counts, EngineStatistics, ShadowStatistics, count
+from .statistics import ChoiceStatistics, Counts, EngineStatistics, ShadowStatistics
 from .tenants import TenantTags
 
 _NOTHING: Mapping[str, Exception] = MappingProxyType({})
@@ -134,18 +135,18 @@ class Engine:
         self._counts = parts.counts
         self._live_hits: dict[Hit, None] = {}
         self._hooks = EngineHooks()
+        self._conclusions = Conclusions(
+            self._counts, self._choice, self._probe, self._inspector.history, self._promoter, self._hooks
+        )
         self.direct: DirectReads = DirectReads(
             self._places,
-            self._counts,
             self._live_hits,
             self._tags,
             self._shadow,
             self._promoter,
             self._load_priority,
             self._choice,
-            self._probe,
-            self._inspector.history,
-            self._hooks,
+            self._conclusions,
         )
 
     def __repr__(self) -> str:
@@ -258,7 +259,7 @@ class Engine:
                 found_here.count()
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 return found_here.hit
-        asked, shadow = len(keys), self._shadow
+        asked, shadow = keys, self._shadow
         since = 0 if shadow is None else shadow.withheld.total
         if shadow is not None and len(shadow.withheld) and (wrong := shadow.withheld.among(keys)):
             await shadow.purge(wrong, within)
@@ -272,43 +273,24 @@ class Engine:
             if end is not None:
                 end()
             raise
-        counts, found = self._counts, sum([segment.blocks for segment in segments])
-        counts.lookups += 1
-        counts.asked += asked
-        counts.hit += found
-        for name in unavailable:
-            count(counts.lookup_failures, name)
-        if self._choice is None:
-            hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
-            hit.hold()
-        else:
+        advice, left, slower = None, None, None
+        rest: list[Segment] = []
+        if self._choice is not None:
             advice = self._choice.advise(segments)
             segments, rest = self._choice.split(segments, advice)
-            kept = advice.found - sum([segment.blocks for segment in rest])
+        kept = sum([segment.blocks for segment in segments])
+        if self._choice is not None and rest:
             left = self._choice.leave_out(rest, kept)
-            hit = Hit(keys[:kept], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since, advice, left)
-            hit.hold()
-            self._choice.note_advised(advice)
-            if left is not None:
-                self._inspector.history.left_out(left, keys[kept:found])
-            await self._leave_out(hit, rest, keys[kept:found])
-        for segment in segments:
-            counts.hits_by_tier[segment.name] += segment.blocks
-        if self._hooks.looked_up:
-            self._hooks.fire("looked_up", keys, hit)
+            slower = rest[0].rank, keys[kept : kept + rest[0].blocks]
+        hit = Hit(keys[:kept], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since, advice, left)
+        self._conclusions.conclude_lookup(asked, hit, slower)
+        if rest:
+            try:
+                await release_segments(rest)
+            except BaseException:
+                await hit.__aexit__(None, None, None)
+                raise
         return hit
-
-    async def _leave_out(self, hit: Hit, segments: list[Segment], keys: Sequence[Key]) -> None:
-        """Release what is computed sooner than it would be loaded, and see to it that its tier is measured."""
-        if not segments:
-            return
-        if self._probe is not None:
-            self._probe.request(segments[0].rank, keys[: segments[0].blocks], hit._tenant)
-        try:
-            await release_segments(segments)
-        except BaseException:
-            await hit.__aexit__(None, None, None)
-            raise
 
     async def load(
         self,
@@ -378,12 +360,7 @@ class Engine:
         result = loading.conclude()
         if self._probe is not None and loading.given_up_at is not None:
             self._probe.request(loading.given_up_at, hit.keys[result.loaded :], hit._tenant)
-        if result.left_out is not None:
-            self._inspector.history.left_out(result.left_out, hit.keys[result.left_out.start :])
-        if self._hooks.loaded:
-            self._hooks.fire("loaded", hit, result, trio.current_time() - began)
-        if up and result.loaded:
-            self._promoter.promote(hit.keys[: result.loaded], loading.origins, up, hit._tenant)
+        self._conclusions.conclude_load(hit, result, loading.origins, up, trio.current_time() - began)
         if result.loaded < wanted and self.on_load_failure == "fail":
             first = result.outcomes[result.loaded]
             if first == GIVEN_UP:

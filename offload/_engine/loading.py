@@ -159,15 +159,10 @@ class Loading:
 
     def conclude(self) -> LoadResult:
         """The result so far: the blocks before the first gap count as loaded."""
-        outcomes, wanted, counts = self.outcomes, len(self.keys), self.counts
+        outcomes, wanted = self.outcomes, len(self.keys)
         loaded = self.leading()
-        counts.loads += 1
-        counts.loaded += loaded
         if loaded < wanted:
-            if self.was_given_up:
-                outcomes += [GIVEN_UP] * (wanted - len(outcomes))
-            _count_failures(outcomes[loaded:], counts.load_failures)
-            outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
+            outcomes += [GIVEN_UP if self.was_given_up else BEHIND_A_GAP] * (wanted - len(outcomes))
         return LoadResult(loaded, outcomes, self.left_out)
 
     @property
@@ -318,14 +313,6 @@ def _gaps(answers: Sequence[Outcome]) -> list[range]:
 def _leading(outcomes: Sequence[Outcome]) -> int:
     """How many blocks are loaded before the first that is not."""
     return next(at for at, outcome in enumerate(outcomes) if outcome != LOADED)
-
-
-def _count_failures(outcomes: Sequence[Outcome], failures: dict[str, int]) -> None:
-    for outcome in outcomes:
-        if isinstance(outcome, Missed):
-            count(failures, outcome.reason)
-        elif isinstance(outcome, Failed):
-            count(failures, "failed")
 
 
 class _Part(ForwardingDestination):

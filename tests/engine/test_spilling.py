@@ -10,6 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends.base.blocks import Registry
+from backends.base.forwarding import ForwardingTier
 from backends.base.leaving import Spill
 from backends.testing import FakeTier, payload_of
 from offload import BatchConfig, ConfigError, PipelineConfig, Status
@@ -439,15 +440,13 @@ def test_cancelled_around_all_of_it_at_every_step_nothing_is_left_or_lost(part):
 # --- a tier that must be asked ----------------------------------------------------------------------------------------
 
 
-class Asked:
+class Asked(ForwardingTier):
     """A tier that says what it has after a while, or raises."""
 
     def __init__(self, tier: FakeTier, seconds: float, error: Exception | None) -> None:
-        self.tier, self.seconds, self.error = tier, seconds, error
+        super().__init__(tier)
+        self.seconds, self.error = seconds, error
         self.questions = 0
-
-    def __getattr__(self, name):
-        return getattr(self.tier, name)
 
     capabilities = attrs.evolve(FakeTier.capabilities, answers_at_once=False)
 
@@ -456,7 +455,7 @@ class Asked:
         await trio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
-        return self.tier.contains_nowait(keys)
+        return self.inner.contains_nowait(keys)
 
 
 async def batches_of_one_that_is_asked(seconds, error):
