@@ -1,4 +1,4 @@
-"""The health of tiers: which errors are a tier's fault, and the circuit breaker that stops calls to a broken tier."""
+"""Health of tiers: faults, and the breaker that stops calls."""
 
 from .breaker import Health as Health
 from .breaker import HealthState as HealthState

@@ -1,4 +1,4 @@
-"""Decides whether an error in a copy is the tier's fault: a copy has two ends, and the error may come from the other one.
+"""Attribution of an error in a copy: to the tier, or the other end.
 
 A tier's copy calls its source or its destination, and passes on their errors as its own. So a tier behind a breaker gets a
 proxy of the other end, which records the errors that this raises.
@@ -27,25 +27,28 @@ class ErrorAttribution:
         self._errors: list[BaseException] = []  # several if a tier copies in several tasks
 
     def observe_destination(self, destination: Destination) -> Destination:
-        """Return a proxy for the destination of the copy, which records its errors."""
+        """Return a front of the destination that records its errors."""
         return _ObservedDestination(destination, self._errors)
 
     def observe_source(self, source: Source) -> Source:
-        """Return a proxy for the source of the copy, which records its errors."""
+        """Return a front of the source that records its errors."""
         return _ObservedSource(source, self._errors)
 
     def is_of_other_end(self, error: BaseException) -> bool:
-        """Whether this error, or one that caused it, came from the other end; of a group, whether all of its errors did."""
+        """Return whether the other end raised or caused this error.
+
+        For a group: whether it did for all of its errors.
+        """
         return bool(self._errors) and all([self._has_led_to(leaf) for leaf in leaves(error)])
 
     def judge_exception(self, error: BaseException) -> tuple[Verdict, str]:
-        """The verdict that an exception of the copy gives on the tier, and a description of the fault."""
+        """Return the verdict of a copy's exception, and the fault's description."""
         if self.is_of_other_end(error):
             return Verdict.SILENT, ""
         return judge_exception(error), describe(error)
 
     def judge_outcomes(self, outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
-        """The verdict that the outcomes of the copy give on the tier, and a description of the fault."""
+        """Return the verdict of a copy's outcomes, and the fault's description."""
         if not self._errors:
             return judge_outcomes(outcomes)
         return judge_outcomes(

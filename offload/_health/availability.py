@@ -1,4 +1,6 @@
-"""Decides whether a tier has been entered, and when to try again. Pure: attempts, results and times in, decisions out.
+"""Availability of a tier: whether it is entered, and the next attempt.
+
+Pure: attempts, results and times in, decisions out.
 
     AVAILABLE --left out--> ABSENT --its time has come--> ENTERING --entered--> AVAILABLE
       |                      ^  ^                            |  |
@@ -23,7 +25,7 @@ from .breaker import Breaker, Call, Health, Verdict
 
 
 class State(enum.Enum):
-    """Whether a tier can be used, and if not, whether it will be tried again."""
+    """Whether a tier can be used, or will be tried again."""
 
     ABSENT = "absent"
     """Not entered; it will be tried."""
@@ -47,14 +49,14 @@ MOVES: Final[Mapping[State, frozenset[State]]] = {
 
 @attrs.define(eq=False)
 class Availability:
-    """Decides when a tier is entered, and reports each attempt to its breaker."""
+    """Decisions about entering a tier; its breaker gets each attempt's result."""
 
     breaker: Breaker
     state: State = _AVAILABLE
     attempts: int = 0
     """Attempts since the tier was left out."""
     _permit: int | None = None
-    """The breaker's permit of the attempt under way, if that is the probe."""
+    """The breaker's permit of the running attempt, if it is the probe."""
 
     @property
     def health(self) -> Health:
@@ -71,7 +73,10 @@ class Availability:
         self.attempts = 0
 
     def delay(self, now: float) -> float:
-        """Seconds until the next attempt: 0 for the first one, ``inf`` if there will be none."""
+        """Return the seconds until the next attempt.
+
+        0 for the first one, ``inf`` if there will be none.
+        """
         if self.state is not _ABSENT:
             return math.inf
         due = self.breaker.health.next_probe if self.attempts else None

@@ -1,4 +1,6 @@
-"""The circuit breaker of one tier: decides whether calls may go to it. Pure: permits, verdicts and times in, decisions out.
+"""Circuit breaker of one tier: decides whether calls may go to it.
+
+Pure: permits, verdicts and times in, decisions out.
 
     CLOSED --max_faults in a row--> OPEN --its wait is over--> HALF_OPEN --the probe is answered--> CLOSED
                                       ^                            |
@@ -36,7 +38,7 @@ class HealthState(enum.Enum):
     CLOSED = "closed"
     """Every call passes: the tier works."""
     OPEN = "open"
-    """No call passes: the tier is broken, and is left alone for a while."""
+    """No call passes: the tier is broken, and is not called for a while."""
     HALF_OPEN = "half-open"
     """Only the probe passes, which is under way."""
 
@@ -64,7 +66,10 @@ class Call(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What a call proved about the tier. :mod:`offload._health.faults` decides which."""
+    """Proof that a call gives about the tier.
+
+    Found by :mod:`offload._health.faults`.
+    """
 
     ANSWERED = "answered"
     """The tier works, whatever the answer was."""
@@ -76,20 +81,29 @@ class Verdict(enum.Enum):
 
 @attrs.frozen
 class Health:
-    """The state of a tier's breaker at one moment. Times are on trio's clock, in seconds."""
+    """State of a tier's breaker at one moment.
+
+    Times are on trio's clock, in seconds.
+    """
 
     state: HealthState
     """The breaker's state."""
     since: float
-    """When the tier broke or, with a closed breaker, since when it has worked."""
+    """Time of the last break or, with a closed breaker, recovery."""
     faults: int
     """Faults in a row, including the last one."""
     cause: str
     """A description of the last fault; empty before the first."""
     next_probe: float | None
-    """When the tier is tried again; ``None`` with a closed breaker or a probe under way; ``inf`` if it is not tried again."""
+    """Time of the next probe.
+
+    ``None`` with a closed breaker or a running probe; ``inf`` if there is none.
+    """
     entered: bool = True
-    """Whether the tier has been entered. An engine with ``on_enter_failure = "miss"`` runs without tiers that are not."""
+    """Whether the tier has been entered.
+
+    An engine with ``on_enter_failure = "miss"`` runs without tiers that are not.
+    """
 
 
 @attrs.define(eq=False)
@@ -98,16 +112,16 @@ class Breaker:
 
     config: BreakerConfig
     since: float
-    """When the tier last broke or recovered; at first, when this breaker was made."""
+    """Time of the last break or recovery; at first, of the start."""
     state: HealthState = _CLOSED
     generation: int = 0
     """Counts the changes of state."""
     cause: str = ""
     """The last fault."""
     _until: float = 0.0
-    """In state OPEN: when a probe may go. In state HALF_OPEN: when the probe under way counts as lost."""
+    """State OPEN: time of the next probe. HALF_OPEN: deadline of the probe."""
     _wait: float = 0.0
-    """How long the breaker was open the last time; 0 once no kind of call is suspect."""
+    """Last wait in seconds; 0 once no kind of call is suspect."""
     _in_a_row: int = 0
     """Faults since the last answered call of any kind."""
     _of_kind: dict[Call, int] = attrs.Factory(lambda: dict.fromkeys(Call, 0))
@@ -132,7 +146,10 @@ class Breaker:
         return Health(self.state, self.since, self.faults, self.cause, next_probe)
 
     def acquire(self, now: float) -> int | None:
-        """Return a permit to call the tier, or ``None`` if it must not be called now. Each permit is released once."""
+        """Return a permit to call the tier, or ``None``.
+
+        ``None``: it must not be called now. Each permit is released once.
+        """
         if self.state is _CLOSED:
             return self.generation
         if now < self._until:
@@ -177,7 +194,10 @@ class Breaker:
             self._until = now
 
     def trip(self, now: float, cause: str) -> None:
-        """Open at once, since the tier is absent: rule 6. Verdicts of earlier permits are ignored from now on."""
+        """Open at once, since the tier is absent: rule 6.
+
+        Verdicts of earlier permits are ignored from now on.
+        """
         self._in_a_row += 1
         self._of_kind[Call.ENTER] += 1
         self._suspect.add(Call.ENTER)
@@ -187,7 +207,10 @@ class Breaker:
             self._open(now, cause)
 
     def hasten(self, now: float) -> None:
-        """Let a probe go at once: there is news that the tier is back. Changes nothing unless the breaker is open."""
+        """Allow a probe at once, since the tier is said to be back.
+
+        Changes nothing unless the breaker is open.
+        """
         if self.state is _OPEN:
             self._until = min(self._until, now)
 

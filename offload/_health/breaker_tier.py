@@ -1,4 +1,6 @@
-"""A tier behind a circuit breaker: the same contract, but calls to a broken tier fail at once, without a timeout for each.
+"""A tier behind a circuit breaker: calls to a broken tier fail at once.
+
+The contract is the same; a call to a broken tier does not wait for a timeout.
 
     BreakerTier(tier, "maru") -> pin, contains, load, delete, reserve -> the tier, or TierUnavailable
 
@@ -59,7 +61,7 @@ _log = logging.getLogger("offload.health")
 
 
 def with_breaker(tier: Tier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
-    """Put a circuit breaker in front of a tier, so that calls to a broken tier fail at once.
+    """Put a breaker in front of a tier: if broken, calls fail at once.
 
     The result keeps the contract of the tier and has its abilities; entering it enters the tier, and its other attributes are
     the tier's.
@@ -85,7 +87,10 @@ class BreakerTier(ForwardingTier):
     name: str = ""
 
     def __init__(self, tier: Tier, name: str, breaker: BreakerConfig) -> None:
-        """Use :func:`with_breaker` instead, which keeps the breaker of a tier that has one."""
+        """Use :func:`with_breaker` instead.
+
+        It keeps the breaker of a tier that has one.
+        """
         super().__init__(tier)
         self.name = name
         self._config = breaker
@@ -103,7 +108,10 @@ class BreakerTier(ForwardingTier):
         return getattr(self.inner, name)
 
     def replace_breaker(self, before: BreakerConfig, after: BreakerConfig) -> None:
-        """Use other settings from the next call on, if these are the present ones; a wait that has begun keeps its length."""
+        """Replace the settings from the next call on, if ``before`` still holds.
+
+        A wait that has begun keeps its length.
+        """
         if self._config is before:
             self._config = self._runner.config = self._runner.breaker.config = after
 
@@ -113,7 +121,10 @@ class BreakerTier(ForwardingTier):
         return self._runner.health
 
     def statistics(self) -> TierStatistics:
-        """The tier's own statistics, the last ones if it raises; zeros while the tier is absent."""
+        """Return the tier's statistics; zeros while the tier is absent.
+
+        The last ones if it raises.
+        """
         if not self._runner.is_available:
             return _NOTHING
         try:
@@ -143,7 +154,9 @@ class BreakerTier(ForwardingTier):
         return found
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are known to be there. Never blocks, so it neither probes the tier nor proves that it works.
+        """Return those of ``keys`` that are known to be there.
+
+        Never blocks, so it neither probes the tier nor proves that it works.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -159,7 +172,9 @@ class BreakerTier(ForwardingTier):
         return found
 
     async def pin(self, keys: Sequence[Key], *, within: float = inf, hurried: bool = False) -> ReadLease:
-        """Pin the longest prefix of ``keys`` that is there. Cancelled, it pins nothing.
+        """Pin the longest prefix of ``keys`` that is there.
+
+        Cancelled, it pins nothing.
 
         Args:
             keys: the keys, in order.
@@ -173,7 +188,9 @@ class BreakerTier(ForwardingTier):
         return BreakerLease(self._runner, await self._ask(within, hurried, self.inner.pin, keys))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks to ``destination``. Cancelled, it returns only when the copy is over.
+        """Copy the leased blocks to ``destination``.
+
+        Cancelled, it returns only when the copy is over.
 
         Raises:
             TierUnavailable: the tier is broken; ``destination`` was not touched.
@@ -221,7 +238,9 @@ class BreakerTier(ForwardingTier):
         return direct
 
     def permit_from_thread(self, now: float) -> int | None:
-        """A permit to call :attr:`direct` in another thread; ``None`` where the trio thread may make a probe.
+        """Return a permit to call :attr:`direct` in another thread.
+
+        ``None`` if the trio thread may make a probe.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -229,21 +248,26 @@ class BreakerTier(ForwardingTier):
         return self._runner.permit_from_thread(now)
 
     def lease_of(self, lease: ReadLease) -> BreakerLease:
-        """A lease that another thread has of :attr:`direct`, as :meth:`pin` would have given it."""
+        """Return another thread's lease of :attr:`direct`, as of :meth:`pin`."""
         return BreakerLease(self._runner, lease)
 
     def note_answered(self, permit: int, call: Call) -> None:
-        """Release a permit of another thread, whose call was answered. In the trio thread."""
+        """Release a permit of another thread, whose call was answered.
+
+        In the trio thread.
+        """
         self._runner.release(permit, call, _ANSWERED)
 
     def time_to_load(self, copied_bytes: int) -> float:
-        """Return how long a load of so many bytes may take, in seconds."""
+        """Return the time limit of a load of so many bytes, in seconds."""
         return self._config.time_to_load(copied_bytes)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> Reservation:
-        """Take room for the blocks of a request. If it is cancelled, or the tier breaks meanwhile, it holds nothing.
+        """Take room for the blocks of a request.
+
+        If it is cancelled, or the tier breaks meanwhile, it holds nothing.
 
         Raises:
             TierUnavailable: the tier is broken, or broke while this waited for room.
@@ -286,11 +310,14 @@ class BreakerTier(ForwardingTier):
 
     @property
     def may_store_at_once(self) -> bool:
-        """Whether the tier has a :meth:`stores_at_once` of its own, and so may say yes."""
+        """Whether the tier overrides :meth:`stores_at_once`, and so may return true."""
         return self.direct is not None and type(self.direct).stores_at_once is not DirectTier.stores_at_once
 
     def tell_time_by(self, clock: trio.abc.Clock) -> None:
-        """Note verdicts by this clock, of the engine's run, in a thread that stores at once and has no run."""
+        """Set the clock for verdicts in threads that store at once.
+
+        It is that of the engine's run; such a thread has no run.
+        """
         self._runner.clock = clock
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
@@ -323,7 +350,7 @@ class BreakerLease(ReadLease):
         return forgotten
 
     async def release(self) -> None:
-        """Release the blocks. Idempotent; a cancel does not keep it from releasing them."""
+        """Release the blocks. Idempotent; they are released also when cancelled."""
         await self._release(self.inner.release)
 
     @property
@@ -345,7 +372,10 @@ class BreakerLease(ReadLease):
             await self._release(self.inner.__aexit__, *exc)
 
     async def _release(self, release: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
-        """Release without a permit, whatever the tier's health: a release must neither be refused nor be the probe."""
+        """Release without a permit, whatever the tier's health.
+
+        A release must neither be refused nor be the probe.
+        """
         runner = self._runner
         try:
             await runner.run_within(runner.config.call_timeout, release, *args)
@@ -357,7 +387,9 @@ class BreakerLease(ReadLease):
 
 
 class BreakerReservation(Reservation):
-    """Room in a tier behind a breaker. Its permit ends with the transfer, or with the release if there is none: rule 3.
+    """Room in a tier behind a breaker.
+
+    Its permit ends with the transfer, or with the release if there is none: rule 3.
 
     Attributes:
         inner: the reservation of the tier.

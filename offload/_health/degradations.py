@@ -1,4 +1,6 @@
-"""Degradations: states in which a service goes on, and does less than it was set up for. Pure: facts in, sentences out.
+"""Degradations: states in which a service runs, but not fully.
+
+Pure: facts in, sentences out.
 
 Rule 1. A degradation has a name from a fixed list, the subject that it is about, and a sentence that says what to do.
 Rule 2. Counters say what has happened, not what is: a failure counts as going on for a minute behind the last one.
@@ -52,18 +54,18 @@ class Degradation:
 
     @property
     def key(self) -> str:
-        """Its name and subject, by which it is the same one as before."""
+        """Name and subject, which identify it from look to look."""
         return f"{self.name} {self.subject}".strip()
 
 
 @attrs.frozen
 class RoomFact:
-    """Room for what a tier has yet to store, in a file system."""
+    """Room of a tier in its file system."""
 
     path: str
     free_bytes: int
     needed_bytes: int
-    """The least that has to be free for the tier to go on."""
+    """The free space that the tier needs to go on."""
 
 
 @attrs.frozen
@@ -73,15 +75,15 @@ class ServiceFacts:
     broken: Mapping[str, str] = attrs.field(factory=dict)
     """Causes, by tiers whose breaker is not closed."""
     failed_blocks: Mapping[str, int] = attrs.field(factory=dict)
-    """Blocks that were not stored because of an error, by route, counted from the start."""
+    """Blocks not stored because of an error, by route, since the start."""
     dropped_blocks: Mapping[str, int] = attrs.field(factory=dict)
-    """Blocks that were dropped for want of room, by route, counted from the start."""
+    """Blocks dropped for want of room, by route, since the start."""
     quarantined: Mapping[str, int] = attrs.field(factory=dict)
     """Copies whose end is unknown, by route."""
     late_policies: Mapping[str, int] = attrs.field(factory=dict)
     """Stores whose policies took too long, by route, counted from the start."""
     journal: str = ""
-    """Reason why the embedded page store keeps its answers back; empty if it does not."""
+    """Reason why the embedded page store withholds its answers; else empty."""
     lost_devices: Mapping[str, str] = attrs.field(factory=dict)
     """Causes, by UUIDs of devices that the process cannot use any more."""
     rooms: Mapping[str, RoomFact] | None = None
@@ -91,7 +93,7 @@ class ServiceFacts:
     refused_bytes: int = 0
     """Memory that was to be pinned for CUDA, and could not be."""
     why_not_pinned: str = ""
-    """Reason for that, or the error that ended the CUDA context; empty if there is neither."""
+    """Reason for that, or the CUDA context's fatal error; else empty."""
     unlinked: tuple[str, ...] | None = None
     """Files that the service has made, and that are gone."""
 
@@ -108,7 +110,7 @@ class DegradationWatch:
     _counts: dict[str, _Growth] = attrs.field(factory=dict)
 
     def look(self, facts: ServiceFacts, now: float) -> tuple[list[Degradation], list[Degradation]]:
-        """Return the degradations that have begun, and those that have ended, since the look before."""
+        """Return the degradations begun and ended since the last look."""
         before, found = self.current, {one.key: one for one in self._found(facts, now)}
         unknown = {
             name
@@ -178,7 +180,7 @@ class DegradationWatch:
             yield Degradation("unlinked_files", path, text)
 
     def _recent(self, name: Name, counts: Mapping[str, int], now: float) -> Iterator[tuple[str, int]]:
-        """Yield the counters that have grown lately, with their growth since that began."""
+        """Yield the counters that have grown lately, with their growth."""
         for subject, count in counts.items():
             growth = self._counts.setdefault(f"{name} {subject}", _Growth())
             if count != growth.last:

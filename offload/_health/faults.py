@@ -1,4 +1,6 @@
-"""Which exceptions and outcomes are a fault of a tier: one table for each. No state, no clock, no I/O.
+"""Tables of the exceptions and outcomes that are a tier's fault.
+
+No state, no clock, no I/O.
 
 A fault is a tier that did not answer or could not be reached: a timeout, a broken transport, a copy without a proven end. An
 answer is not a fault, even if it is full, duplicate, missing, damaged or refused. Neither is a call that says nothing about the
@@ -72,19 +74,24 @@ ABSENCES: Final[Sequence[tuple[type[BaseException], bool]]] = (
     (Exception, True),  # trio.TooSlowError, PlaceInUse, PoolFull, anything a third-party library raises
     (BaseException, False),
 )
-"""Whether an exception of entering a tier says that the tier is absent. Otherwise it is a wrong configuration, which no further
-attempt can mend."""
+"""Whether an exception of entering a tier means that it is absent.
+
+Any other means a wrong configuration, which no further attempt can mend.
+"""
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether this error of making or entering a tier may go away; of a group, whether all of its errors may."""
+    """Return whether this error of entering a tier may go away.
+
+    It may also come from making the tier. For a group: whether all of its errors may.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_absence, error.exceptions))
     return next(absent for kind, absent in ABSENCES if isinstance(error, kind))
 
 
 def judge_exception(error: BaseException) -> Verdict:
-    """The verdict that an exception of a tier gives; of a group, the worst of its errors'."""
+    """Return the verdict of an exception; the worst one of a group."""
     if isinstance(error, BaseExceptionGroup):
         verdicts = {judge_exception(one) for one in error.exceptions}
         return next(verdict for verdict in (_FAULT, _SILENT, _ANSWERED) if verdict in verdicts)
@@ -94,7 +101,7 @@ def judge_exception(error: BaseException) -> Verdict:
 
 
 def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
-    """The verdict that the outcomes of a load or a store give on the tier, and a description of the fault.
+    """Return the verdict of a copy's outcomes, and the fault's description.
 
     One block that did not fail proves that the tier works: stored, duplicate, loaded, missed and rejected are all answers.
     Without outcomes the verdict is SILENT.
@@ -113,11 +120,17 @@ def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
 
 
 _MOST_TEXT: Final = 600
-"""Characters of an error that are kept: enough for one that names its knob, its value and the way out."""
+"""Longest kept description of an error, in characters.
+
+Enough for an error that names its knob, its value and the way out.
+"""
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line of text, which keeps no frame alive. A group with one error as that error."""
+    """Describe an exception in one line of text, which keeps no frame alive.
+
+    A group with one error is described as that error.
+    """
     error = unwrap(error)
     text = printable(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:_MOST_TEXT]}" if text else type(error).__name__

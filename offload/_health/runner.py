@@ -1,4 +1,4 @@
-"""Runs calls to one tier behind its breaker: each with a permit, under a deadline, and with a verdict.
+"""Calls to a tier behind its breaker: permit, deadline, verdict.
 
 The :mod:`breaker <offload._health.breaker>` decides; this module has trio's clock, the cancel scopes and the log. A permit that
 was acquired is released on every path: :meth:`BreakerRunner.run` does both; a reservation keeps its permit until it ends.
@@ -39,9 +39,12 @@ class BreakerRunner:
     breaker: Breaker = attrs.field(init=False)
     availability: Availability = attrs.field(init=False)
     clock: trio.abc.Clock | None = attrs.field(init=False, default=None)
-    """What tells the time to a thread that acts for the trio thread."""
+    """Clock for threads that act for the trio thread."""
     _waiting: dict[trio.CancelScope, None] = attrs.field(init=False, factory=dict)
-    """Calls that wait for room, in order: the order of a set would differ between runs."""
+    """Calls that wait for room, in order.
+
+    The order of a set would differ between runs.
+    """
 
     def __attrs_post_init__(self) -> None:
         self.breaker = Breaker(self.config, since=trio.current_time() if trio.lowlevel.in_trio_run() else 0.0)
@@ -69,7 +72,10 @@ class BreakerRunner:
 
     @property
     def wakes_nobody(self) -> bool:
-        """Whether all calls may pass, and no call waits that would end if the tier broke."""
+        """Whether all calls may pass, and none waits for room.
+
+        A call that waits would end if the tier broke.
+        """
         return self.breaker.state is _CLOSED and not self._waiting
 
     def _now(self) -> float:
@@ -98,7 +104,9 @@ class BreakerRunner:
         return permit
 
     def permit_from_thread(self, now: float) -> int | None:
-        """A permit, for a call in another thread than the trio thread; ``None`` where that one may make a probe.
+        """Return a permit for a call in another thread.
+
+        ``None`` if the trio thread may make a probe.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -111,7 +119,10 @@ class BreakerRunner:
         raise self.unavailable(now)
 
     async def acquire(self) -> int:
-        """Like :meth:`acquire_nowait`, but a refusal is a checkpoint, so that a caller that retries is no busy loop."""
+        """Acquire a permit as :meth:`acquire_nowait` does; a refusal is a checkpoint.
+
+        So a caller that retries is no busy loop.
+        """
         try:
             return self.acquire_nowait()
         except TierUnavailable:
@@ -123,7 +134,10 @@ class BreakerRunner:
         raise self.unavailable(self._now())
 
     def unavailable(self, now: float) -> TierUnavailable:
-        """The error of a call to a broken tier, with the cause and the time of the next probe."""
+        """Return the error of a call to a broken tier.
+
+        It has the cause and the time of the next probe.
+        """
         health = self.health
         return TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
 
@@ -153,7 +167,7 @@ class BreakerRunner:
         attribution: ErrorAttribution | None = None,
         hurried: bool = False,
     ) -> T:
-        """Acquire a permit, call the tier under a deadline, and release the permit with the verdict.
+        """Acquire a permit, call the tier, and release it with the verdict.
 
         Args:
             call: the kind of call.
@@ -199,7 +213,7 @@ class BreakerRunner:
         raise TierTooSlow(f"{self.name} did not answer {what} within {seconds:g} s")
 
     async def run_until_broken(self, ask: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
-        """Make a call that may take long, without a permit, and cancel it when the tier breaks.
+        """Call the tier without a permit or a deadline, until it breaks.
 
         Raises:
             TierUnavailable: the tier broke.
@@ -226,7 +240,10 @@ class BreakerRunner:
             _log.info("%s has been entered, and is well now", self.name)
 
     def note_not_entered(self, error: BaseException, *, for_good: bool) -> None:
-        """Record that an attempt to enter the tier has failed; ``for_good`` if it is not tried again."""
+        """Record that an attempt to enter the tier has failed.
+
+        With ``for_good`` it is not tried again.
+        """
         availability, now = self.availability, trio.current_time()
         availability.fail(now, f"it could not be entered: {describe(error)}", for_good=for_good)
         if for_good:
@@ -240,7 +257,10 @@ class BreakerRunner:
             )
 
     def note_ended(self, why: str) -> None:
-        """Record that an available tier has ended by itself. Calls that wait for room in it are cancelled."""
+        """Record that an available tier has ended by itself.
+
+        Calls that wait for room in it are cancelled.
+        """
         self.availability.end(trio.current_time(), f"it has ended: {why}")
         _log.error("%s counts as broken: %s", self.name, self.breaker.cause)
         self._cancel_waiting()
