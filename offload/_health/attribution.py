@@ -1,4 +1,4 @@
-"""Attribution of an error in a copy: to the tier, or the other end.
+"""Attribution of a copy's error to the tier or the other end.
 
 A tier's copy calls its source or its destination, and passes on their errors as its own. So a tier behind a breaker gets a
 proxy of the other end, which records the errors that this raises.

@@ -38,7 +38,7 @@ class HealthState(enum.Enum):
     CLOSED = "closed"
     """Every call passes: the tier works."""
     OPEN = "open"
-    """No call passes: the tier is broken, and is not called for a while."""
+    """No call passes: the tier is broken and left alone for now."""
     HALF_OPEN = "half-open"
     """Only the probe passes, which is under way."""
 
@@ -207,7 +207,7 @@ class Breaker:
             self._open(now, cause)
 
     def hasten(self, now: float) -> None:
-        """Allow a probe at once, since the tier is said to be back.
+        """Allow a probe at once, on news that the tier is back.
 
         Changes nothing unless the breaker is open.
         """

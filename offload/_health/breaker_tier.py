@@ -1,4 +1,4 @@
-"""A tier behind a circuit breaker: calls to a broken tier fail at once.
+"""A tier behind a circuit breaker, which fails calls if it is broken.
 
 The contract is the same; a call to a broken tier does not wait for a timeout.
 
@@ -61,7 +61,7 @@ _log = logging.getLogger("offload.health")
 
 
 def with_breaker(tier: Tier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
-    """Put a breaker in front of a tier: if broken, calls fail at once.
+    """Put a breaker in front of a tier, which fails calls if broken.
 
     The result keeps the contract of the tier and has its abilities; entering it enters the tier, and its other attributes are
     the tier's.
@@ -259,7 +259,7 @@ class BreakerTier(ForwardingTier):
         self._runner.release(permit, call, _ANSWERED)
 
     def time_to_load(self, copied_bytes: int) -> float:
-        """Return the time limit of a load of so many bytes, in seconds."""
+        """Return the time limit of a load of this size, in seconds."""
         return self._config.time_to_load(copied_bytes)
 
     # --- writing ----------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ Enough for an error that names its knob, its value and the way out.
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line of text, which keeps no frame alive.
+    """Describe an exception in one line, without keeping frames alive.
 
     A group with one error is described as that error.
     """
