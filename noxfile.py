@@ -1,8 +1,9 @@
-"""Sessions with real inference engines: each makes an environment of its own, since they are large and pin what they need.
+"""Sessions with environments of their own: for other interpreters, and for real inference engines with their pins.
 
 ``nox -s vllm`` installs vLLM for CPU (about 3.5 GB) and runs what is in ``tests/engines/vllm``.
 ``nox -s lmcache`` installs LMCache beside torch for CPU (about 2 GB) and runs what is in ``tests/engines/lmcache``.
 ``nox -s peers`` drives caches of ours and of other projects alike, each in an environment of its own (2.5 GB).
+``nox -s tests`` runs the suite in each of the interpreters 3.11 to 3.14 that is found, for a change of what all depend on.
 ``nox -s gpu`` runs ``tests/gpu`` and ``offload bench device``; without a GPU over a driver in Python, and it says so.
 ``nox -s sglang`` installs SGLang beside torch for CPU (about 1.5 GB) and runs what is in ``tests/engines/sglang``.
 """
@@ -44,6 +45,13 @@ SGLANG_NEEDS = (
     "sentencepiece",
     "transformers==5.19.0",
 )
+
+
+@nox.session(python=["3.11", "3.12", "3.13", "3.14"])
+def tests(session: nox.Session) -> None:
+    """Run the suite of ``make test`` in each interpreter that is found, which is one session each."""
+    session.install("-e", ".[dev,torch]")
+    session.run("python", "-m", "pytest", "-n", "3", "--dist", "worksteal", "-m", "not long", *session.posargs)
 
 
 @nox.session(python="3.11")
