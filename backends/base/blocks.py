@@ -277,7 +277,7 @@ class Registry(Room):
         return self._evictions.listen(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with all victims until the returned function is called: :class:`backends.base.leaving.SpillingTier`.
+        """Call ``spiller`` with all victims until the returned function is called; see :meth:`backends.abc.Tier.spill_to`.
 
         Raises:
             ValueError: there is a spiller.

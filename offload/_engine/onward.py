@@ -66,7 +66,7 @@ class OnwardRoutes:
         go on.
 
         Args:
-            tier: the name of a tier that has its blocks in pages (:class:`backends.abc.PageTier`).
+            tier: the name of a tier with :attr:`held_pages <backends.abc.Tier.held_pages>`.
             keys: of the blocks, all different.
             tenant: of the blocks, for tiers that need it.
 

@@ -205,7 +205,7 @@ class ChunkSource(NoChunks):
     # --- samples --------------------------------------------------------------------------------------------------
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
-        """Return the samples of chunks that are being stored; see :class:`backends.abc.PlanarPlace`."""
+        """Return the samples of chunks that are being stored; see :attr:`backends.abc.Source.plane_names`."""
         return self.samples_of([self._chunks[ref] for ref in refs])
 
     def samples_of(self, chunks: Sequence[Sequence[int | None]]) -> list[array[float] | None]:
