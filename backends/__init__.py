@@ -1,4 +1,4 @@
-"""The tiers that blocks of KV cache can be in: one module for each.
+"""Tiers for KV-cache blocks, one module per tier.
 
 ``backends.MemoryTier``, ``FileTier``, ``DeviceTier`` and ``MaruTier`` are imported when they are first used, and torch only
 when a :class:`~backends.device.DeviceTier` is made. ``make_tier`` makes any tier from a specification, also those of plugins.

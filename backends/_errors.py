@@ -1,4 +1,7 @@
-"""The exceptions of this package. Each says who must act: the caller, or an operator."""
+"""Exceptions of this package.
+
+Each names who must act: the caller, or an operator.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ class BackendError(Exception):
 
 
 class Unproven(BackendError):
-    """The end of a copy cannot be proven: it may still read its source or write its destination.
+    """End of a copy that cannot be proven.
 
-    Neither may be reused.
+    The copy may still read its source or write its destination, so neither may be reused.
     """
 
 
 class BlockSizeError(BackendError, ValueError):
-    """The caller's blocks do not have the size of this tier's."""
+    """Size of the caller's blocks that differs from the tier's."""
 
     def __init__(self, place: object, expected_bytes: int, got_bytes: int) -> None:
         super().__init__(f"{place!r} holds blocks of {expected_bytes} bytes, not of {got_bytes}")
@@ -26,11 +29,14 @@ class BlockSizeError(BackendError, ValueError):
 
 
 class CapacityError(BackendError, ValueError):
-    """The caller asks for more than the empty tier could hold, or the tier is full of held blocks."""
+    """Request that exceeds the capacity of the tier.
+
+    The caller asks for more than the empty tier could hold, or the tier is full of held blocks.
+    """
 
 
 class DuplicateKeys(BackendError, ValueError):
-    """The caller gave a key twice in one set of blocks."""
+    """Key that the caller gave twice in one set of blocks."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         super().__init__(f"keys given more than once: {', '.join(key.hex() for key in keys[:4])}")
@@ -38,7 +44,10 @@ class DuplicateKeys(BackendError, ValueError):
 
 
 class RepeatedPlaces(BackendError, ValueError):
-    """The caller's destination has blocks that share memory: one would overwrite another."""
+    """Destination of the caller whose blocks share memory.
+
+    One block would overwrite another.
+    """
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"places {one} and {other} share memory: each block is loaded into a place of its own")
@@ -46,30 +55,33 @@ class RepeatedPlaces(BackendError, ValueError):
 
 
 class MissingKeys(BackendError, KeyError):
-    """The caller wants to hold blocks that are not there."""
+    """Blocks that the caller wants to hold and that are absent."""
 
     def __init__(self, place: object, keys: Sequence[bytes]) -> None:
         super().__init__(f"{place!r} does not have {len(keys)} of the keys: {', '.join(key.hex() for key in keys[:4])}")
         self.keys: list[bytes] = list(keys)
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError's own shows the repr of its argument
+        return str(self.args[0])  # KeyError.__str__ shows the repr of its argument
 
 
 class PlaceClosed(BackendError):
-    """The caller uses a tier after closing it."""
+    """Use of a tier after it was closed."""
 
 
 class PlaceInUse(BackendError):
-    """The caller's directory is in use by another tier, here or in another process."""
+    """Directory in use by another tier, of this or another process."""
 
 
 class UnreadableBlock(BackendError):
-    """A block of a source cannot be read now; others of its batch may be. Its bytes are as they were."""
+    """Block of a source that cannot be read now.
+
+    Its stored bytes are unchanged, and other blocks of its batch may be readable.
+    """
 
 
 class DamagedBlock(BackendError):
-    """The bytes of a block are not those that were stored under its key."""
+    """Block whose bytes differ from those stored under its key."""
 
     def __init__(self, place: object, key: bytes, reason: str) -> None:
         super().__init__(f"the block {key.hex()} of {place!r} is {reason}")
@@ -78,4 +90,4 @@ class DamagedBlock(BackendError):
 
 
 class StrayPath(BackendError, ValueError):
-    """The given directory or file cannot be used by this tier."""
+    """Directory or file that this tier cannot use."""

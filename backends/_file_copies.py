@@ -1,4 +1,7 @@
-"""The work of :class:`~backends.file.FileTier` in a copy thread: writing, reading, and removing files. Without trio."""
+"""Work of :class:`~backends.file.FileTier` in a copy thread, without trio.
+
+Writes, reads and removes files.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,30 @@ from .base.pages import Pages
 
 @attrs.define(eq=False)
 class Writing:
-    """The work of one transfer, and whether a task still waits for it."""
+    """Work of one transfer, and whether a task still waits for it."""
 
     directory: Directory
     layout: bytes
     checksums: bool
     fsync: bool
     litter: Mapping[str, int]
-    """Files to be removed before."""
+    """Files to remove first."""
     uses: Mapping[int, Key]
-    """The blocks used since the times of their files were written; the last used is the last one."""
+    """Blocks used since the times of their files were written.
+
+    The most recently used block is last.
+    """
     depths: Sequence[int | None]
-    """The depth of each block in its prefix, if known."""
+    """Depth of each block in its prefix, if known."""
     abandoned: bool = False
     left: Sequence[str] = ()
-    """The litter that could not be removed."""
+    """Litter that could not be removed."""
 
     def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
-        """Write the blocks one by one. A block that is damaged or cannot be written fails alone; a failed read fails all."""
+        """Write the blocks one by one.
+
+        A block that is damaged or cannot be written fails alone. A failed read fails all.
+        """
         with self.directory.in_use():
             self._run(copy, keys, names)
 
@@ -63,7 +72,7 @@ class Writing:
     def _keep_if_awaited(self, name: str) -> None:
         """Remove a published file if its store was cancelled meanwhile.
 
-        The task that gave the store up may have removed the name before the file had it.
+        The task that abandoned the store may have removed the name before the file existed.
         """
         if self.abandoned:
             self.directory.remove(name)
@@ -71,19 +80,22 @@ class Writing:
 
 @attrs.define(eq=False)
 class Reading:
-    """The work of one load."""
+    """Work of one load."""
 
     directory: Directory
     layout: bytes
     checksums: bool
     blocks: list[tuple[Key, int]]
     bad: dict[int, Missed | Failed]
-    """Blocks that are known to be bad, by position; grows."""
+    """Blocks known to be bad, by position; it grows during the load."""
     uses: Mapping[int, Key] = attrs.Factory(dict)
-    """As for :class:`Writing`, if there are many."""
+    """Uses to write, as for :class:`Writing`, if there are many."""
 
     def run_until(self, deadline: float, pages: Pages) -> bool:
-        """Read all blocks to their places, up to the first that is bad. Whether that was all, and before this time."""
+        """Read blocks to their places, up to the first bad one.
+
+        Return whether all were read before the deadline.
+        """
         with self.directory.in_use():
             for at in range(len(self.blocks)):
                 if time.monotonic() > deadline:
@@ -94,7 +106,10 @@ class Reading:
         return True
 
     def run(self, destination: Destination, views: Pages | None) -> None:
-        """Read all other blocks to their places."""
+        """Read all other blocks to their places.
+
+        Blocks known to be bad are left out.
+        """
         with self.directory.in_use():
             self._run(destination, views)
             note_uses(self.directory, self.uses)
@@ -111,7 +126,7 @@ class Reading:
             with kept_if_unproven(pages):
                 for at, page in enumerate(pages, start):
                     self._read(at, page)
-                    if at in self.bad:  # the buffer may have blocks of another tenant
+                    if at in self.bad:  # the buffer may hold blocks of another tenant
                         ctypes.memset(pages.addresses[at - start], 0, page.nbytes)
                 destination.copy_in(start, pages)
             start += len(pages)
@@ -129,13 +144,16 @@ class Reading:
 
 
 def note_uses(directory: Directory, uses: Mapping[int, Key]) -> None:
-    """Write the times of these files, so that their order of use is found after a restart."""
+    """Write the times of these files.
+
+    They preserve the order of use for a restart.
+    """
     first = time.time_ns() - len(uses)
     for at, (number, key) in enumerate(uses.items()):
         directory.touch(name_of(key, number), first + at)
 
 
 def remove(directory: Directory, names: Iterable[str]) -> list[str]:
-    """Remove files. Return those that are there still."""
+    """Remove files. Return those that could not be removed."""
     with directory.in_use():
         return [name for name in names if not directory.remove(name)]

@@ -1,4 +1,7 @@
-"""The blocks of a directory and their sizes: the registry of :class:`~backends.file.FileTier`. No I/O."""
+"""Registry of the blocks in a directory and their sizes, without I/O.
+
+:class:`~backends.file.FileTier` uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,43 @@ from .base.blockfile import name_of
 from .base.blocks import Registry
 
 _TRIED_AGAIN: Final = 16
-"""Files that could not be removed and are tried again with the next ones: a file system that refuses all costs little."""
+"""Most unremovable files that are tried again with the next ones.
+
+The bound keeps this cheap on a file system that refuses every removal.
+"""
 
 
 class FileRegistry(Registry):
-    """Blocks of any size within a number of bytes. A slot is the number of a file, never used again."""
+    """Blocks of any size within a number of bytes.
+
+    A slot is the number of a file, and never used again.
+    """
 
     def __init__(self, capacity_bytes: int, eviction: EvictionPolicy[Key] | None = None) -> None:
         super().__init__(eviction)
         self.capacity_bytes = capacity_bytes
-        self.used_bytes: int = 0  # without strangers
+        self.used_bytes: int = 0  # without the files of other layouts
         self.keys: dict[int, Key] = {}
-        """The key of each slot that has a file, or may have one."""
+        """Key of each slot whose file exists or may exist."""
         self.sizes: dict[int, int] = {}
         """Bytes of each slot that is taken."""
         self.slot_depths: dict[int, int] = {}
-        """The depths of slots that are about to be written."""
+        """Depths of the slots that are about to be written."""
         self.strangers: deque[tuple[str, int]] = deque()
-        """Files of other layouts and their bytes; the oldest first."""
+        """Files of other layouts and their bytes, oldest first."""
         self.stranger_bytes: int = 0
         self.litter: dict[str, int] = {}
         """Files to be removed, and the bytes of their blocks."""
         self.stuck: dict[str, int] = {}
-        """Files that could not be removed, likewise. They count as used room, and are tried again."""
+        """Files that could not be removed, and the bytes of their blocks.
+
+        They count as used room, and are tried again.
+        """
         self.uses: dict[int, Key] = {}
-        """The slots used since their files' times were written, and their keys; the last used is the last one."""
+        """Slots used since their files' times were written, and their keys.
+
+        The most recently used slot is last.
+        """
         self.next_number: int = 1
         self._largest = 1
         self._unregistered: set[int] = set()
@@ -46,11 +61,17 @@ class FileRegistry(Registry):
         return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
 
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether the capacity is that large, without the files that could not be removed."""
+        """Return whether the empty capacity suffices for ``n`` blocks.
+
+        Files that could not be removed reduce it.
+        """
         return n * size <= self.capacity_bytes - sum(self.stuck.values())
 
     def fitting(self, n: int, size: int = 1) -> int:
-        """How many fit into the free bytes, including those of strangers."""
+        """Return the number of blocks that fit into the free bytes.
+
+        Bytes of strangers count as free.
+        """
         return min(n, (self.capacity_bytes - self.used_bytes) // size)
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
@@ -83,7 +104,10 @@ class FileRegistry(Registry):
         return [EVICTED if key in refused else next(ascending) for key in keys]
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Note a use of each key, the first one as the last."""
+        """Record a use of each key.
+
+        The first key counts as the most recent.
+        """
         super().use(keys)
         uses = self.uses
         for key in reversed(keys):
@@ -92,12 +116,18 @@ class FileRegistry(Registry):
             uses[slot] = key
 
     def keep_uses(self, uses: Mapping[int, Key]) -> None:
-        """Note these uses again, older than all others: it is not known whether they were written."""
+        """Record these uses again, as older than all others.
+
+        It is unknown whether they were written to the files.
+        """
         newer = self.uses
         self.uses = {slot: key for slot, key in uses.items() if slot in self.keys and slot not in newer} | newer
 
     def find(self, key: Key, number: int, size: int, depth: int | None) -> None:
-        """Register a file that was found at the start. The last one found is the most recently used."""
+        """Register a file that was found at the start.
+
+        The last file registered is the most recently used.
+        """
         self.used_bytes += size
         self.keys[number] = key
         self.sizes[number] = size
@@ -128,7 +158,10 @@ class FileRegistry(Registry):
         return super().register(keys, slots, hold, depths)
 
     def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
-        """Evict until all ``keys`` fit that the policy does not reject, now or when leaving blocks have gone."""
+        """Evict until all ``keys`` fit, except those that the policy rejects.
+
+        Return whether they fit now, or will when blocks that are being spilled have gone.
+        """
         if self.used_bytes + len(keys) * size <= self.capacity_bytes:
             return True
         sizes = self.sizes.__getitem__
@@ -138,10 +171,11 @@ class FileRegistry(Registry):
             return False
         victims, freed = 1, self._largest
         while missing > 0:
-            # A key that was rejected is not offered again: rejected twice, it would make no room the second time.
+            # Do not offer a rejected key again: rejected twice, it would make no room the second time.
             offered = [key for key in keys if key not in refused]
-            # Victims may be larger than these blocks. Half as many as would do if they were as large as the last ones: next to
-            # no block goes that need not.
+            # Victims may be larger than these blocks. Evict half as many as would do if they were as large as the last
+            # ones, so
+            # that hardly any block is evicted without need.
             before, n_refused = len(self._slot_of) - len(self._coming), len(refused)
             refused.update(self._evict(offered, max(1, missing * victims // (2 * freed))))
             victims = before - len(self._slot_of) + len(self._coming)
@@ -153,7 +187,10 @@ class FileRegistry(Registry):
         return True
 
     def _missing(self, n: int, size: int) -> int:
-        """The bytes that must still be evicted for ``n`` such blocks, without those that are coming."""
+        """Return the bytes that must still be evicted for ``n`` such blocks.
+
+        Blocks that are about to leave are not counted.
+        """
         return self.used_bytes + n * size - self.capacity_bytes - sum(map(self.sizes.__getitem__, self._coming))
 
     def _free_slots(self, slots: Sequence[int]) -> None:
@@ -170,7 +207,10 @@ class FileRegistry(Registry):
     # --- files that go ------------------------------------------------------------------------------------------------
 
     def take_litter(self) -> dict[str, int]:
-        """Hand out the files to be removed, with some of those that could not be before. End with :meth:`removed`."""
+        """Return and clear the files to be removed.
+
+        Some files that could not be removed before are included. The caller ends with :meth:`removed`.
+        """
         litter, self.litter = self.litter, {}
         for name in list(self.stuck)[:_TRIED_AGAIN]:
             litter[name] = self.stuck.pop(name)
@@ -178,7 +218,7 @@ class FileRegistry(Registry):
         return litter
 
     def removed(self, litter: Mapping[str, int], left: Collection[str]) -> None:
-        """Note that these were to be removed, and that some are there still."""
+        """Record that removal was tried, and that the files in ``left`` remain."""
         for name in left:
             self.stuck[name] = litter[name]
             self.used_bytes += litter[name]

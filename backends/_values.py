@@ -1,6 +1,7 @@
-"""The values that cross the contracts of :mod:`backends.abc`, which exports them: blocks, outcomes, requests for room, figures.
+"""The values that cross the contracts of :mod:`backends.abc`, which exports them.
 
-A block is a position in parallel columns (its key, its ref, its outcome), never an object of its own. An answer is a value.
+They are blocks, outcomes, requests for room and figures. A block is a position in parallel columns (its key, its ref,
+its outcome), never an object of its own. An answer is a value.
 """
 
 from __future__ import annotations
@@ -18,27 +19,33 @@ if TYPE_CHECKING:
     from .abc import Source
 
 Key: TypeAlias = bytes
-"""The key of a block: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`).
+"""Key of a block: an opaque hash of content and tenant.
 
-At most ``MAX_KEY_BYTES`` long. Public entry points check keys by :func:`check_keys`."""
+At most ``MAX_KEY_BYTES`` long; see :func:`offload.block_key`. Public entry points check keys by :func:`check_keys`.
+"""
 
 EVICTED = -1
-"""The ref of a block that was no longer there when it was upgraded."""
+"""The ref of a block that was gone when it was upgraded."""
 
 WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
-"""What a reservation does if the place is full: see :meth:`TransferExecutor.reserve`."""
+"""The behaviour of a reservation in a full place.
+
+See :meth:`TransferExecutor.reserve`.
+"""
 
 
 # --- blocks, as columns -------------------------------------------------------------------------------------------
 
 
 class Blocks:
-    """Blocks of one source that are enqueued together: one value for many blocks. Made by the source.
+    """Blocks of one source that are enqueued together, as columns.
+
+    The source makes them.
 
     Attributes:
         source: the place that has the bytes.
         keys: one key per block, all different.
-        refs: what the source needs to find each block's bytes, or ``None`` if that is decided at the upgrade.
+        refs: the source's reference to each block, or ``None`` if it is taken at the upgrade.
     """
 
     __slots__ = ("__weakref__", "depths", "keys", "refs", "source")
@@ -76,14 +83,17 @@ class Blocks:
         return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
 
     def hand_over(self) -> None:
-        """Pass ownership of this value to a pipeline. Blocks that hold refs can be passed on once."""
+        """Pass ownership of this value to a pipeline.
+
+        Blocks that hold refs can be passed on once.
+        """
 
     def release(self) -> None:
-        """Release the refs that this value holds in its source, if any. Idempotent."""
+        """Release the refs that this value holds, if any. Idempotent."""
 
 
 class ExternalBlocks(Blocks):
-    """Blocks that the engine keeps alive until the handle has settled: block ids and keys."""
+    """Blocks, by their numbers, that the engine keeps until their handle settles."""
 
     __slots__ = ()
 
@@ -123,7 +133,10 @@ class StrongBlocks(Blocks):
 
 
 class WeakBlocks(Blocks):
-    """Keys without refs: blocks that are present at the upgrade are transferred, the others count as *evicted*."""
+    """Keys without refs.
+
+    Blocks that are present at the upgrade are transferred; the others count as *evicted*.
+    """
 
     __slots__ = ()
 
@@ -132,24 +145,30 @@ class WeakBlocks(Blocks):
 
 
 class Outcome:
-    """The result for one block: one of the subclasses below."""
+    """The result for one block: an instance of a subclass below."""
 
     __slots__ = ()
 
 
 @attrs.frozen
 class Stored(Outcome):
-    """The block is in the tier now and can be found by its key."""
+    """The block was stored, and can be found by its key."""
 
 
 @attrs.frozen
 class Duplicate(Outcome):
-    """The key was there already; nothing was written. Counts as completed: first writer wins."""
+    """The key was there already, so nothing was written.
+
+    It counts as completed: the first writer wins.
+    """
 
 
 @attrs.frozen
 class Loaded(Outcome):
-    """The block's bytes are at the destination, verified if the tier keeps checksums."""
+    """The block's bytes are at the destination.
+
+    They are verified if the tier keeps checksums.
+    """
 
 
 @attrs.frozen
@@ -170,7 +189,10 @@ class Rejected(Outcome):
 
 @attrs.frozen
 class Missed(Outcome):
-    """The block could not be loaded: it is not there (any more), or its bytes are not those that were stored."""
+    """The block could not be loaded.
+
+    It is not there (any more), or its bytes are not those that were stored.
+    """
 
     reason: str
     """The reason in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``, ``unsummed``."""
@@ -188,22 +210,24 @@ class Deletion(enum.Enum):
     MISSING = "missing"
     PINNED = "pinned"
     UNAVAILABLE = "unavailable"
-    """It is unknown whether the block is still there: the tier could not be asked, or cannot delete."""
+    """Unknown: the tier could not be asked, or cannot delete."""
 
 
 # --- room ---------------------------------------------------------------------------------------------------------
 
 
 class RoomRequest:
-    """A request for room for some blocks. It can shrink while it waits, and keeps its place in the queue.
+    """A request for room, which can shrink while it waits.
+
+    It then keeps its place in the queue.
 
     One request is given to one :meth:`TransferExecutor.reserve` at a time. Used on one thread.
 
     Attributes:
         keys: the blocks; fewer after a :meth:`shrink`.
         block_bytes: size of every block.
-        when_full: what to do where there is not room for all, see :meth:`TransferExecutor.reserve`.
-        waits: whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never.
+        when_full: the behaviour if there is not room for all, see :meth:`TransferExecutor.reserve`.
+        waits: whether it waits for room: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never.
     """
 
     __slots__ = ("_shrunk", "block_bytes", "keys", "waits", "when_full")
@@ -219,7 +243,9 @@ class RoomRequest:
         return f"<request for {len(self.keys)} blocks of {self.block_bytes} bytes, {self.when_full}>"
 
     def shrink(self, keys: Sequence[Key]) -> bool:
-        """Reduce the request to ``keys``, a subsequence of :attr:`keys`, at the same place in the queue. Never blocks.
+        """Reduce the request to ``keys``, a subsequence of :attr:`keys`. Never blocks.
+
+        It keeps its place in the queue.
 
         So a batch keeps its place when one of its containers is cancelled.
 
@@ -240,7 +266,9 @@ class RoomRequest:
 
     @contextmanager
     def waiting(self, shrunk: Callable[[], bool]) -> Iterator[None]:
-        """Let :meth:`shrink` call ``shrunk`` while the block lasts. A place puts its wait into this block.
+        """Let :meth:`shrink` call ``shrunk`` while the ``with`` block lasts.
+
+        A place puts its wait into this block.
 
         A place that does not use this cannot be asked for less, and need not support it.
 
@@ -259,31 +287,45 @@ class RoomRequest:
 
 @attrs.frozen
 class Capabilities:
-    """The parts of the contract that a tier keeps, and the abilities that it has.
+    """The kept parts of the contract, and the abilities of a tier.
 
     See :attr:`backends.abc.TransferExecutor.capabilities`; :func:`backends.testing.check_tier` tests all that are declared.
     """
 
     pins: bool = True
-    """A leased block stays until the lease ends. Without it, a hit is a hint: the block may be gone when it is loaded, and
-    then is :class:`Missed`. A lease still keeps this process from evicting and deleting it."""
+    """Whether a leased block stays until the lease ends.
+
+    Without it, a hit is a hint: the block may be gone when it is loaded, and is then :class:`Missed`. A lease still
+    keeps this process from evicting and deleting it.
+    """
     deletes: bool = True
-    """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`Tier.delete` answers
-    ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` if only an eviction could make room."""
+    """Whether blocks can be deleted, and so evicted.
+
+    Without it, stored blocks stay: :meth:`Tier.delete` answers ``UNAVAILABLE``, and ``wait`` and ``evict`` raise
+    :class:`CapacityError` if only an eviction could make room.
+    """
     asked_first: bool = True
-    """A store asks which blocks are there before it offers them. Without it, all are offered, and those that are there come
-    back as
-    duplicates: for a tier where asking costs as much as offering."""
+    """Whether a store asks which blocks are there before it offers them.
+
+    Without it, all are offered, and present ones come back as duplicates: for a tier that is as slow to ask as to offer
+    to.
+    """
     per_key_outcomes: bool = True
-    """A block that cannot be stored fails alone. Without it, all blocks that were copied with it fail too."""
+    """Whether a block that cannot be stored fails alone.
+
+    Without it, all blocks that were copied with it fail too.
+    """
     answers_at_once: bool = False
-    """:meth:`TransferExecutor.contains_nowait`: the tier knows its keys without asking, a server for example."""
+    """Whether :meth:`TransferExecutor.contains_nowait` answers.
+
+    Such a tier knows its keys without asking a server, for example.
+    """
     needs_tenants: bool = False
-    """:meth:`Tier.carry`: the tier needs the tenants of its blocks, since it encrypts for example."""
+    """Whether the tier needs :meth:`Tier.carry`, to encrypt for example."""
     reports_evictions: bool = False
-    """:meth:`Tier.on_evicted` and :meth:`Tier.spill_to`."""
+    """Whether :meth:`Tier.on_evicted` and :meth:`Tier.spill_to` work."""
     lists_keys: bool = False
-    """:meth:`Tier.list_keys` and :meth:`Tier.watch_keys`."""
+    """Whether :meth:`Tier.list_keys` and :meth:`Tier.watch_keys` work."""
 
 
 @attrs.frozen
@@ -291,13 +333,13 @@ class TierStatistics:
     """A snapshot of one tier; counters count blocks since it was made."""
 
     capacity_bytes: int
-    """Its capacity."""
+    """Capacity, in bytes."""
     used_bytes: int
-    """Bytes of its blocks and reservations."""
+    """Bytes of blocks and reservations."""
     blocks: int
     """Keys that can be found."""
     held_blocks: int
-    """Blocks of these that are held by refs or leases."""
+    """Blocks held by refs or leases."""
     reserved_blocks: int
     """Blocks reserved and not yet published or given back."""
     stored: int

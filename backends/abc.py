@@ -7,14 +7,14 @@ Four contracts:
 * :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from.
 * :class:`Destination`: the memory that a load writes to.
 
-Each is a base class: what every place can do is abstract, and every optional ability is declared there once, with a default
-that says "no". So nobody has to ask whether a method exists.
+Each is a base class: its required members are abstract, and each optional ability is declared there once, with a
+default that means "no". So no caller has to ask whether a method exists.
 
 All methods take *many* blocks at once. A block is a position in parallel columns (its key, its ref, its outcome), never an
 object: one object per block costs more than every decision about it.
 
 An answer is a value, never an exception: a duplicate, a miss, a full tier, a pinned key. An exception from any of these
-methods breaks the contract; :class:`Unproven` says that not even the end of a copy is certain.
+methods breaks the contract; after :class:`Unproven`, even the end of a copy is uncertain.
 """
 
 from __future__ import annotations
@@ -81,35 +81,50 @@ class Source(ABC):
 
     @abstractmethod
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. In a worker thread; returns when the copy is over.
+        """Copy each block into the page at the same position.
+
+        Called in a worker thread; it returns when the copy is over.
 
         It raises :class:`DamagedBlock` for a block that it finds damaged while it copies, and :class:`UnreadableBlock` for one
         that cannot be read. The caller then copies the others one by one.
         """
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Return the addresses of these blocks, or ``None`` if a block is not one run of host memory."""
+        """Return the addresses of these blocks, or ``None``.
+
+        ``None`` if a block is not one run of host memory.
+        """
         return None
 
     # --- blocks that are found by their keys ----------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take one counted ref for each key that is present; ``EVICTED`` for each that is not. Never blocks.
+        """Take one counted ref for each key that is present.
+
+        A key that is absent has ``EVICTED``. Never blocks.
 
         A source without keys, whose owner names blocks by their numbers (:class:`ExternalBlocks`), has none.
         """
         return [EVICTED] * len(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Release one count of each ref; ``EVICTED`` is ignored. Never blocks, never raises."""
+        """Release one count of each ref, ignoring ``EVICTED``.
+
+        Never blocks, never raises.
+        """
         return
 
     def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """Return these blocks without refs: a block that is gone at the commit is reported as evicted."""
+        """Return these blocks without refs.
+
+        A block that is gone at the commit is reported as evicted.
+        """
         return WeakBlocks(self, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """Return these blocks, each with a ref that the receiver of the value must release.
+        """Return these blocks, each with a counted ref.
+
+        The receiver of the value must release the refs.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -128,25 +143,27 @@ class Source(ABC):
     # --- checksums ------------------------------------------------------------------------------------------------
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
-        """Return the xxh3-64 of each block as it was stored, ``None`` for each that is not known. Never blocks.
+        """Return the xxh3-64 of each block as it was stored. Never blocks.
 
-        A block that is known to be damaged has a value that no checksum has, such as ``-1``. ``None`` for all: none is known.
+        ``None`` for each that is not known, or for all if none is. A block that is known to be damaged has a value that
+        no checksum has, such as ``-1``.
 
-        A copy out of the source compares what has arrived, and stores no damaged block: under a new checksum the damage would
-        count as correct from then on. A source that verifies its blocks itself in :meth:`copy_out`, and raises
-        :class:`DamagedBlock` there, need not know any.
+        A copy out of the source compares the bytes that arrived, and stores no damaged block: under a new checksum the
+        damage would count as correct from then on. A source that verifies its blocks itself in :meth:`copy_out`, and
+        raises :class:`DamagedBlock` there, need not know any.
         """
         return None
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Drop blocks that a copy has found damaged, by :meth:`checksums_of`: count them, and do not find them any more.
+        """Drop and count blocks whose copy differed from :meth:`checksums_of`.
 
-        A new block under the same key in another slot stays. Never blocks; called before the refs are released.
+        They are no longer found. A new block under the same key in another slot stays. Never blocks; called before the
+        refs are released.
         """
         return
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
-        """Drop blocks that the caller has found damaged, without counting them. Return whether the source can.
+        """Drop damaged blocks without counting them. Return whether the source can.
 
         For a source in front of this one that decodes its blocks. Otherwise like :meth:`forget_damaged`.
         """
@@ -155,7 +172,9 @@ class Source(ABC):
     # --- blocks that are known in other ways ----------------------------------------------------------------------
 
     def used_bytes(self, page: memoryview) -> int | None:
-        """Return the number of leading bytes in use of a page filled by :meth:`copy_out`. Any thread.
+        """Return the number of leading bytes in use of a page.
+
+        :meth:`copy_out` has filled the page. Called in any thread.
 
         The others are zero, so that a destination may leave them out, and read zeros there. ``None``: all are in use.
         """
@@ -170,23 +189,23 @@ class Source(ABC):
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The names of the planes of a block, in order: ``layer 0 kv 1 head 2``. Empty if it cannot be read so.
+        """The names of the planes of a block, in order.
 
-        A copy is compared plane by plane now and then, to see whether each came to where it belongs
-        (:mod:`backends.base.planes`).
+        For example ``layer 0 kv 1 head 2``. Empty if a block cannot be read by planes. A copy is compared plane by
+        plane now and then, to see whether each plane came to where it belongs (:mod:`backends.base.planes`).
         """
         return ()
 
     def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
         """Return the samples of each of these blocks. Any thread.
 
-        ``None`` for a block that cannot be read so, for example because only a part of it is copied.
+        ``None`` for a block that cannot be read by planes, for example because only a part of it is copied.
         """
         raise NotImplementedError
 
 
 class Destination(ABC):
-    """The memory that a load writes blocks to: one place for each block.
+    """The memory that a load writes to: one place per block.
 
     A subclass defines the first four members. All others are abilities, which a destination lacks by default. A destination
     in front of another one is a :class:`backends.base.forwarding.ForwardingDestination`, which forwards all of them.
@@ -254,7 +273,7 @@ class Destination(ABC):
 
     @property
     def plane_names(self) -> Sequence[str]:
-        """The names of the planes of a block; empty if it cannot be read so.
+        """The names of a block's planes; empty if it has none.
 
         See :attr:`Source.plane_names`.
         """
@@ -272,22 +291,33 @@ class Destination(ABC):
 
 
 class Reservation(ABC):
-    """Room for some blocks in a tier. Ends with :meth:`transfer`, :meth:`release`, or both."""
+    """Room for some blocks in a tier.
+
+    It ends with :meth:`transfer`, :meth:`release`, or both.
+    """
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def granted(self) -> Sequence[Key]:
-        """The keys that have room: a prefix of those requested (all of them under ``wait`` and ``evict``)."""
+        """The keys that have room: a prefix of those requested.
+
+        All of them under ``wait`` and ``evict``.
+        """
 
     @abstractmethod
     def keep(self, keys: Sequence[Key]) -> None:
-        """Give back the room of every granted key not in ``keys`` (a subsequence of ``granted``). Never blocks."""
+        """Give back the room of granted keys that are not in ``keys``.
+
+        ``keys`` is a subsequence of ``granted``. Never blocks.
+        """
 
     @abstractmethod
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """Copy the kept blocks (``refs`` in their order) and publish them. Called at most once, after the commit.
+        """Copy the kept blocks (``refs`` in their order) and publish them.
+
+        Called at most once, after the commit.
 
         Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
         is over. A block is found by its key only once all of its bytes are there. A block that its source knows to be damaged
@@ -301,19 +331,24 @@ class Reservation(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the room that was not published. Idempotent; never blocks, never raises."""
+        """Give back the room of blocks that were not published.
+
+        Idempotent; never blocks, never raises.
+        """
 
     def hold(self) -> None:
-        """Hold each block that the transfer stores, or finds stored, until :meth:`release`. Called before the transfer.
+        """Hold stored blocks, and blocks found stored, until :meth:`release`.
 
-        A block that has just been stored may be evicted at once for a waiting request. Held, it is still there when the
-        transfer has returned, so that the caller can take its own refs (:meth:`Source.upgrade`). A tier that is no source holds
-        nothing.
+        Called before the transfer. A block that has just been stored may be evicted at once for a waiting request. A
+        held one is still there when the transfer has returned, so that the caller can take its own refs
+        (:meth:`Source.upgrade`). A tier that is no source holds nothing.
         """
         return
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Note the depth of each block (its index in its prefix, where known) for the eviction. Called before the transfer.
+        """Record the depths of blocks for the eviction, before the transfer.
+
+        A depth is the index of a block in its prefix, if known.
 
         A tier that keeps no depths ignores them.
         """
@@ -321,13 +356,16 @@ class Reservation(ABC):
 
 
 class TransferExecutor(ABC):
-    """A place that blocks can be written to. All methods are called on the trio thread."""
+    """A place that blocks can be written to.
+
+    All methods are called on the trio thread.
+    """
 
     __slots__ = ()
 
     @abstractmethod
     async def reserve(self, request: RoomRequest) -> Reservation:
-        """Take room for the blocks of a request, which may shrink while this waits.
+        """Take room for a request, which may shrink while this waits.
 
         ``wait`` waits until there is room for all; ``evict`` makes room by evicting blocks that are not held, and waits only
         if everything is held; ``partial`` and ``fail`` never wait and grant the prefix that fits (the caller decides about the
@@ -347,7 +385,7 @@ class TransferExecutor(ABC):
 
     @property
     def name(self) -> str:
-        """The name in statistics, logs and hits; empty: that of its class."""
+        """The name in statistics, logs and hits; empty means the class's."""
         return ""
 
     @property
@@ -357,7 +395,7 @@ class TransferExecutor(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The parts of the contract that this place keeps, and the abilities that it has."""
+        """The kept parts of the contract, and the abilities."""
         return Capabilities()
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
@@ -372,7 +410,10 @@ class TransferExecutor(ABC):
 
 
 class ReadLease(ABC):
-    """A hold on a prefix of some keys: none of its blocks is evicted or deleted until it is released."""
+    """A hold on a prefix of some keys.
+
+    None of its blocks is evicted or deleted until it is released.
+    """
 
     __slots__ = ()
 
@@ -395,9 +436,9 @@ class ReadLease(ABC):
     def forget(self, positions: Sequence[int]) -> bool:
         """Drop the damaged blocks at these positions. Return whether the lease can.
 
-        For a reader that decodes the blocks, and finds the damage only then: a delete by key could hit a new block that was
-        stored under the key in between, which stays. The dropped blocks are no longer found, freed when they are no longer
-        held, and not counted as deleted. Never blocks; called before the lease is released.
+        For a reader that decodes the blocks, and finds the damage only then. A delete by key could hit a new block that
+        was stored under the key in between; that block stays here. The dropped blocks are no longer found, are freed
+        when they are no longer held, and are not counted as deleted. Never blocks; called before the lease is released.
         """
         return False
 
@@ -414,24 +455,33 @@ class Tier(TransferExecutor):
 
     @abstractmethod
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Return those of ``keys`` that the tier had when it was asked. Does not count as a use. An exception is not a miss."""
+        """Return those of ``keys`` that the tier has.
+
+        It may have changed since. This does not count as a use. An exception is not a miss.
+        """
 
     @abstractmethod
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """Pin the longest prefix of ``keys`` that is there (possibly none). Cancelled, it pins nothing."""
+        """Pin the longest present prefix of ``keys`` (possibly none).
+
+        Cancelled, it pins nothing.
+        """
 
     @abstractmethod
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks to ``destination``, position by position, and verify them. It may be written from the call on.
+        """Copy the leased blocks to ``destination``, position by position, and verify them.
 
-        One outcome per key of the lease: ``LOADED``, :class:`Missed` or :class:`Failed`. A damaged block is missed, counted,
-        and no longer found. Cancelled, it returns only when the copy is over: however it ends, the caller may use the
-        destination again.
+        The destination may be written to from the call on. One outcome per key of the lease: ``LOADED``,
+        :class:`Missed` or :class:`Failed`. A damaged block is missed, counted, and no longer found. Cancelled, it
+        returns only when the copy is over: however it ends, the caller may use the destination again.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys; a held one is ``PINNED`` and stays. Returns one answer per key."""
+        """Delete these keys. Return one answer per key.
+
+        A held key is ``PINNED`` and stays.
+        """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
@@ -441,15 +491,18 @@ class Tier(TransferExecutor):
 
     @property
     def source(self) -> Source | None:
-        """Its blocks as a source: often the tier itself. ``None``: they are only read by :meth:`load`."""
+        """The blocks as a source: often the tier itself.
+
+        ``None``: they are only read by :meth:`load`.
+        """
         return None
 
     @property
     def held_pages(self) -> HeldSource | None:
-        """Its held blocks as a source, for a tier that has to be asked for its blocks; else ``None``.
+        """The held blocks as a source, if the tier must be asked.
 
-        A pipeline cannot take refs of the blocks of such a tier when it commits, since that must not wait. So a pipeline that
-        starts there pins what it will copy before (:meth:`pin`).
+        Otherwise ``None``. A pipeline cannot take refs of the blocks of such a tier when it commits, since that must
+        not wait. So a pipeline that starts there pins the blocks first (:meth:`pin`).
         """
         return None
 
@@ -457,38 +510,42 @@ class Tier(TransferExecutor):
 
     @property
     def direct(self) -> DirectTier | None:
-        """The tier itself if other threads may read it (:mod:`backends.base.direct`)."""
+        """The tier itself if other threads may read it.
+
+        See :mod:`backends.base.direct`.
+        """
         return None
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """Return the depth of each block (its index in its prefix), where it is known; ``None`` if none is. Never blocks.
+        """Return the depth of each block, if known. Never blocks.
 
-        They go with a block that is promoted.
+        The depth is the index of a block in its prefix; ``None`` for all if none is known. Depths go with a block that
+        is promoted.
         """
         return None
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with their tenant until the returned function is called. Calling that again does nothing.
+        """Tag these keys with a tenant until the returned function is called.
 
-        Only called if :attr:`Capabilities.needs_tenants`. A store calls this before the copy and ends it after; a read calls it
-        before the pin, and ends it when the lease is released. If two tenants tag one key at the same time it has no tenant: a
-        store of it fails, a load misses.
+        Calling that function again does nothing. Only called if :attr:`Capabilities.needs_tenants`. A store calls this
+        before the copy and ends it after; a read calls it before the pin, and ends it when the lease is released. If
+        two tenants tag one key at the same time it has no tenant: a store of it fails, a load misses.
         """
         return _no_tag
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` at every eviction from now on, until the returned function is called.
+        """Call ``listener`` at every eviction until the returned function is called.
 
         Only if :attr:`Capabilities.reports_evictions`.
         """
         raise NotImplementedError
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with the victims of every eviction from now on, until the returned function is called.
+        """Call ``spiller`` at every eviction until the returned function is called.
 
-        It is called on the trio thread, during a reservation, so it must record the victims and return. If it raises, the
-        victims go. It still owns the victims that it was given when it is removed. Only if
-        :attr:`Capabilities.reports_evictions`.
+        It gets the victims. It is called on the trio thread, during a reservation, so it must record the victims and
+        return. If it raises, the victims are evicted. When it is removed, it still owns the victims that it was given.
+        Only if :attr:`Capabilities.reports_evictions`.
 
         Raises:
             ValueError: the tier has a spiller.
@@ -500,42 +557,54 @@ class Tier(TransferExecutor):
         raise NotImplementedError
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Report every change to ``watcher`` from now on, until the returned function is called.
+        """Report every change to ``watcher`` until the returned function is called.
 
         Only if :attr:`Capabilities.lists_keys`.
         """
         raise NotImplementedError
 
     def tell_when_back(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever a tier that was gone is there again. One that cannot know it never calls."""
+        """Call ``listener`` whenever a tier that was gone is back.
+
+        A tier that cannot know it never calls.
+        """
         return
 
 
 def _no_tag() -> None:
-    """The end function of no tag: does nothing."""
+    """Do nothing: no tag was set."""
 
 
 class HeldSource(Source):
-    """The blocks of a tier that are held, as a source: a pipeline copies them from where they lie."""
+    """The held blocks of a tier, as a source.
+
+    A pipeline copies them from where they lie.
+    """
 
     __slots__ = ()
 
     @abstractmethod
     def take(self, lease: ReadLease) -> StrongBlocks:
-        """Return the blocks of a lease of that tier, held until the receiver of the value releases them.
+        """Return the blocks of a lease of that tier.
 
-        The lease belongs to this source from then on. What is held can be held once more by its key
-        (:meth:`Source.upgrade`), until nobody holds it.
+        They are held until the receiver of the value releases them. The lease belongs to this source from then on. A
+        held block can be held once more by its key (:meth:`Source.upgrade`).
         """
 
 
 class Canary(Protocol):
-    """A free block of a cache, through which a pattern goes to see whether its planes come back as they were stored."""
+    """A free block of a cache, used to check its planes.
+
+    A pattern is written to it, stored and loaded, to see whether its planes come back as they were stored.
+    """
 
     def write(self, key: Key, seed: str) -> tuple[Blocks, array[float]]:
-        """Write the pattern of ``seed`` into the block; returns the block to be stored under ``key``, and its samples."""
+        """Write the pattern of ``seed`` into the block.
+
+        Return the block to be stored under ``key``, and its samples.
+        """
         ...
 
     def clear(self) -> Destination:
-        """Write zeros into the block; returns it as a place to load into."""
+        """Write zeros into the block; return it as a destination."""
         ...

@@ -1,4 +1,6 @@
-"""The paged KV cache of an engine as a tier: torch tensors of any layout that shape and strides can describe.
+"""A tier in the paged KV cache of an engine.
+
+The cache is made of torch tensors of any layout that shape and strides can describe.
 
 A block is its slice in every tensor, at its number on the axis that counts blocks. Its bytes are taken in memory order, tensor
 by tensor, so one block consists of *pieces*, runs of bytes, typically two for each layer.
@@ -38,14 +40,23 @@ if TYPE_CHECKING:
     import torch
 
 _LONG_PIECE = 8 << 10
-"""Bytes of a piece from which on it is scattered by memory copies. torch's scatter moves item by item, and first reads what it
-overwrites: it takes 1.4 times as long for pieces of 64 KiB. (Its gather is a memory copy.)"""
+"""Bytes of a piece from which on memory copies scatter it.
+
+torch's scatter moves item by item, and first reads the bytes that it overwrites: it takes 1.4 times as long for pieces
+of 64 KiB. (Its gather is a memory copy.)
+"""
 
 _MOST_PIECES = 1 << 16
-"""Copies of a device that are listed at once: 2 MiB of addresses. Engines of other processes may have pieces of a byte."""
+"""Most copies of a device in one list: 2 MiB of addresses.
+
+Engines of other processes may have pieces of one byte.
+"""
 
 _PORTION_BYTES = 16 << 20
-"""Bytes of a batch that one call gathers: this bounds the index, which for tiny pieces is as large as the data."""
+"""Most bytes of a batch that one call gathers.
+
+This bounds the index, which for tiny pieces is as large as the data.
+"""
 
 
 # --- host memory ----------------------------------------------------------------------------------------------------
@@ -72,14 +83,14 @@ class _HostTensors:
         self._row = row
         item_bytes = next(size for size in (8, 4, 2, 1) if row % size == 0 and start % size == 0)
         self._item = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[item_bytes]
-        # One flat tensor from the first byte of all layers to the last. The memory between them may not even be mapped, so only
-        # rows of blocks may be touched: the caller of an index must have checked the block's number.
+        # One flat tensor from the first byte of all layers to the last. The memory between them may not even be mapped,
+        # so only rows of blocks may be touched: the caller of an index must have checked the block's number.
         flat = _over(start, (stop - start) // row * row, self._item)
         self._rows = flat.view(-1, row // item_bytes)
         offsets = [(address - start) // row + at for address, plane in pieces for at in range(plane.run_bytes // row)]
         strides = [plane.stride_bytes // row for _, plane in pieces for _ in range(plane.run_bytes // row)]
         self._offsets, self._strides = torch.tensor(offsets), torch.tensor(strides)
-        # To gather, rows may overlap: a whole piece is one row where all pieces are of one size.
+        # To gather, rows may overlap: a whole piece is one row if all pieces are of one size.
         self._wide, self._wide_offsets, self._wide_strides = self._rows, self._offsets, self._strides
         lengths = {plane.run_bytes for _, plane in pieces}
         if lengths != {row} and len(lengths) == 1:
@@ -90,7 +101,7 @@ class _HostTensors:
             self._wide_strides = torch.tensor([plane.stride_bytes // row for _, plane in pieces])
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """The addresses of these blocks, if each is one piece."""
+        """Return the addresses of these blocks, if each is one piece."""
         if self._whole is None:
             return None
         address, plane = self._whole
@@ -106,7 +117,10 @@ class _HostTensors:
             torch.index_select(self._wide, 0, index, out=run.view(-1, self._wide.shape[1]))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """Scatter pages into blocks: one call for each run of adjacent pages, or of neighbouring blocks in it."""
+        """Scatter pages into blocks.
+
+        One call for each run of adjacent pages, or of neighbouring blocks in it.
+        """
         for start, stop, address in _runs(pages):
             if self._regular is not None:
                 _scatter(self._regular, slots[start:stop], address)
@@ -117,7 +131,10 @@ class _HostTensors:
 
 
 def _regular(pieces: Sequence[tuple[int, Plane]], n: int) -> Any:
-    """A numpy array of all blocks: blocks, pieces, bytes. ``None`` unless pieces are long, alike, and at equal distances."""
+    """Return all blocks as a numpy array: blocks, pieces, bytes.
+
+    ``None`` unless pieces are long, alike, and at equal distances.
+    """
     first, plane = pieces[0]
     steps = {address - before for (before, _), (address, _) in itertools.pairwise(pieces)} or {0}
     alike = len({(piece.stride_bytes, piece.run_bytes) for _, piece in pieces}) == len(steps) == 1
@@ -133,7 +150,7 @@ def _regular(pieces: Sequence[tuple[int, Plane]], n: int) -> Any:
 
 
 def _scatter(blocks: Any, slots: Sequence[int], address: int) -> None:
-    """Copy a run of pages into these of all blocks."""
+    """Copy a run of pages into the blocks with these numbers."""
     import numpy
 
     _, pieces, piece_bytes = blocks.shape
@@ -150,14 +167,14 @@ def _scatter(blocks: Any, slots: Sequence[int], address: int) -> None:
 
 
 def _over(address: int, nbytes: int, item: torch.dtype) -> torch.Tensor:
-    """A flat tensor over memory that its caller keeps allocated."""
+    """Return a flat tensor over memory that its caller keeps allocated."""
     import torch
 
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=item)
 
 
 def _index(slots: Sequence[int], offsets: torch.Tensor, strides: torch.Tensor) -> torch.Tensor:
-    """The rows of these blocks, in the order of their bytes."""
+    """Return the row numbers of these blocks, in the order of bytes."""
     import torch
 
     numbers = torch.frombuffer(array("q", slots), dtype=torch.int64)  # a fifth of the time of torch.tensor
@@ -165,7 +182,10 @@ def _index(slots: Sequence[int], offsets: torch.Tensor, strides: torch.Tensor) -
 
 
 def _runs(pages: Pages) -> Iterator[tuple[int, int, int]]:
-    """Adjacent pages, in portions: from, to (exclusive), address of the first."""
+    """Yield runs of adjacent pages: start, stop, address of the first.
+
+    Long runs are divided into portions.
+    """
     addresses, size = pages.addresses, pages.page_bytes
     most = max(1, _PORTION_BYTES // max(1, size))
     start, n = 0, len(addresses)
@@ -185,15 +205,16 @@ def _runs(pages: Pages) -> Iterator[tuple[int, int, int]]:
 
 
 class DeviceBlocks:
-    """Blocks in memory of a CUDA device, copied by its :class:`~backends.base.copier.Copier`. Needs no torch.
+    """Blocks in memory of a CUDA device. Needs no torch.
 
-    A copy waits for nothing of the device: the precondition of a store or a load says that its blocks may be read or written.
+    The device's :class:`~backends.base.copier.Copier` copies them. A copy waits for nothing of the device: the
+    precondition of a store or a load holds once its blocks may be read or written.
 
     Args:
         planes: the pieces of a block, each with the address of its tensor.
-        n: how many blocks there are.
+        n: number of blocks.
         device: the number of the device.
-        owner: keeps the memory.
+        owner: object that keeps the memory alive.
     """
 
     def __init__(self, planes: Sequence[tuple[int, Plane]], n: int, device: int, owner: object) -> None:
@@ -205,7 +226,7 @@ class DeviceBlocks:
         self._owner = owner
 
     def pages(self, slots: Sequence[int]) -> None:
-        """``None``: blocks are not in host memory."""
+        """Return ``None``: blocks are not in host memory."""
         return
 
     def pieces(self, slots: Sequence[int], pages: Pages) -> Pieces:
@@ -213,12 +234,18 @@ class DeviceBlocks:
         return self._pieces.of(slots, pages)
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy blocks to the pages, and wait for the end; see :meth:`backends.base.copier.Copier.store` for errors."""
+        """Copy blocks to pages, and wait for the end.
+
+        See :meth:`backends.base.copier.Copier.store` for errors.
+        """
         for some, part in self._portions(slots, pages):
             copier_of(self._device).store(self._pieces.of(some, part))
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy pages to the blocks, and wait for the end; see :meth:`backends.base.copier.Copier.load` for errors."""
+        """Copy pages to blocks, and wait for the end.
+
+        See :meth:`backends.base.copier.Copier.load` for errors.
+        """
         for some, part in self._portions(slots, pages):
             copier_of(self._device).load(self._pieces.of(some, part))
 
@@ -235,20 +262,23 @@ class DeviceTier(SlotTier):
     """Blocks in the tensors of a paged KV cache.
 
     The engine owns the tensors and all of their blocks that are not in ``pool``. It offloads its own blocks as
-    :meth:`external` ones and loads into them by :meth:`into`. The blocks in ``pool`` belong to the tier: the engine gets
-    them by :meth:`stage`, registers what it wrote there, and finds them by key again until they are evicted.
+    :meth:`external` ones and loads into them by :meth:`into`. The blocks in ``pool`` belong to the tier: the engine
+    gets them by :meth:`stage`, registers them once it has written them, and finds them by key again until they are
+    evicted.
 
     Args:
-        layers: tensors of any dtype, at least one, or where they lie; all on one device, which is the host or a CUDA device.
+        layers: tensors of any dtype, at least one, or their memory; all on one device, which is the host or a CUDA
+            device.
         block_axis: the axis that counts blocks, of all tensors or of each. Its size must be the same in all.
         pool: the numbers of the blocks that belong to the tier; by default none.
         checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
         eviction: decides which blocks of the pool make room; LRU unless given.
-        plane_axes: the axes that tell the planes of a block apart, in all tensors: ``{"kv": 0, "head": 3}``. With it, an engine
-            compares now and then what it loads plane by plane; see :class:`backends.base.planes.TensorPlanes`.
+        plane_axes: the axes that distinguish the planes of a block, in all tensors: ``{"kv": 0, "head": 3}``. With it,
+            an engine now and then compares loaded blocks plane by plane; see
+            :class:`backends.base.planes.TensorPlanes`.
 
     Raises:
-        TypeError: ``layers`` is one tensor, or holds what is no tensor; the axis or the pool is of another type.
+        TypeError: ``layers`` is one tensor, or has an item that is no tensor; the axis or the pool is of another type.
         ValueError: there is no such axis; the tensors differ in device or number of blocks; a tensor is empty or
             expanded; the pool is not within the blocks.
     """
@@ -282,19 +312,22 @@ class DeviceTier(SlotTier):
             names = sorted("cpu" if device is None else f"cuda:{device}" for device in devices)
             raise ValueError(f"the tensors are on several devices: {names}")
         self.n: int = layouts[0].n
-        """The number of blocks in the tensors, those of the engine and of the tier together."""
+        """Number of blocks in the tensors, the engine's and the tier's."""
         if not isinstance(pool, range):
             raise TypeError(f"pool is {pool!r}, but must be a range of block numbers, as range(64, 128)")
         if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
         self.fingerprint: str = _fingerprint(tensors, layouts, axes)
-        """Identifies the layout of a block's bytes: dtypes, and shapes in memory order. For tiers that outlive the process."""
+        """Identifier of a block's layout, for tiers that outlive the process.
+
+        It covers dtypes, and shapes in memory order.
+        """
         self.device: int | None = devices.pop()
         """Number of the CUDA device; ``None`` for host memory."""
         self.tensors: Sequence[TensorMemory] = tensors
-        """Where the tensors lie."""
+        """The tensors' memory."""
         self.block_axes: Sequence[int] = axes
-        """The axis that counts blocks, of each."""
+        """The axis that counts blocks, of each tensor."""
         storage: Storage
         if self.device is None:
             storage = _HostTensors(pieces, self.n, tensors)
@@ -303,7 +336,7 @@ class DeviceTier(SlotTier):
         # LRU by default: an engine decides by itself which of its blocks it gives up.
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
         self.planes: TensorPlanes | None = None
-        """The planes of a block, where ``plane_axes`` says what they are."""
+        """The planes of a block, if ``plane_axes`` was given."""
         if plane_axes is not None:
             if len(set(axes)) > 1:
                 raise ValueError(
@@ -318,13 +351,13 @@ class DeviceTier(SlotTier):
         return () if self.planes is None else self.planes.plane_names
 
     def plane_samples(self, refs: Sequence[int]) -> list[array[float]]:
-        """The samples of these blocks."""
+        """Return the samples of these blocks."""
         return [] if self.planes is None else self.planes.samples(refs)
 
     def into(self, ids: Sequence[int]) -> Destination:
-        """A destination for loads: blocks of the engine, by their numbers.
+        """Return blocks of the engine, by number, as a destination for loads.
 
-        On a device, the load takes a ``precondition``: what the device writes to these blocks must be over before.
+        On a device, the load takes a ``precondition``, so that earlier writes of the device to these blocks are over.
 
         Raises:
             ValueError: there is no such block.
@@ -338,19 +371,24 @@ class DeviceTier(SlotTier):
         return _Into(self, self._storage, ids, self.planes)
 
     def pieces(self, ids: Sequence[int], pages: Pages) -> Pieces:
-        """List the copies between blocks of a device and pages, to be made in one batch with others."""
+        """List the copies between blocks of a device and pages.
+
+        They are to be made in one batch with others.
+        """
         assert isinstance(self._storage, DeviceBlocks)
         return self._storage.pieces(ids, pages)
 
     def numbers_of(self, refs: Sequence[int]) -> tuple[DeviceTier, Sequence[int]]:
-        """See :meth:`backends.abc.Source.numbers_of`."""
+        """Return the tier and the block numbers; see :meth:`backends.abc.Source.numbers_of`."""
         return self, refs
 
     def canary(self, block: int) -> Canary:
-        """A free block of the engine's own, for :meth:`offload.Engine.check_layout`: its bytes are overwritten.
+        """Return a free block of the engine, for :meth:`offload.Engine.check_layout`.
+
+        Its bytes are overwritten.
 
         Raises:
-            ValueError: there is no such block, or ``plane_axes`` was not said.
+            ValueError: there is no such block, or ``plane_axes`` was not given.
         """
         self._check_ids([block])
         if self.planes is None:
@@ -425,7 +463,10 @@ class _Canary:
 
 
 def _listed(layers: Iterable[Any]) -> list[Any]:
-    """Return the tensors as a list; one tensor would pass for a list of its slices."""
+    """Return the tensors as a list.
+
+    One tensor would be taken for a list of its slices.
+    """
     if hasattr(layers, "data_ptr"):
         raise TypeError("layers is one tensor, but must be a list of tensors: DeviceTier([tensor])")
     try:
@@ -438,7 +479,7 @@ def _listed(layers: Iterable[Any]) -> list[Any]:
 
 
 def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:
-    """The axis that counts blocks, of each of so many tensors."""
+    """Return the axis that counts blocks, of each of ``n`` tensors."""
     try:
         axes = [block_axis] * n if isinstance(block_axis, int) else list(map(index, block_axis))
     except TypeError:

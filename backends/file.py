@@ -1,4 +1,6 @@
-"""A directory as a tier: one file per block, published by a rename, checked at every load.
+"""A tier in a directory, with one file per block.
+
+A file is published by a rename, and checked at every load.
 
 Rule 1. Nothing in the directory is trusted. A file that is not the expected block, for one of the reasons in
         :mod:`backends.base.blockfile`, is a miss that is counted, and no longer found.
@@ -57,15 +59,21 @@ from .base.threads import run_in_thread, run_in_thread_or_leave, run_in_thread_t
 _log = logging.getLogger("backends.file")
 
 _MANY_USES = 1024
-"""Uses of blocks that a load's thread writes: some 3 ms of calls, once for as many loads."""
+"""Uses of blocks that make a load's thread write their times.
+
+Some 3 ms of calls, once for as many loads.
+"""
 
 _UNAVAILABLE = Deletion.UNAVAILABLE
 _OTHER_SIZE = Missed("size")
-"""The block is as it was stored, but its size is not that of the destination. It stays, if it was stored in this process."""
+"""A stored block whose size is not that of the destination.
+
+It stays, if it was stored in this process.
+"""
 
 
 class FileTier(PooledTier[FileRegistry], DirectTier):
-    """Blocks in files of one directory, which belongs to one tier at a time.
+    """A tier in a directory, of which it is the only user.
 
     The blocks found in the directory at the start can be loaded again, the oldest file as the least recently used. This reads
     each file's header, so it takes time in proportion to the number of files; an empty directory costs nothing.
@@ -73,9 +81,9 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     Args:
         directory: made if it is missing, but not its parent; it must belong to this user, and be closed to others. An empty
             directory is closed to others here.
-        capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes in addition, and what the file
-            system rounds up.
-        fingerprint: says what the bytes mean: model, dtype, layout. Blocks written under another one are not found.
+        capacity_bytes: bytes of blocks to keep. A file takes a header of 512 bytes in addition, and the rounding of the
+            file system.
+        fingerprint: the meaning of the bytes: model, dtype, layout. Blocks written under another one are not found.
         checksums: write an xxh3-64 of each block's bytes, and verify it at every load. Blocks that were written without one are
             then not found, and counted as missed, ``unsummed``.
         fsync: make blocks durable before they count as stored.
@@ -112,7 +120,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         """Whether blocks are durable before they count as stored."""
         self._only_bytes = block_bytes
         self.block_bytes: int = block_bytes or 0
-        """Size of every block that this is a source of, in bytes; 0 as long as that is not known."""
+        """Size of every block of this source, in bytes; 0 while unknown."""
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
         self._last_found = 0
@@ -145,13 +153,14 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
 
     @property
     def blocks_directory(self) -> str:
-        """Path of its blocks; empty once it is closed."""
+        """Path of the directory; empty once it is closed."""
         return self._open.path if self._open else ""
 
     def close(self) -> None:
-        """Remove files that are no longer needed and unlock the directory, once no thread works in it. Idempotent.
+        """Remove unneeded files and unlock the directory. Idempotent.
 
-        Using the tier afterwards raises :class:`~backends.PlaceClosed`. In a forked child it touches no file.
+        It waits for no thread: the directory is unlocked once none works in it. Using the tier afterwards raises
+        :class:`~backends.PlaceClosed`. In a forked child it touches no file.
         """
         directory, self._open = self._open, None
         if directory is not None:
@@ -163,7 +172,10 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     # --- Source ---------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take refs; see :class:`backends.abc.Source`. A block of another size than ``block_bytes`` counts as evicted."""
+        """Take refs; see :class:`backends.abc.Source`.
+
+        A block of another size than ``block_bytes`` counts as evicted.
+        """
         refs = self.pool.upgrade(keys)
         if self._mixed:
             sizes, size = self.pool.sizes, self.block_bytes
@@ -173,12 +185,15 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         return refs
 
     def release(self, refs: Sequence[int]) -> None:
-        """Release one count of each ref, and drop the blocks that a thread has found damaged."""
+        """Release one count of each ref, and drop damaged blocks.
+
+        These are the blocks that a thread has found damaged.
+        """
         self._forget_suspects()
         self.pool.release(refs)
 
     def views(self, refs: Sequence[int]) -> None:
-        """``None``: blocks are in files, not in host memory."""
+        """Return ``None``: blocks are in files, not in host memory."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
@@ -200,7 +215,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> PooledReservation:
-        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
+        """Take room for a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
         if self.pool.stuck:
             await self._remove_litter(self._open_directory())
         return await super().reserve(request)
@@ -208,7 +223,10 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Write blocks of a source to files. A block that cannot be written, on a full disk for example, fails alone."""
+        """Write blocks of a source to files.
+
+        A block that cannot be written, on a full disk for example, fails alone.
+        """
         directory = self._open_directory()
         self._see(source.block_bytes)
         self.pool.keys.update(zip(slots, keys, strict=True))
@@ -249,7 +267,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
     kept_reasons: ClassVar[frozenset[str]] = frozenset({"size"})
 
     def _place_bytes(self, destination: Destination) -> int:
-        self._open_directory()  # once closed, the load says so, and not each of its blocks
+        self._open_directory()  # once closed, the load raises instead of failing each block
         return destination.block_bytes  # a block of another size is missed
 
     async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
@@ -293,10 +311,11 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         return False
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys and remove their files; a held one is ``PINNED`` and stays.
+        """Delete these keys and remove their files.
 
-        One whose file cannot be removed is ``UNAVAILABLE``: a tier that opens the directory later would find it. Cancelled
-        before it began, it deletes nothing; later, the keys are deleted all the same.
+        A held key is ``PINNED`` and stays. A key whose file cannot be removed is ``UNAVAILABLE``: a tier that opens the
+        directory later would find it. Cancelled before it began, it deletes nothing; later, the keys are deleted all
+        the same.
 
         Raises:
             OSError: no thread can be started. The keys are not found any more, and their files are removed with the next ones.
@@ -322,7 +341,7 @@ class FileTier(PooledTier[FileRegistry], DirectTier):
         return self._open
 
     async def _remove_litter(self, directory: Directory) -> frozenset[str]:
-        """Remove files that are no longer needed. Return those that are there still."""
+        """Remove unneeded files. Return those that could not be removed."""
         litter = self.pool.take_litter()
         try:
             left = await run_in_thread_to_the_end(remove, directory, litter)

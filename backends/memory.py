@@ -1,7 +1,8 @@
-"""Host memory as a tier: pages in one anonymous mapping, populated when it is made, and pinned for DMA with CUDA.
+"""Tier in host memory: one anonymous mapping, divided into pages.
 
-The first touch of a page costs ten times a copy into it, so every page is touched once, at construction. The mapping is undone
-when the tier is closed or collected, but not while its pages are in use: they keep it.
+It is populated when it is made, and pinned for DMA with CUDA. The first touch of a page costs ten times a copy into it,
+so every page is touched once, at construction. The mapping is removed when the tier is closed or collected, but not
+before its pages are out of use: they hold a reference to it.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from .base.slots import PORTION_BYTES, SlotTier
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 POPULATE_BYTES = 256 << 20
-"""Bytes that are populated at a time, behind a tier that is in use: some 60 ms."""
+"""Bytes populated at a time while a tier is in use.
+
+Some 60 ms.
+"""
 
 
 class HostPages:
-    """A storage of slots in one anonymous mapping.
+    """Storage of slots in one anonymous mapping.
 
     Args:
-        n: how many slots.
+        n: number of slots.
         block_bytes: size of every slot.
         populate: touch every page now. Otherwise the first write of each is slow.
-        huge_pages: have pages of 2 MiB where the kernel has them.
+        huge_pages: use pages of 2 MiB if the kernel has them.
 
     Raises:
-        OSError: there is no address space left.
+        OSError: no address space is left.
     """
 
     def __init__(self, n: int, block_bytes: int, *, populate: bool = True, huge_pages: bool = True) -> None:
         self.block_bytes = block_bytes
         self.n = n
-        # Private: a process that is forked off must not write into the blocks of this one.
+        # Private: a forked process must not write into the blocks of this one.
         try:
             memory = Memory.private(n * block_bytes)
         except CannotMap as exc:
@@ -57,10 +61,13 @@ class HostPages:
             memory.buffer()[:: mmap.PAGESIZE] = bytes(len(range(0, memory.length, mmap.PAGESIZE)))
         self._memory: Memory | None = memory
         self.pin: Pin | None = None
-        """The pinning of the memory, once it is to be pinned."""
+        """Pinning of the memory, once it is to be pinned."""
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """The addresses of these slots; the pages keep the mapping alive."""
+        """Return the addresses of these slots.
+
+        The returned pages keep the mapping alive.
+        """
         run, size = self._memory, self.block_bytes
         if run is None:
             raise PlaceClosed("the memory of this tier was given back")
@@ -82,25 +89,28 @@ class HostPages:
         copy_pages(self.pages(slots), pages)
 
     def populate(self, start: int, length: int) -> None:
-        """Have these bytes in place before they are used; what they hold stays. For any thread; without Python's lock."""
+        """Touch these bytes before they are used, without changing them.
+
+        Any thread may call this. It runs without Python's lock.
+        """
         memory = self._memory
-        if memory is not None:  # held here: not unmapped meanwhile
+        if memory is not None:  # the local reference prevents an unmap meanwhile
             self._put_in_place(memory, start, min(length, memory.length - start))
 
     def _put_in_place(self, memory: Memory, start: int, length: int) -> bool:
-        """Return whether the kernel could."""
+        """Map and touch these bytes. Return whether the kernel could."""
         if self._huge_pages:
             make_huge(memory, start, length)
         return not madvise(memory.address + start, length, MADV_POPULATE_WRITE)
 
     def start_pinning(self, *, now: bool) -> None:
-        """Pin the memory for CUDA. Called again it does nothing.
+        """Pin the memory for CUDA. Called again, it does nothing.
 
         Args:
-            now: before this returns; otherwise large memory is pinned in the background, and refusals are only logged.
+            now: pin before returning; otherwise large memory is pinned in the background, and refusals are only logged.
 
         Raises:
-            MemoryError: it was to be pinned now, and CUDA refuses.
+            MemoryError: ``now`` is true, and CUDA refuses.
         """
         memory = self._memory
         if memory is None or self.pin is not None:
@@ -114,23 +124,27 @@ class HostPages:
             raise MemoryError(f"{memory.length} bytes cannot be pinned: {self.pin.why_not}")
 
     def close(self) -> None:
-        """Unmap the memory as soon as none of its pages is in use. Idempotent."""
+        """Unmap the memory once none of its pages is in use.
+
+        Idempotent.
+        """
         self._memory = None
 
 
 class MemoryTier(SlotTier, DirectTier):
-    """Blocks in host memory.
+    """Tier of blocks in host memory.
 
     Args:
-        capacity_bytes: how much memory to allocate, rounded down to whole blocks.
+        capacity_bytes: memory to allocate, rounded down to whole blocks.
         block_bytes: size of every block.
-        checksums: keep an xxh3-64 of each block, and verify it at every load and when it is copied elsewhere.
+        checksums: keep an xxh3-64 of each block, and verify it at every load and at every copy to another place.
         eviction: chooses the victims; :class:`~maru.eviction.AdaptiveLRFU` by default.
-        pin_memory: pin the memory for CUDA, so that devices copy from and to it by themselves. ``True``: now, or fail.
-            ``None``: once it is populated, if this process uses CUDA by then (torch has initialized it, or this is a
-            daemon on a host with a driver); more than 1 GiB in the background; and go without if CUDA refuses.
+        pin_memory: pin the memory for CUDA, so that devices copy from and to it by themselves. ``True``: pin now, or
+            fail. ``None``: pin after populating, if this process uses CUDA by then (torch has initialized it, or this
+            is a daemon on a host with a driver); pin more than 1 GiB in the background; and go without if CUDA refuses.
         populate: touch all of the memory now instead of at the first write of each page.
-        huge_pages: have pages of 2 MiB where the kernel has them: they are populated faster, and translate to fewer entries.
+        huge_pages: use pages of 2 MiB if the kernel has them: they are populated faster, and need fewer translation
+            entries.
 
     Raises:
         ValueError: a size that is not positive, or less capacity than one block; ``pin_memory`` without CUDA.
@@ -167,7 +181,10 @@ class MemoryTier(SlotTier, DirectTier):
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
-        """Whether a store of so many blocks waits for nothing; see :meth:`backends.base.direct.DirectTier.stores_at_once`."""
+        """Return whether a store of so many blocks waits for nothing.
+
+        See :meth:`backends.base.direct.DirectTier.stores_at_once`.
+        """
         size = self.block_bytes
         return (
             block_bytes == size
@@ -179,13 +196,17 @@ class MemoryTier(SlotTier, DirectTier):
     # --- populating later -----------------------------------------------------------------------------------------
 
     def unpopulated(self) -> range:
-        """Where the portions begin that :meth:`populate` puts in place, if ``populate`` was false; else empty."""
+        """Return the starts of the portions that :meth:`populate` touches.
+
+        Empty if ``populate`` was true at construction.
+        """
         return range(0, 0 if self._populated else self.pool.capacity * self.block_bytes, POPULATE_BYTES)
 
     def populate(self, start: int) -> None:
-        """Touch the portion that begins there, so that the first write of its pages is not slow. For any thread.
+        """Touch the portion at ``start`` before its first write.
 
-        The last portion comes last: the memory is pinned after it.
+        A first write of an untouched page is slow. Any thread may call this. The last portion must come last, since the
+        memory is pinned after it.
         """
         self._pages.populate(start, POPULATE_BYTES)
         if start == self.unpopulated()[-1]:
