@@ -1,10 +1,12 @@
-"""The page store as a tier: blocks in pages of shared memory that every process of this machine can read in place.
+"""The page store as a tier.
 
-A block takes one hop: from its source straight into a page of this process's own region, and one STORE message registers the
-whole batch. Reading it back, here or in another process, takes one FIND and a copy; the bytes never travel.
+Its blocks lie in pages of shared memory that every process of this machine can read in place. A block takes one hop:
+from its source straight into a page of this process's own region, and one STORE message registers the whole batch.
+Reading it back, here or in another process, takes one FIND and a copy; the bytes are never sent.
 
-One page holds one block. Who is where the server knows, so what other tiers answer at once is asked here: there is no
-``contains_nowait``, and a ``reserve_nowait`` that would have to ask raises :class:`trio.WouldBlock`.
+One page holds one block. Only the server knows where each block lies, so this tier asks it questions that other tiers
+answer at once: there is no ``contains_nowait``, and a ``reserve_nowait`` that would have to ask raises
+:class:`trio.WouldBlock`.
 """
 
 from ._answers import NotStored as NotStored

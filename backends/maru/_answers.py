@@ -1,4 +1,4 @@
-"""What the page store answers, in the words of a tier."""
+"""Translation of the page store's answers into outcomes of a tier."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ _DELETIONS: Final = {
 
 
 class NotStored(BackendError):
-    """The server did not take a block, and nothing of it is left behind. The text says why."""
+    """A block that the server did not take. Nothing of it remains.
+
+    The text gives the reason.
+    """
 
 
 def outcomes_of(place: object, keys: Sequence[Key], answers: Sequence[MaruStored | None]) -> list[Outcome]:
-    """What became of each key that was to be stored in this place."""
+    """Return the outcome of each key that was to be stored."""
     if answers.count(MaruStored.NEW) == len(keys):
         return [STORED] * len(keys)
     return [_OUTCOMES.get(answer) or _failed(place, key, answer) for key, answer in zip(keys, answers, strict=True)]
@@ -47,10 +50,12 @@ def _failed(place: object, key: Key, answer: MaruStored | None) -> Failed:
 
 
 async def deletions_of(handler: MaruHandler, names: Sequence[str], answers: Sequence[Deleted]) -> list[Deletion]:
-    """What became of each key that was to be deleted. Asks again where a published server did not say which of two it is.
+    """Return the result of deleting each key.
+
+    If a published server did not distinguish missing from pinned, this asks which keys are there.
 
     Raises:
-        maru.NoAnswer: that was not answered. What is deleted is deleted.
+        maru.NoAnswer: the second question was not answered. The deleted blocks stay deleted.
     """
     if Deleted.MISSING_OR_PINNED not in answers:
         return [_DELETIONS[answer] for answer in answers]

@@ -1,15 +1,17 @@
-"""Held pages of the page store as a source: a pipeline copies blocks on from where they lie, into a disk for example.
+"""Held pages of the page store as a source.
 
     pin -> take -> the pipeline upgrades, copies, releases -> the holder of the blocks releases -> the pin is over
 
-Only the server knows which block lies where. So a block is pinned before it is copied from, by a caller that can wait for the
-answer. What is not held is ``EVICTED`` here, though it may be in the page store.
+A pipeline copies the blocks from where they lie. Only the server knows where each block lies. So a block is pinned
+before it is copied, by a caller that can wait for the answer. A block that is not held is ``EVICTED`` here, though it
+may be in the page store.
 
 Rule 1. A pin ends with the last ref to the last block of its lease.
-Rule 2. A copy is compared with the checksum that the writer of a block has computed. What is damaged is not copied on, is
-        counted, and not found any more.
-Rule 3. A pin may be lost: the server restarts, or is silent for too long. Then nothing that is read means anything. A block
-        with a checksum shows it by that; one without is copied by this module alone, which looks before and after.
+Rule 2. A copy is compared with the checksum that the writer of a block has computed. A damaged block is not copied on,
+        is counted, and is no longer found.
+Rule 3. A pin may be lost: the server restarts, or is silent for too long. Then the bytes read are meaningless. A
+        checksum reveals that; a block without one is copied by this module alone, which checks the lease before and
+        after.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ _LOST: Final = -1
 
 @attrs.define(eq=False)
 class _Holding:
-    """The blocks of one lease, as columns."""
+    """Blocks of one lease, as columns."""
 
     lease: MaruLease
     first: int
     """The ref of the first block; the others follow."""
     counts: list[int]
-    """Of refs to each block."""
+    """Number of refs to each block."""
     left: int
-    """Blocks that are held."""
+    """Number of blocks that are held."""
     checksums: Sequence[int | None]
     addresses: Sequence[int]
 
     def is_lost(self) -> bool:
-        """Whether what lies there need not be what was pinned."""
+        """Return whether the pages may hold other blocks than the pinned ones."""
         try:
             self.lease.check()
         except LeaseLost:
@@ -56,7 +58,10 @@ class _Holding:
 
 
 class HeldPages(HeldSource):
-    """See the module; the attribute :attr:`MaruTier.held_pages`. Called on the trio thread, except :meth:`copy_out`."""
+    """Source of a tier's held blocks; see :attr:`MaruTier.held_pages`.
+
+    Called on the trio thread, except :meth:`copy_out`.
+    """
 
     def __init__(self, tier: MaruTier) -> None:
         self._tier = tier
@@ -76,7 +81,9 @@ class HeldPages(HeldSource):
         return self._tier.block_bytes
 
     def take(self, lease: ReadLease) -> StrongBlocks:
-        """The blocks of a lease, held until they are released; see :class:`backends.abc.HeldSource`.
+        """Return the blocks of a lease, held until they are released.
+
+        See :class:`backends.abc.HeldSource`.
 
         Raises:
             ValueError: the lease is not of this tier.
@@ -95,7 +102,7 @@ class HeldPages(HeldSource):
         return StrongBlocks(self, held.keys, refs)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take one more ref for each block that is held; ``EVICTED`` for each that is not."""
+        """Take one more ref for each held block, ``EVICTED`` for others."""
         refs = [self._refs[key][-1] if key in self._refs else EVICTED for key in keys]
         for ref in refs:
             if ref != EVICTED:
@@ -104,7 +111,7 @@ class HeldPages(HeldSource):
         return refs
 
     def release(self, refs: Sequence[int]) -> None:
-        """Release one count of each ref; ``EVICTED`` is ignored."""
+        """Release one count of each ref, ignoring ``EVICTED``."""
         for ref in refs:
             if ref == EVICTED:
                 continue
@@ -125,14 +132,19 @@ class HeldPages(HeldSource):
             holding.lease.release_nowait()
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Where these blocks lie, to be read only; ``None`` if one of them has no checksum: rule 3."""
+        """Return the addresses of these blocks, to be read only.
+
+        ``None`` if one of them has no checksum: rule 3.
+        """
         return None if None in self.checksums_of((), refs) else self._pages(refs)
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
+        """Copy each block into the page at the same position.
+
+        Called in a worker thread; returns when the copy is over.
 
         Raises:
-            maru.LeaseLost: one of them is not held any more; what was copied means nothing.
+            maru.LeaseLost: one of them is not held any more; the copied bytes are meaningless.
         """
         leases = {holding.lease for holding in map(self._holdings.__getitem__, refs)}
         for lease in leases:
@@ -147,7 +159,10 @@ class HeldPages(HeldSource):
         return Pages(addresses, self.block_bytes, [one.lease.held for one in dict.fromkeys(holdings)])
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """The checksum of each block as its writer computed it; ``None`` where it has not."""
+        """Return the checksum of each block as its writer computed it.
+
+        ``None`` if the writer computed none.
+        """
         lost = {one for one in dict.fromkeys(map(self._holdings.__getitem__, refs)) if one.is_lost()}
         found: list[int | None] = []
         for ref in refs:
@@ -156,7 +171,10 @@ class HeldPages(HeldSource):
         return found
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Count blocks that a copy has found damaged, and do not find them any more: where they were held all the time."""
+        """Count and drop blocks that a copy has found damaged.
+
+        A block whose lease was lost is counted as such, and is not dropped.
+        """
         positions: dict[_Holding, list[int]] = {}
         for ref in refs:
             holding = self._holdings[ref]

@@ -1,7 +1,7 @@
-"""What a read holds: pinned pages, wherever they lie, until it is released.
+"""Leases of pinned pages, wherever they lie, until they are released.
 
-Whether they still are what they were is told without asking anybody: the server lets go of nothing before the session's lease
-is over, and this side's clock ends it earlier.
+No message is needed to know whether the pages are unchanged: the server frees nothing before the session's lease is
+over, and this side's clock ends it earlier.
 """
 
 from __future__ import annotations
@@ -28,40 +28,54 @@ class MaruLease(TierLease["MaruTier"], PlacedLease):
     __slots__ = ("held",)
 
     def __init__(self, tier: MaruTier, keys: Sequence[Key], held: HeldBatch) -> None:
-        """Not to be called: a tier makes them."""
+        """Use :meth:`MaruTier.pin` instead."""
         super().__init__(tier, keys)
         self.held: HeldBatch = held
-        """The pins, as the client has them."""
+        """The pins, as the client holds them."""
 
     @property
     def is_held(self) -> bool:
-        """Always true: whether the server still keeps the pins is told by :meth:`check`; if not, a load misses."""
+        """Always true; see :meth:`check` for pins that the server has lost.
+
+        If it has, a load misses.
+        """
         return True
 
     @property
     def expires(self) -> float:
-        """When it ends unless the server is heard before, on the monotonic clock (:func:`time.monotonic`)."""
+        """Time at which the lease ends unless the server is heard before.
+
+        On the monotonic clock (:func:`time.monotonic`).
+        """
         return self.held.expires
 
     def check(self) -> None:
-        """Raise unless the views still show what was found. Sends no message; any thread. Call it before and after a use.
+        """Raise unless the views still show the pinned blocks.
+
+        Sends no message; any thread. Call it before and after a use.
 
         Raises:
-            maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
+            maru.LeaseLost: the lease was released; or the server restarted, or was silent for longer than it holds a
+                pin.
         """
         self.held.check()
 
     @property
     def views(self) -> Sequence[memoryview]:
-        """The blocks where they lie, read-only and without a copy. Not verified: a load verifies.
+        """The blocks in place, read-only and without a copy.
 
-        They stay readable for ever, and mean nothing once :meth:`check` raises.
+        They are not verified: a load verifies.
+
+        They stay readable for ever, and are meaningless once :meth:`check` raises.
         """
         return [page.toreadonly() for page in self.pages]
 
     @property
     def pages(self) -> Pages:
-        """Where the blocks lie, as columns, to be read only: writing another owner's page ends the process."""
+        """Addresses of the blocks, to be read only.
+
+        Writing another owner's page ends the process.
+        """
         return Pages(self.held.addresses, self.tier.block_bytes, self.held)
 
     @property
@@ -71,19 +85,25 @@ class MaruLease(TierLease["MaruTier"], PlacedLease):
 
     @property
     def generations(self) -> Sequence[int]:
-        """The generation of each block: a number that differs for what is stored anew under its key."""
+        """The generation of each block.
+
+        It is a number that changes when a block is stored again under its key.
+        """
         return self.held.generations
 
     def forget(self, positions: Sequence[int]) -> bool:
-        """Forget the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
+        """Drop the damaged blocks at these positions; see :meth:`backends.abc.ReadLease.forget`."""
         era = self.tier.handler.era
         self.tier.damaged.add(DamagedPage(self.keys[at], self.generations[at], era) for at in positions)
         return True
 
     def release_nowait(self) -> None:
-        """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
+        """Release the blocks. Idempotent.
+
+        The server is notified; its answer is not awaited.
+        """
         self.held.release()
-        self.tier.wake_first()  # what it held may be evicted now
+        self.tier.wake_first()  # the released blocks may be evicted now
 
     async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
@@ -92,9 +112,10 @@ class MaruLease(TierLease["MaruTier"], PlacedLease):
 
 
 class MaruThreadLease(MaruLease, DirectLease):
-    """A hold by the pin board, which any thread may release. Made by :meth:`MaruTier.pin_from_thread`.
+    """A hold by the pin board, which any thread may release.
 
-    What is found damaged through it is purged by the next question, and not by its release.
+    Made by :meth:`MaruTier.pin_from_thread`. Blocks found damaged through it are purged before the next question to the
+    server, not by its release.
     """
 
     __slots__ = ()
@@ -106,15 +127,18 @@ class MaruThreadLease(MaruLease, DirectLease):
 
 @attrs.frozen
 class DamagedPage:
-    """A block that was found damaged in the page store; see :class:`backends.base.damaged_blocks.DamagedBlocks`.
+    """A damaged block; see :class:`backends.base.damaged_blocks.DamagedBlocks`.
 
-    Its registration is meant and no other. What was stored anew under its key, in whatever process, has another generation,
-    and is neither deleted nor hidden for longer than it takes to ask.
+    It stands for one registration. A block stored again under its key, in whatever process, has another generation, and is
+    neither deleted nor hidden for longer than one question takes.
     """
 
     key: Key
-    """What it is called."""
+    """Key of the block."""
     generation: int
-    """Its registration."""
+    """Generation of its registration."""
     era: int
-    """The era of the handler in which that means something: another server may count anew, and then nothing is known of it."""
+    """Era of the handler in which the generation is valid.
+
+    Another server may count anew, and then nothing is known of the block.
+    """

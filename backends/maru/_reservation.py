@@ -1,17 +1,20 @@
-"""Pages for some blocks: filled from their source in one hop, then registered by one message.
+"""Pages that are filled in one hop and registered by one message.
 
-What can end a transfer, and how each end is told:
+A transfer ends in one of these ways:
 
-* The copy fails: all blocks failed, and every page is free once this is released.
-* A block is not what was stored in its source: it fails alone, and its page is free at once.
-* It is cancelled during the copy: it leaves at once. A thread may still write, so the pages stay with this reservation, which a
-  caller that quarantines it does not release. Forgotten, they are free again when the thread is over, not before.
-* The server says new, duplicate, refused, no quota: ``STORED``, ``DUPLICATE``, ``Rejected``. Those pages are free at once.
-* The server does not answer: the handler asks it what became of that very attempt, and the answer fences it. Then the
-  outcome is ``STORED`` or ``DUPLICATE`` as if it had been told, or ``Failed`` with nothing left behind.
-* It does not answer that either: :class:`maru.NoAnswer`, of which a pipeline makes ``Failed``. The copy is over, so the source
-  is free and nothing needs quarantine; the pages are *in doubt*, and the client asks for them again with each sign of life. If
-  it turns out that they were registered, they are found, with the right bytes. The same where this is cancelled meanwhile.
+* The copy fails: all blocks failed, and every page is free once the reservation is released.
+* A block differs from the one stored in its source: it fails alone, and its page is free at once.
+* The transfer is cancelled during the copy: it returns at once. A thread may still write, so the pages stay with this
+  reservation, which a caller that quarantines it does not release. If the reservation is dropped, they are free when
+  the thread is over, not before.
+* The server answers new, duplicate, refused, no quota: ``STORED``, ``DUPLICATE``, ``Rejected``. Pages without a new
+  block are free at once.
+* The server does not answer: the handler asks for the result of that attempt, and the answer fences it. Then the
+  outcome is ``STORED`` or ``DUPLICATE`` as usual, or ``Failed`` with nothing left behind.
+* That question is not answered either: :class:`maru.NoAnswer`, which a pipeline turns into ``Failed``. The copy is
+  over, so the source is free and nothing needs quarantine; the pages are *in doubt*, and the client asks for them again
+  with each sign of life. If they turn out to be registered, they are found, with the right bytes. The same happens if
+  the transfer is cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -36,27 +39,30 @@ if TYPE_CHECKING:
 class MaruReservation(TierReservation["MaruTier"]):
     """Pages for some keys. Made by :meth:`MaruTier.reserve`.
 
-    A transfer raises :class:`maru.NoAnswer` where it is not known what became of it: the client keeps its pages in doubt until
-    it is. It raises :class:`maru.ServerLost` where the session has ended, and with it the pages. The copy is over in both
+    A transfer raises :class:`maru.NoAnswer` if its result is unknown: the client keeps its pages in doubt until it is
+    known. It raises :class:`maru.ServerLost` if the session, and with it the pages, has ended. The copy is over in both
     cases.
     """
 
     __slots__ = ("_batch", "_sums")
 
     def __init__(self, tier: MaruTier, keys: Sequence[Key], batch: AllocBatch | None) -> None:
-        """Not to be called: a tier makes them."""
+        """Use :meth:`MaruTier.reserve` instead."""
         super().__init__(tier, keys, tier.block_bytes)
         self._batch = batch
         self._sums: Sequence[int] = ()
 
     @property
     def pages(self) -> Pages:
-        """Where the granted blocks are to be written."""
+        """Addresses that the granted blocks are to be written to."""
         batch = self._batch
         return Pages([] if batch is None else batch.addresses, self.block_bytes, batch)
 
     def release(self) -> None:
-        """Give back the pages of what was not registered. Idempotent; never blocks, never raises."""
+        """Give back the pages that were not registered.
+
+        Idempotent; never blocks, never raises.
+        """
         if self._batch is not None:
             self._batch.free()
 

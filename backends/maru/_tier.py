@@ -1,11 +1,14 @@
-"""Blocks in pages of the page store: reserve, copy, register; find, pin, load.
+"""A tier over a handler of the page store.
 
-Rule 1. An answer is an answer: a miss, a duplicate, a full pool are values. A server that does not answer is none of these:
-        it is :class:`maru.NoAnswer`, and never a miss.
-Rule 2. Keys are named by their hexadecimal digits unless the tier is told otherwise; see :mod:`backends.maru._names`.
-Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
-        summed while it was copied need not be read again.
-Rule 4. What was found damaged is not found any more, and is deleted once it is not held; see
+Reserve, copy, register; find, pin, load.
+
+Rule 1. An answer is an answer: a miss, a duplicate, a full pool are values. A server that does not answer is none of
+        these: it is :class:`maru.NoAnswer`, and never a miss.
+Rule 2. Keys are named by their hexadecimal digits unless the tier is made with other ``key_names``; see
+        :mod:`backends.maru._names`.
+Rule 3. Copies run without the interpreter's lock in threads of their own, or in place if that is faster; a block that
+        was summed while it was copied need not be read again.
+Rule 4. A block found damaged is no longer found, and is deleted once it is not held; see
         :mod:`backends.base.damaged_blocks`.
 """
 
@@ -51,17 +54,26 @@ from ._reservation import MaruReservation
 _log = logging.getLogger("backends.maru")
 
 _PURGED_AT_ONCE: Final = 1_024
-"""Damaged blocks that are deleted before a question is asked: one message. Those that are held are tried again in turn."""
+"""Most damaged blocks that are deleted by one message.
+
+It is sent before a question. Blocks that are held are tried again in turn.
+"""
 _NAMES: Final = 4_096
-"""Listed names that are made keys in one step: a millisecond."""
+"""Listed names that are converted to keys in one step: a millisecond."""
 _ASK_AGAIN: Final = 0.05
-"""Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
+"""Seconds between two questions for room.
+
+Pages freed here wake the waiting task; pages that others free do not.
+"""
 _IN_PLACE_PER_SECOND: Final = 256 << 20
-"""Bytes of memory that can be had and put in place, where it is cold and the machine not idle."""
+"""Bytes of cold memory that a busy machine populates per second."""
 
 
 class PageSizeError(BackendError, ValueError):
-    """The caller's blocks do not fit the pages of the handler; the text names the knob."""
+    """Blocks of the caller that do not fit the handler's pages.
+
+    The text names the setting.
+    """
 
     def __init__(self, block_bytes: int, page_bytes: int) -> None:
         super().__init__(
@@ -73,26 +85,28 @@ class PageSizeError(BackendError, ValueError):
 
 
 class MaruTier(TierBase[MaruLease], DirectTier):
-    """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
+    """A tier in pages of the page store.
 
-    Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. It takes
-    the handler's region as well, if that is to be had for nothing: the first store would wait until all of its memory is in
-    place, as it does with ``auto_connect``. An engine enters its tiers itself. All of it is called in the trio run in which
-    the handler is open.
+    Open it by ``async with MaruTier(MaruHandler(...)) as tier``.
 
-    Layout and tenant are the handler's: its ``namespace`` and ``tenant`` salt every key, and its ``checksums`` says whether
-    blocks are summed when they are stored and verified when they are loaded.
+    Entering it opens the handler, unless that is open already; the last user to leave a handler opened here closes it.
+    Entering also takes the handler's region, if memory and time allow: otherwise the first store would wait until all
+    of its memory is populated, as it does with ``auto_connect``. An engine enters its tiers itself. All methods are
+    called in the trio run in which the handler is open.
+
+    Layout and tenant are the handler's: its ``namespace`` and ``tenant`` salt every key, and its ``checksums`` decides
+    whether blocks are summed when they are stored and verified when they are loaded.
 
     Args:
-        handler: of a server of ours, or a published one.
+        handler: a handler of a server of this project, or of a published one.
         block_bytes: size of every block; by default all of a page, ``chunk_size_bytes``.
-        name: what statistics and hits call it.
-        key_names: what keys are called in the page store: ``hex``, by their hexadecimal digits, or ``text``, as the text in
-            UTF-8 that they are, to hit the pages of integrations whose keys are texts.
+        name: the name in statistics and hits.
+        key_names: the names of keys in the page store: ``hex``, their hexadecimal digits, or ``text``, the UTF-8 text
+            that they are, to hit the pages of integrations whose keys are texts.
 
     Raises:
         PageSizeError: a block does not fit a page.
-        ValueError: there is no such way to name keys.
+        ValueError: ``key_names`` is unknown.
     """
 
     lease_type: ClassVar[type[TierLease[Any]]] = MaruLease
@@ -117,21 +131,21 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         self.handler: MaruHandler = handler
         self.name = name
         self.naming: KeyNaming = KeyNaming.of(key_names)
-        """What keys are called in the page store."""
+        """The naming of keys in the page store."""
         self.checksums: bool = handler.config.checksums
         """Whether blocks are verified when they are loaded."""
         self.block_bytes = size
         self.in_place: CopiesInPlace = CopiesInPlace()
         """The copies that this tier makes on the trio thread."""
         self._waiters = WaitQueue(self.wake_first)
-        self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
+        self._visits = Visits()  # of the handler opened here: its maker and engines may enter it
         self._opening = trio.Lock()
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
-        """Found damaged, or of another size, and not deleted yet."""
+        """Blocks found damaged, or of another size, and not deleted yet."""
         self._held_pages = HeldPages(self)
         self.stored = self.duplicates = 0
-        """What became of the blocks of its reservations."""
+        """Counts of stored and duplicate blocks of its reservations."""
         self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
         self._said_other_size = False
@@ -139,7 +153,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
 
     @property
     def held_pages(self) -> HeldPages:
-        """The blocks that are held to be copied on, as a source."""
+        """The held blocks as a source, to be copied on."""
         return self._held_pages
 
     def __repr__(self) -> str:
@@ -158,15 +172,18 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return self
 
     async def _open(self) -> None:
-        """Open the handler, and take its region, if there is memory and time for it. Not where it connects when it must."""
+        """Open the handler, and take its region if memory and time allow.
+
+        With ``auto_connect`` the handler connects when it must, and no region is taken here.
+        """
         handler = self.handler
         if not handler.is_open:
             await handler.__aenter__()
             self._opened = True
-        # A deadline is for who may be absent; it must not pass for that because much memory is wanted.
+        # The deadline is for a server that may be absent; it must not pass because much memory is wanted.
         left = trio.current_effective_deadline() - trio.current_time()
         if not handler.config.auto_connect and handler.config.pool_size <= left * _IN_PLACE_PER_SECOND:
-            with contextlib.suppress(MaruError):  # the first store asks again, and is told why not
+            with contextlib.suppress(MaruError):  # the first store asks again, and gets the error
                 await handler.take_region()
 
     async def __aexit__(
@@ -181,14 +198,16 @@ class MaruTier(TierBase[MaruLease], DirectTier):
                 await self.handler.__aexit__(None, None, None)
 
     async def list_stored(self, prefix: Key) -> list[Key] | None:
-        """List the keys of this tier's page store that begin with a prefix; None if its server cannot list keys.
+        """List the keys of the page store that begin with a prefix.
+
+        ``None`` if its server cannot list keys.
 
         Raises:
             maru.MaruError: the server did not answer, or refused.
         """
         try:
             name = self.naming.name(prefix)
-        except ValueError:  # no key that begins so has a name
+        except ValueError:  # no key with this prefix has a name
             return []
         names = await self.handler.list_stored(name)
         if names is None:
@@ -203,7 +222,7 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return keys
 
     def _key_of(self, name: str) -> Key | None:
-        """Return the key with this name; None if it is the name of others."""
+        """Return the key with this name; ``None`` for a foreign name."""
         try:
             key = self.naming.key(name)
         except ValueError:
@@ -213,14 +232,14 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     # --- room -----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> MaruReservation:
-        """Take pages for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
+        """Take pages for a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
 
-        No message, as long as pages are free here. Else the server is asked: for what has come back, under ``evict`` for this
-        instance's least recently used blocks, and for another region where ``auto_expand`` allows it. ``wait`` evicts nothing
-        itself, but a server may evict ahead of need (``high_watermark``).
+        It sends no message as long as pages are free here. Otherwise the server is asked for pages that were returned,
+        under ``evict`` for this instance's least recently used blocks, and for another region if ``auto_expand`` allows
+        it. ``wait`` evicts nothing itself, but a server may evict ahead of need (``high_watermark``).
 
         Raises:
-            TypeError, ValueError: these are no keys, or one is longer than the server takes.
+            TypeError, ValueError: the keys are invalid, or one is longer than the server takes.
             BlockSizeError: this tier holds blocks of another size.
             CapacityError: its region, without ``auto_expand``, or the server's pool could never hold so many.
             maru.NoAnswer: the server did not answer.
@@ -237,7 +256,10 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return MaruReservation(self, keys[: len(batch or ())], batch)
 
     def reserve_nowait(self, request: RoomRequest) -> MaruReservation:
-        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` where it would wait, or would have to ask the server."""
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting.
+
+        Also if it would have to ask the server.
+        """
         self._check(request)
         keys = request.keys
         n = len(keys)
@@ -254,10 +276,11 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return MaruReservation(self, keys[:n], batch)
 
     async def _in_turn(self, request: RoomRequest) -> MaruReservation:
-        """Wait for pages: the first request of the queue asks the server, and asks again, while the others wait for its end.
+        """Wait for pages, in the order of the queue.
 
-        A place of its own memory grants room the moment it comes back. Here room may have to be asked for, which takes a while
-        and may be cancelled, so that nothing is granted to a request but by itself.
+        The first request asks the server, and asks again, while the others wait for its end. A place of its own memory
+        grants room the moment it comes back. Here room may have to be asked for, which takes a while and may be
+        cancelled, so that a request only takes room itself.
         """
         with self._waiters.join(request) as waiter:
             while True:
@@ -277,12 +300,15 @@ class MaruTier(TierBase[MaruLease], DirectTier):
                 waiter.changed = trio.Event()
 
     def wake_first(self) -> None:
-        """There may be pages now, or the first request is another one: it tries again."""
+        """Let the first request try again.
+
+        There may be pages now, or another request is the first.
+        """
         if (waiter := self._waiters.first) is not None:
             waiter.changed.set()
 
     def _may_grow(self) -> bool:
-        """Whether asking the server may bring pages that nobody has let go of."""
+        """Return whether the server may grant pages that nobody has freed."""
         return self.handler.config.auto_expand or not self.handler.get_owned_region_ids()
 
     def _check(self, request: RoomRequest) -> None:
@@ -306,10 +332,12 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the server was asked. Does not count as a use.
+        """Return those of ``keys`` that the server can find.
+
+        Does not count as a use.
 
         Raises:
-            maru.NoAnswer: it did not answer. That is not to say that it has none of them.
+            maru.NoAnswer: the server did not answer, so nothing is known of the keys.
         """
         if self.damaged:
             await self.purge()
@@ -317,13 +345,15 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.damaged}
 
     async def pin(self, keys: Sequence[Key]) -> MaruLease:
-        """Hold the longest prefix of ``keys`` that is there, wherever its pages lie. Cancelled, it holds nothing.
+        """Hold the longest present prefix of ``keys``, wherever its pages lie.
 
-        A block of another size than ``block_bytes``, which only another layout could have stored, ends the prefix; unless keys
-        are named as texts, it is not found any more, and deleted.
+        Cancelled, it holds nothing.
+
+        A block of another size than ``block_bytes``, which only another layout could have stored, ends the prefix;
+        unless keys are named as texts, it is no longer found, and is deleted.
 
         Raises:
-            maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
+            maru.NoAnswer: the server did not answer. Blocks that it may have pinned are released when its answer comes.
         """
         if self.damaged:
             await self.purge()
@@ -338,8 +368,11 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return MaruLease(self, keys[: len(held)], held)
 
     def _note_other_size(self, key: Key, length: int, generation: int) -> None:
-        """Let go of a block of another size, such as an earlier block size: while it is found, no store replaces it."""
-        # Names that are texts are shared with integrations whose sizes are their own.
+        """Drop a block of another size, such as an earlier block size.
+
+        While it is found, no store replaces it.
+        """
+        # Names that are texts are shared with integrations, which have block sizes of their own.
         if self.naming.characters_per_byte == 1:
             return
         if not self._said_other_size:
@@ -354,8 +387,8 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     async def _load(
         self, lease: MaruLease, destination: Destination, there: Pages | None
     ) -> Mapping[int, Missed | Failed]:
-        # Asks nobody. A lease that is lost, by a restart or a silence of the server, is so before or after the copy, and
-        # then nothing that was read means anything.
+        # Sends no message. A lease lost by a restart or a silence of the server is lost before or after the copy, and
+        # then the bytes read are meaningless.
         held, expected = lease.held, lease.held.checksums
         summed = self.checksums and expected.count(None) < len(expected)
         try:
@@ -369,12 +402,18 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     # --- reading in another thread: see :mod:`backends.base.direct` ----------------------------------------------------
 
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:
-        """Like :meth:`contains`, in any thread; ``None`` where the index cannot tell, or something must be purged first."""
+        """Like :meth:`contains`, in any thread.
+
+        ``None`` if the index does not know, or blocks must be purged first.
+        """
         there = None if self.damaged else self.handler.exist_here(self.naming.names(keys))
         return None if there is None else {key for key, is_there in zip(keys, there, strict=True) if is_there}
 
     def pin_from_thread(self, keys: Sequence[Key]) -> MaruThreadLease | None:
-        """Like :meth:`pin`, in any thread, by index and pin board; ``None`` where they cannot, or a block has another size."""
+        """Like :meth:`pin`, in any thread, by index and pin board.
+
+        ``None`` if these cannot answer, or a block has another size.
+        """
         held = None if self.damaged else self.handler.hold_pages_here(self.naming.names(keys))
         if held is None:
             return None
@@ -406,7 +445,10 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         return bool(self._waiters.requests)
 
     def catch_up(self) -> None:
-        """Another thread may have released what was held: who waits for room tries again."""
+        """Let the first waiting request try again.
+
+        Another thread may have released blocks.
+        """
         self.wake_first()
 
     def note_loaded(self, blocks: int) -> None:
@@ -416,23 +458,28 @@ class MaruTier(TierBase[MaruLease], DirectTier):
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys, whichever client stored them; one that is read, or protected, is ``PINNED`` and stays.
+        """Delete these keys, whichever client stored them.
+
+        A key that is being read, or is protected, is ``PINNED`` and stays.
 
         Raises:
-            maru.NoAnswer: nobody knows which are gone.
+            maru.NoAnswer: it is unknown which are gone.
         """
         answers = await self._drop(keys)
         self._deleted += answers.count(Deletion.DELETED)
         return answers
 
     async def purge(self) -> None:
-        """Delete what was found damaged, as far as it is not held and the server answers. No checkpoint if there is none."""
+        """Delete damaged blocks that are not held, if the server answers.
+
+        No checkpoint if there are none.
+        """
         era = self.handler.era
         with self.damaged.claim(_PURGED_AT_ONCE) as claimed:
             self.damaged.clear([page for page in claimed if page.era != era])  # of a server that is gone
             pages = [page for page in claimed if page.era == era]
             if pages:
-                # Housekeeping: that a caller gets no answer, it is told by the answer to its own request.
+                # Housekeeping: the caller learns from its own request that the server does not answer.
                 with contextlib.suppress(MaruError):
                     answers = await self._drop([page.key for page in pages], [page.generation for page in pages])
                     self.damaged.note_purged(pages, answers)
@@ -442,16 +489,18 @@ class MaruTier(TierBase[MaruLease], DirectTier):
         before = self._returned()
         asking = handler.batch_delete(names) if generations is None else handler.delete_pages(names, generations)
         answers = await asking
-        # Of what came back, so many were not evicted. (Somebody else's eviction in the same instant may be taken for it.)
+        # So many of the returned pages were not evicted. (An eviction by another client in the same instant may be
+        # taken for one.)
         self._dropped += min(self._returned() - before, sum(map(bool, answers)))
         return await deletions_of(self.handler, names, answers)
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot: of this process's regions and of what this tier did; of others the server knows more.
+        """Return an immutable snapshot of this process's regions and this tier's counts.
 
-        ``evicted`` counts pages that came back other than by a delete of this tier, so deletes by others, too.
+        The server knows more of other processes. ``evicted`` counts pages that came back other than by a delete of this
+        tier, so deletes by others, too.
         """
         handler = self.handler.statistics()
         pages, size = handler.pages, self.handler.config.chunk_size_bytes

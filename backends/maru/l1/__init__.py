@@ -1,8 +1,8 @@
-"""Maru as the first level of an engine: no tier before it, none behind.
+"""Maru as the first and only level of an engine.
 
-:class:`MaruL1` reserves pages that the caller fills by himself, commits them, and lends views of what is there, wherever it
-was stored. :class:`MaruL1Dispatcher` has the same under the names that LMCache's integration of Maru uses, by key, and
-:class:`BlockingMaruL1` for threads that know no trio.
+:class:`MaruL1` reserves pages that the caller fills, commits them, and lends views of stored blocks, whoever stored
+them. :class:`MaruL1Dispatcher` finds reservations and leases by key, under the names that LMCache's integration of Maru
+uses, and :class:`BlockingMaruL1` is for threads that do not use trio.
 """
 
 from ._maru_l1 import MaruL1 as MaruL1

@@ -1,4 +1,7 @@
-"""A MaruL1 for threads that know no trio: it lives in a thread of its own, and each call waits for its answer."""
+"""A MaruL1 for threads that do not use trio.
+
+It lives in a thread of its own, and each call waits for its answer.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,22 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CLOSE_TIMEOUT: Final = 30.0
-"""Seconds that closing waits for commits under way, each of which is bounded by as much."""
+"""Seconds that closing waits for commits under way.
+
+Each of these is bounded by as much.
+"""
 
 
 class BlockingMaruL1:
     """A :class:`MaruL1` for any thread: ``with BlockingMaruL1(config) as l1``.
 
-    Reservations and leases are those of the MaruL1. Their pages and views are used anywhere; what ends them goes through here,
-    since it belongs to the thread of the MaruL1.
+    Reservations and leases are those of the MaruL1. Their pages and views can be used in any thread; they are ended
+    through this class, since they belong to the thread of the MaruL1.
 
     Args:
-        config: the knobs of its handler; also as keywords.
-        timeout: seconds after which a call raises :class:`trio.TooSlowError`; it has done nothing then. A commit is bounded by
-            itself.
+        config: the settings of its handler; also as keywords.
+        timeout: seconds after which a call raises :class:`trio.TooSlowError`; it then has had no effect. A commit has a
+            bound of its own.
         knobs: see :class:`maru.MaruConfig`.
     """
 
@@ -51,7 +57,9 @@ class BlockingMaruL1:
         return self
 
     def close(self) -> None:
-        """Abort what is not committed, let go of what is read, end the session, join the thread. Idempotent.
+        """Abort open reservations, release leases, end the session. Idempotent.
+
+        Then join the thread.
 
         Raises:
             TimeoutError: the thread has not ended in time, and goes on.
@@ -103,25 +111,28 @@ class BlockingMaruL1:
         return self._wait(self._l1.delete, keys)
 
     def clear(self) -> dict[Key, Deletion]:
-        """Delete what this instance has stored and is not read; see :meth:`MaruL1.clear`."""
+        """Delete stored blocks that are not being read; see :meth:`MaruL1.clear`."""
         return self._wait(self._l1.clear)
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Used and total bytes of this instance's regions; ``(0, 0)`` after the end. See :meth:`MaruL1.get_memory_usage`."""
+        """Return used and total bytes; see :meth:`MaruL1.get_memory_usage`.
+
+        ``(0, 0)`` after the end.
+        """
         return (0, 0) if self._home.token is None else self._do(self._l1.get_memory_usage)
 
     def report_status(self) -> L1Status:
-        """An immutable snapshot; see :meth:`MaruL1.report_status`."""
+        """Return an immutable snapshot; see :meth:`MaruL1.report_status`."""
         return self._do(self._l1.report_status)
 
     @property
     def config(self) -> MaruConfig:
-        """The knobs of its handler."""
+        """The settings of its handler."""
         return self._l1.config
 
     @property
     def layout(self) -> KVLayout | None:
-        """The layout that was registered; ``None`` before that."""
+        """The registered layout; ``None`` before that."""
         return self._l1.layout
 
     # --- below ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""The flow of the document under its own names: by key, for callers that keep keys and nothing else between two calls.
+"""The reservations and leases of a MaruL1, found by key.
 
-It does nothing by itself: whatever it is asked for, a :class:`MaruL1` does. What it adds is the *side channel*: which
-reservation and which lease a key belongs to, from ``reserve_...`` to ``finish_...``.
+It has the method names of the seed document, for callers that keep only keys between two calls. A :class:`MaruL1` does
+all the work. This adds the *side channel*: the reservation and the lease that a key belongs to, from ``reserve_...`` to
+``finish_...``.
 
-Rule 1. A key is being written by one reservation at a time; who asks for it meanwhile gets no page for it.
+Rule 1. A key is written by one reservation at a time; another caller gets no page for it meanwhile.
 Rule 2. A key may be read by any number of leases; ``finish_read`` ends the youngest.
-Rule 3. What was reserved and is never finished ends with the MaruL1.
+Rule 3. A reservation or lease that is never finished ends with the MaruL1.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from ._writing import WriteReservation, is_there
 
 
 class MaruL1Dispatcher:
-    """A :class:`MaruL1` whose reservations and leases are found by key: ``MaruL1Dispatcher(l1)``.
+    """A :class:`MaruL1` whose reservations and leases are found by key.
 
     Args:
-        l1: whose block is entered, and left, by the caller.
+        l1: the MaruL1; the caller enters and leaves it.
     """
 
     def __init__(self, l1: MaruL1) -> None:
         self.l1: MaruL1 = l1
-        """Who does all of it."""
+        """The MaruL1 that does the work."""
         self._writing: dict[Key, WriteReservation] = {}
         self._reading: dict[Key, list[ViewLease]] = {}
 
@@ -63,10 +64,13 @@ class MaruL1Dispatcher:
     # --- writing --------------------------------------------------------------------------------------------------
 
     async def reserve_write(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """Take a page for each key there is room for and that is not being written; see :meth:`MaruL1.reserve_write`."""
+        """Take pages for these keys; see :meth:`MaruL1.reserve_write`.
+
+        A key that is being written, or for which there is no room, gets none.
+        """
         check_keys(keys)
         reservation = await self.l1.reserve_write([key for key in keys if key not in self._writing])
-        # Another task may have come first while the server was asked.
+        # Another task may have reserved these keys while the server was asked.
         taken = [key for key in reservation.keys if key in self._writing]
         if taken:
             reservation.take(taken).abort()
@@ -76,9 +80,11 @@ class MaruL1Dispatcher:
         return dict(zip(reservation.keys, reservation.pages, strict=True))
 
     async def finish_write(self, keys: Sequence[Key]) -> dict[Key, Outcome]:
-        """Register the pages of these keys; others reserved with them stay reserved. See :meth:`WriteReservation.commit`.
+        """Register the pages of these keys; see :meth:`WriteReservation.commit`.
 
-        Cancelled before anything was sent, their pages are given back.
+        Other keys that were reserved with them stay reserved.
+
+        Cancelled before a message was sent, this gives the pages back.
 
         Raises:
             MissingKeys: one of them is not being written; nothing was done.
@@ -99,7 +105,9 @@ class MaruL1Dispatcher:
         return await self.reserve_read(list(takewhile(lambda key: is_there(outcomes[key]), outcomes)))
 
     def abort_write(self, keys: Sequence[Key]) -> None:
-        """Give back the pages of these keys, as after a copy that failed; see :meth:`WriteReservation.abort`.
+        """Give back the pages of these keys; see :meth:`WriteReservation.abort`.
+
+        For example after a copy that failed.
 
         Raises:
             MissingKeys: one of them is not being written; nothing was done.
@@ -108,7 +116,7 @@ class MaruL1Dispatcher:
             part.abort()
 
     def _take(self, keys: Sequence[Key]) -> list[WriteReservation]:
-        """Reservations of exactly these keys, which are not being written here any more."""
+        """Remove these keys from the table; return reservations of exactly these keys."""
         missing = [key for key in keys if key not in self._writing]
         if missing:
             raise MissingKeys(self, missing)
@@ -120,7 +128,10 @@ class MaruL1Dispatcher:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """Hold the prefix of these keys that is there: each with a view of its block; see :meth:`MaruL1.reserve_read`."""
+        """Hold the present prefix of these keys; see :meth:`MaruL1.reserve_read`.
+
+        Return a view of each block.
+        """
         lease = await self.l1.reserve_read(keys)
         for key in lease.keys:
             self._reading.setdefault(key, []).append(lease)
@@ -130,11 +141,13 @@ class MaruL1Dispatcher:
         return dict(zip(lease.keys, lease.views, strict=True))
 
     def unsafe_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """The views of the blocks of these keys; see :attr:`ViewLease.views`. Sends no message.
+        """Return the views of these blocks; see :attr:`ViewLease.views`.
+
+        Sends no message.
 
         Raises:
             MissingKeys: one of them is not reserved.
-            maru.LeaseLost: one of them may not be what it was.
+            maru.LeaseLost: one of them may have changed.
         """
         views: dict[Key, memoryview] = {}
         for lease, some in self._leases(keys).items():
@@ -143,7 +156,9 @@ class MaruL1Dispatcher:
         return views
 
     async def finish_read(self, keys: Sequence[Key]) -> None:
-        """Release the blocks of these keys, even when this is cancelled; see :meth:`ViewLease.keep`.
+        """Release the blocks of these keys; see :meth:`ViewLease.keep`.
+
+        They are released even when this is cancelled.
 
         Raises:
             MissingKeys: one of them is not reserved; nothing was done.
@@ -159,19 +174,22 @@ class MaruL1Dispatcher:
     # --- the rest -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> dict[Key, Deletion]:
-        """Delete these keys: for each whether it is deleted, missing, or pinned; see :meth:`MaruL1.delete`."""
+        """Delete these keys; see :meth:`MaruL1.delete`. Return the result for each."""
         return dict(zip(keys, await self.l1.delete(keys), strict=True))
 
     async def clear(self) -> dict[Key, Deletion]:
-        """Delete what this instance has stored and is not being read; see :meth:`MaruL1.clear`."""
+        """Delete this instance's stored blocks that are not being read.
+
+        See :meth:`MaruL1.clear`.
+        """
         return await self.l1.clear()
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Bytes used and bytes there, of this instance's own regions; see :meth:`MaruL1.get_memory_usage`."""
+        """Return used and total bytes; see :meth:`MaruL1.get_memory_usage`."""
         return self.l1.get_memory_usage()
 
     def report_status(self) -> L1Status:
-        """An immutable snapshot; see :meth:`MaruL1.report_status`."""
+        """Return an immutable snapshot; see :meth:`MaruL1.report_status`."""
         return self.l1.report_status()
 
     def _leases(self, keys: Sequence[Key]) -> dict[ViewLease, list[Key]]:

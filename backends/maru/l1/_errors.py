@@ -1,4 +1,7 @@
-"""What can go wrong with the page store as the first level, and who must act: the caller, each time."""
+"""Errors of the page store as the first level.
+
+The caller must act each time.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,21 @@ from ..._errors import BackendError
 
 
 class NoLayout(BackendError):
-    """The caller stores or reads before the layout of its KV cache is known: ``register_kv_layout`` comes first."""
+    """A store or read before the KV cache's layout is registered.
+
+    The caller must call ``register_kv_layout`` first.
+    """
 
 
 class LayoutMismatch(BackendError, ValueError):
-    """The caller registers a second model: one :class:`MaruL1` holds blocks of one layout. Open another one for it."""
+    """A second model in one :class:`MaruL1`.
+
+    It holds blocks of one layout; the caller must open another one.
+    """
 
 
 class ReservationOver(BackendError):
-    """The caller uses a reservation that was committed or aborted: its pages are not its own any more."""
+    """Use of a reservation that was committed or aborted.
+
+    Its pages belong to it no longer.
+    """

@@ -1,10 +1,12 @@
-"""Owns the handler of a MaruL1: it opens when a layout is registered, in whatever task that is, and closes last of all.
+"""Owner of the handler of a MaruL1.
 
-A handler has tasks of its own, and so has to be opened and closed in one and the same task. That is a task here, whose parent
-is the ``async with`` block of the MaruL1.
+The handler opens when a layout is registered, in any task, and closes last of all. It has tasks of its own, so it has
+to be opened and closed in the same task. This module starts that task, whose parent is the ``async with`` block of the
+MaruL1.
 
-Rule 1. Cancelling what is around does not end the handler: a commit may be going on in a shield. Leaving the block does.
-Rule 2. Whoever opens it and is cancelled meanwhile leaves nothing open, and it can be opened again.
+Rule 1. Cancelling the surrounding scope does not end the handler: a commit may be going on in a shield. Leaving the
+        block does.
+Rule 2. If the opening is cancelled, nothing stays open, and the handler can be opened again.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from ._errors import NoLayout
 
 
 class HandlerOwner:
-    """Opens the one handler in a task of its own, and closes it there.
+    """A task that opens the handler and closes it.
 
     Args:
-        make: makes it.
-        at_end: called right before it is closed.
+        make: function that makes the handler.
+        at_end: called right before the handler is closed.
     """
 
     def __init__(self, make: Callable[[MaruConfig], MaruHandler], at_end: Callable[[], object]) -> None:
@@ -42,11 +44,11 @@ class HandlerOwner:
         return self._handler
 
     def require_handler(self, who: object) -> MaruHandler:
-        """The handler; raises where there is none.
+        """Return the handler, or raise if it is not open.
 
         Raises:
-            NoLayout: it was not opened yet.
-            HandlerClosed: its block was left, or not entered.
+            NoLayout: the handler was not opened yet.
+            HandlerClosed: the block was left, or not entered.
         """
         self.check_open(who)
         if self._handler is None:
@@ -54,17 +56,20 @@ class HandlerOwner:
         return self._handler
 
     def check_open(self, who: object) -> trio.Nursery:
-        """The nursery in which the handler runs; raises outside of the block.
+        """Return the nursery of the handler, or raise outside of the block.
 
         Raises:
-            HandlerClosed: outside of it.
+            HandlerClosed: this is called outside of the block.
         """
         if self._nursery is None:
             raise HandlerClosed(f"{who!r} is used outside of its `async with` block")
         return self._nursery
 
     async def open(self, who: object, config: MaruConfig) -> None:
-        """Open the handler. Cancelled, or without an answer of the server, it is not open."""
+        """Open the handler.
+
+        Cancelled, or without an answer of the server, it stays closed.
+        """
         self._handler = await self.check_open(who).start(self._run_handler, config)
 
     async def _run_handler(self, config: MaruConfig, *, task_status: trio.TaskStatus[MaruHandler]) -> None:
@@ -72,13 +77,16 @@ class HandlerOwner:
         with trio.CancelScope() as scope:
             async with handler:
                 task_status.started(handler)
-                # Where whoever waits for `started` was cancelled in the same instant, it has done nothing, and this task is
-                # to end. In a shield it would not.
+                # If the task that awaits `started` was cancelled in the same instant, it has done nothing, and this
+                # task must end. In a shield it would not.
                 scope.shield = trio.current_effective_deadline() > -math.inf
                 await self._closing.wait()
 
     def run(self) -> AbstractAsyncContextManager[None]:
-        """The block in which the handler can be opened. What its body raises leaves it as it came."""
+        """Return the block in which the handler can be opened.
+
+        An exception of its body leaves it unchanged.
+        """
         return self._run()
 
     @asynccontextmanager

@@ -1,7 +1,7 @@
-"""How the tensors of one block lie in its page. Pure: no torch here.
+"""Layout of one block's tensors in its page, without torch. Pure.
 
-A block is what one chunk of tokens leaves in all layers: one tensor, or several, one behind the other, each at a multiple of
-its item's size. A page holds one block, and begins at a multiple of 64 bytes.
+A block is the KV cache of one chunk of tokens in all layers: one tensor, or several, one after the other, each at a
+multiple of its item's size. A page holds one block, and begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -25,39 +25,45 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
-"""By the name of the dtype, which is torch's: the size of an item in bytes."""
+"""Size of an item in bytes, by torch's name of the dtype."""
 
 PAGE_STEP_BYTES: Final = 64
-"""A cache line: no two blocks share one, and every dtype is aligned in every page."""
+"""Alignment of pages in bytes: a cache line.
+
+No two blocks share one, and every dtype is aligned in every page.
+"""
 
 
 @attrs.frozen
 class TensorPlace:
-    """Where one tensor of a block lies in its page."""
+    """Place of one tensor of a block in its page."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it: ``bfloat16``."""
+    """Torch's name of the dtype, such as ``bfloat16``."""
     offset: int
-    """Of its first byte in the page."""
+    """Offset of its first byte in the page."""
     nbytes: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @attrs.frozen
 class KVLayout:
-    """The layout of every block of one engine. Made by :func:`layout_of`; two that are equal are the same layout."""
+    """The layout of every block of one engine. Made by :func:`layout_of`.
+
+    Two equal values are the same layout.
+    """
 
     tensors: tuple[TensorPlace, ...]
-    """One behind the other."""
+    """Tensors in the order of their offsets."""
     fmt: str = ""
-    """What the engine calls the order of its axes; only compared."""
+    """The engine's name for the order of its axes; only compared."""
     chunk_size_in_tokens: int | None = None
-    """How many tokens a block stands for; only compared."""
+    """Number of tokens of a block; only compared."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: what is registered, and read."""
+        """Bytes of a block, which are registered and read."""
         last = self.tensors[-1]
         return last.offset + last.nbytes
 
@@ -81,17 +87,17 @@ def layout_of(
     chunk_size_in_tokens: int | None = None,
     full_chunk_size_bytes: int | None = None,
 ) -> KVLayout:
-    """The layout of blocks that are made of such tensors.
+    """Return the layout of blocks that are made of such tensors.
 
     Args:
-        shapes: of the tensors of one block.
+        shapes: shapes of the tensors of one block.
         dtypes: one for each, or one for all: torch's or numpy's own, or their names.
-        fmt: what the engine calls the order of the axes.
-        chunk_size_in_tokens: how many tokens a block stands for.
-        full_chunk_size_bytes: what a block is expected to have, if the engine says so.
+        fmt: the engine's name for the order of the axes.
+        chunk_size_in_tokens: number of tokens of a block.
+        full_chunk_size_bytes: expected size of a block, if the engine gives one.
 
     Raises:
-        ValueError: no tensor, one without bytes, as many dtypes as there are not shapes, a dtype that is not known, or
+        ValueError: no tensor, a tensor without bytes, another number of dtypes than of shapes, an unknown dtype, or
             another number of bytes than expected.
     """
     if isinstance(dtypes, Sequence) and not isinstance(dtypes, str):
@@ -118,7 +124,10 @@ def layout_of(
 
 
 def _name_of(dtype: Any) -> str:
-    """``torch.bfloat16``, ``numpy.dtype("float16")``, ``numpy.float16`` and ``"float16"`` by the one name."""
+    """Return torch's name of a dtype.
+
+    For example of ``torch.bfloat16``, ``numpy.dtype("float16")``, ``numpy.float16`` or ``"float16"``.
+    """
     text = (
         dtype
         if isinstance(dtype, str)

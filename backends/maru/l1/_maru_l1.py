@@ -1,14 +1,16 @@
-"""The page store as the first level of an engine: pages are reserved, filled in one hop, committed, and read where they lie.
+"""The page store as the first level of an engine.
 
-Rule 1. It is a type of its own, and used without other tiers. Nothing here stores, prefetches or deletes by itself: a delete is
-        an explicit call, and what is evicted, the server chooses.
-Rule 2. Nothing is there before the first layout is: the size of a page follows from it, and there is one layout for all of its
-        life. Then the session is opened, and the region mapped.
+Pages are reserved, filled in one hop, committed, and read in place.
+
+Rule 1. It is a type of its own, and used without other tiers. It never stores, prefetches or deletes by itself: a
+        delete is an explicit call, and the server chooses the victims of evictions.
+Rule 2. Nothing is open before the first layout is registered: the size of a page follows from it, and there is one
+        layout for the whole life. Then the session is opened, and the region mapped.
 Rule 3. An answer is a value: a miss, a duplicate, a full pool. A server that does not answer is none of these.
-Rule 4. Keys are named as a :class:`backends.maru.MaruTier` names them, unless told otherwise by their hexadecimal digits: under
-        the same namespace each finds what the other has stored, if it is of the same size.
+Rule 4. Keys are named as a :class:`backends.maru.MaruTier` names them, by default by their hexadecimal digits: under
+        the same namespace each finds the other's blocks, if they are of the same size.
 
-Its end deletes nothing: what it has stored can be read by others, until the server makes room.
+Its end deletes nothing: other processes can read its stored blocks until the server makes room.
 """
 
 from __future__ import annotations
@@ -44,24 +46,32 @@ if TYPE_CHECKING:
     from maru import AllocHandle
 
 COMMIT_TIMEOUT: Final = 30.0
-"""Seconds. Four questions with the default ``timeout_ms``, and as long again for a server that is slow to answer each."""
+"""Seconds that a commit may take.
+
+Enough for four questions with the default ``timeout_ms``, and as long again for a server that is slow to answer each.
+"""
 
 _SUM_IN_PLACE_BYTES: Final = 1 << 20
-"""Up to here blocks are summed on the trio thread: a thread would take as long to be woken."""
+"""Most bytes of blocks that are summed on the trio thread.
+
+Waking another thread would take as long.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class MaruL1:
-    """Maru as the first level: ``async with MaruL1(config) as l1``, then :meth:`register_kv_layout`.
+    """Maru as the first level: ``async with MaruL1(config) as l1``.
+
+    Call :meth:`register_kv_layout` first.
 
     Used in the trio run in which it was entered, by any number of tasks.
 
     Args:
-        config: the knobs of its handler; also as keywords. ``chunk_size_bytes`` follows from the layout.
-        commit_timeout: after so many seconds nobody waits any more for what became of a commit, which is shielded.
-        key_names: what keys are called in the page store; as in :class:`backends.maru.MaruTier`.
-        make_handler: what makes the handler; for tests.
+        config: the settings of its handler; also as keywords. ``chunk_size_bytes`` follows from the layout.
+        commit_timeout: seconds after which the result of a commit, which is shielded, is not awaited any more.
+        key_names: the names of keys in the page store; as in :class:`backends.maru.MaruTier`.
+        make_handler: function that makes the handler; for tests.
         knobs: see :class:`maru.MaruConfig`.
 
     Raises:
@@ -81,16 +91,19 @@ class MaruL1:
             raise ValueError("chunk_size_bytes is the size of a block, which register_kv_layout says")
         # A pool of any size will do until the size of a page is known.
         self.config: MaruConfig = attrs.evolve(MaruConfig() if config is None else config, chunk_size_bytes=1, **knobs)
-        """The knobs of its handler, but for ``chunk_size_bytes``, which follows from the layout."""
+        """The settings of its handler, without ``chunk_size_bytes``.
+
+        That one follows from the layout.
+        """
         self.commit_timeout: float = commit_timeout
         """Seconds after which a commit is ``Unproven``."""
         self.naming: KeyNaming = KeyNaming.of(key_names)
-        """What keys are called in the page store."""
+        """The naming of keys in the page store."""
         self._handler_owner = HandlerOwner(make_handler, self._end_all)
         self._life: AbstractAsyncContextManager[None] | None = None
         self._layout: KVLayout | None = None
         self._registering = trio.Lock()
-        # Those that are open, and that somebody still has; in the order in which they were opened.
+        # Open ones that are still referenced, in the order in which they were opened.
         self._writes: weakref.WeakValueDictionary[int, WriteReservation] = weakref.WeakValueDictionary()
         self._reads: weakref.WeakValueDictionary[int, ViewLease] = weakref.WeakValueDictionary()
         self._counts = Counts()
@@ -99,7 +112,7 @@ class MaruL1:
         return f"<MaruL1 of {self._layout or 'no layout yet'} at {self.config.server_url}>"
 
     async def __aenter__(self) -> MaruL1:
-        """Nothing is opened yet."""
+        """Start its nursery, without opening a session yet."""
         if self._life is not None:
             raise RuntimeError(f"{self!r} was entered before")
         self._life = self._handler_owner.run()
@@ -109,7 +122,7 @@ class MaruL1:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Abort what is not committed, let go of what is read, end the session. Nothing is deleted."""
+        """Abort reservations, release leases, end the session. Nothing is deleted."""
         assert self._life is not None
         return await self._life.__aexit__(kind, error, trace)
 
@@ -124,20 +137,23 @@ class MaruL1:
         chunk_size_in_tokens: int | None = None,
         full_chunk_size_bytes: int | None = None,
     ) -> KVLayout:
-        """Set the layout of blocks. The first call opens the session and takes this instance's region of the pool.
+        """Set the layout of blocks. The first call opens the session.
 
-        Called again with the same layout it changes nothing (each worker of an engine may call it). Cancelled, or without an
-        answer, nothing is registered, or the layout without a region, which the next call or the first reservation takes.
+        It also takes this instance's region of the pool.
+
+        Called again with the same layout it changes nothing (each worker of an engine may call it). Cancelled, or
+        without an answer, nothing is registered, or the layout without a region, which the next call or the first
+        reservation takes.
 
         Args:
-            shapes: of the tensors of one block; they lie one behind the other in its page.
+            shapes: shapes of the tensors of one block; they lie one after the other in its page.
             dtypes: one for each, or one for all: torch's, numpy's, or their names.
-            fmt: what the engine calls the order of the axes; compared only.
-            chunk_size_in_tokens: how many tokens a block stands for; compared only.
-            full_chunk_size_bytes: what a block must have, if the engine says so.
+            fmt: the engine's name for the order of the axes; compared only.
+            chunk_size_in_tokens: number of tokens of a block; compared only.
+            full_chunk_size_bytes: required size of a block, if the engine gives one.
 
         Raises:
-            ValueError: that is no layout.
+            ValueError: the layout is invalid.
             LayoutMismatch: another one was registered before: one MaruL1 holds one model.
             maru.ConfigError: the pool is smaller than a page.
             maru.MaruError: the server did not answer, or refused.
@@ -170,14 +186,14 @@ class MaruL1:
 
     @property
     def layout(self) -> KVLayout | None:
-        """The layout that was registered; ``None`` before that."""
+        """The registered layout; ``None`` before that."""
         return self._layout
 
     def _known_layout(self) -> KVLayout:
-        """What was registered.
+        """Return the registered layout.
 
         Raises:
-            NoLayout: nothing was.
+            NoLayout: none was registered.
         """
         if self._layout is None:
             raise NoLayout(f"{self!r}: call register_kv_layout first")
@@ -186,11 +202,13 @@ class MaruL1:
     # --- writing --------------------------------------------------------------------------------------------------
 
     async def reserve_write(self, keys: Sequence[Key]) -> WriteReservation:
-        """Take a page for each of these keys. Always a checkpoint; cancelled, it holds nothing.
+        """Take a page for each of these keys. Always a checkpoint.
 
-        No message, as long as pages are free here. Else the server makes room: of what this instance has stored, the least
-        recently used that nobody reads; and with ``auto_expand`` there is another region. What no page is left for, the
-        reservation names as ``refused``. Whether a key is there already turns out when it is committed.
+        Cancelled, it holds nothing.
+
+        It sends no message as long as pages are free here. Otherwise the server evicts this instance's least recently
+        used blocks that nobody reads, and with ``auto_expand`` grants another region. The reservation lists keys
+        without a page as ``refused``. The commit reveals whether a key is there already.
 
         Raises:
             NoLayout: see :meth:`register_kv_layout`.
@@ -202,7 +220,7 @@ class MaruL1:
         """
         handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
-        self.naming.names(keys)  # what has no name is refused before there is a page for it
+        self.naming.names(keys)  # a key without a name is refused before a page is taken for it
         n = len(keys)
         handles = None
         while handles is None:
@@ -221,7 +239,7 @@ class MaruL1:
     async def _register(
         self, keys: Sequence[Key], handles: Sequence[AllocHandle], sums: list[int] | None
     ) -> list[Outcome]:
-        """What a reservation does to commit: shielded, and bounded."""
+        """Commit the pages of a reservation, shielded and bounded."""
         if not keys:
             return []
         handler, size, counts = (
@@ -250,10 +268,12 @@ class MaruL1:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def reserve_read(self, keys: Sequence[Key]) -> ViewLease:
-        """Hold the longest prefix of these keys that is there, wherever its pages lie. Reading it needs no more messages.
+        """Hold the longest present prefix of these keys. Always a checkpoint.
 
-        One message pins and says where. A block that lies in a region which cannot be mapped here, or has another size than
-        this layout's, ends the prefix before it; what is behind is let go of at once. Always a checkpoint.
+        Its pages may lie anywhere, and reading them needs no more messages.
+
+        One message pins the blocks and returns their places. A block in a region that cannot be mapped here, or of
+        another size than this layout's, ends the prefix before it; the blocks after it are released at once.
 
         Cancelled, it holds nothing.
 
@@ -262,15 +282,16 @@ class MaruL1:
             DuplicateKeys: a key is named twice.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
             ValueError: a key is longer than any tier takes, or has no name.
-            maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
-                that is lost for good, once the server is told what is held (:class:`maru.MaruHandler` does so by itself).
+            maru.NoAnswer: the server did not answer, which is no miss. Blocks that it may have pinned are released when
+                its answer comes; if that is lost for good, once the server is sent the list of held pins
+                (:class:`maru.MaruHandler` does so by itself).
         """
         handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
         try:
             held = await handler.hold_pages(self.naming.names(keys), partial=True)
         except BaseException:
-            handler.collect()  # what was pinned goes back now, not with the next call
+            handler.collect()  # pinned blocks are released now, not with the next call
             raise
         lengths = held.lengths
         if lengths.count(size) != len(lengths):
@@ -287,13 +308,15 @@ class MaruL1:
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys, whichever client has stored them: for each whether it is deleted, missing, or pinned and stays.
+        """Delete these keys, whichever client has stored them.
+
+        Return for each whether it is deleted, missing, or pinned and stays.
 
         One message for all. A key whose owner is a published client, and any key right after a restart, counts as pinned.
 
         Raises:
             NoLayout: see :meth:`register_kv_layout`.
-            maru.NoAnswer: nobody knows which are gone.
+            maru.NoAnswer: it is unknown which are gone.
         """
         handler = self._handler_owner.require_handler(self)
         check_keys(keys)
@@ -304,13 +327,15 @@ class MaruL1:
         return deletions
 
     async def clear(self) -> dict[Key, Deletion]:
-        """Delete what this instance has stored and is not being read. Returns what became of each key that it had stored.
+        """Delete this instance's stored blocks that are not being read.
 
-        Not the keys of others; not what is in doubt. (A key that was evicted and stored by somebody else while this was on its
-        way goes, too.) Before the layout is known there is nothing.
+        Return the result for each key that it had stored.
+
+        Keys of others, and keys in doubt, stay. (A key that was evicted and stored by another client while this was
+        under way is deleted, too.) Before the layout is known there is nothing to delete.
 
         Raises:
-            maru.NoAnswer: nobody knows which are gone.
+            maru.NoAnswer: it is unknown which are gone.
         """
         self._handler_owner.check_open(self)
         handler = self._handler_owner.handler
@@ -323,12 +348,15 @@ class MaruL1:
     # --- watching -------------------------------------------------------------------------------------------------
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Bytes used and bytes there, of this instance's own regions; ``(0, 0)`` before the layout is known. No message."""
+        """Return used and total bytes of this instance's own regions.
+
+        ``(0, 0)`` before the layout is known. Sends no message.
+        """
         status = self.report_status()
         return status.used_bytes, status.total_bytes
 
     def report_status(self) -> L1Status:
-        """An immutable snapshot. Sends no message."""
+        """Return an immutable snapshot. Sends no message."""
         handler, size = self._handler_owner.handler, 0 if self._layout is None else self._layout.page_bytes
         statistics = None if handler is None else handler.statistics()
         pages = None if statistics is None else statistics.pages
@@ -351,12 +379,14 @@ class MaruL1:
             **counts,
         )
 
-    # --- what reservations and leases use -------------------------------------------------------------------------
+    # --- used by reservations and leases ------------------------------------------------------------------------------
 
     async def _sums(self, addresses: Sequence[int], owner: object, *, wanted: bool | None = None) -> list[int] | None:
-        """The xxh3-64 of the blocks at these addresses; ``None`` if there are to be no checksums. Always a checkpoint.
+        """Return the xxh3-64 of the blocks at these addresses.
 
-        Cancelled, nobody reads them any more.
+        ``None`` if there are to be no checksums. Always a checkpoint.
+
+        Cancelled, it returns only when no thread reads the blocks any more.
         """
         await trio.lowlevel.checkpoint()
         if not (self.config.checksums if wanted is None else wanted):
@@ -367,21 +397,21 @@ class MaruL1:
         return await run_in_thread_to_the_end(checksums, blocks)
 
     def _collect(self) -> None:
-        """Pages that nobody refers to any more are free now, not with the next call."""
+        """Free pages that nobody refers to now, not with the next call."""
         handler = self._handler_owner.handler
         if handler is not None:
             handler.collect()
 
     def _opened_write(self, reservation: WriteReservation) -> None:
-        """It is to be aborted in the end, unless somebody does something about it before."""
+        """Add a reservation to those that are aborted at the end."""
         self._writes[id(reservation)] = reservation
 
     def _closed_write(self, reservation: WriteReservation) -> None:
-        """Its pages are not its own any more."""
+        """Remove a reservation whose pages it does not own any more."""
         self._writes.pop(id(reservation), None)
 
     def _closed_read(self, lease: ViewLease) -> None:
-        """It holds nothing any more."""
+        """Remove a lease that holds nothing any more."""
         self._reads.pop(id(lease), None)
 
     def _end_all(self) -> None:

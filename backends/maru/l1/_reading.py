@@ -1,9 +1,9 @@
-"""What is read where it lies, until it is released.
+"""Leases of blocks that are read in place, until they are released.
 
-Rule 1. Reading asks nobody. Whether the bytes still are what was found is told by :meth:`ViewLease.check`: this side's clock
-        ends a lease before the server lets go of it, and a restart is seen in whatever the server says next.
-Rule 2. Released, a view raises, rather than showing what may be another block by then. A tensor cannot be taken back: its
-        memory stays mapped for as long as it lives, and means nothing any more.
+Rule 1. Reading sends no message. :meth:`ViewLease.check` reports whether the bytes are unchanged: this side's clock
+        ends a lease before the server frees its pages, and the next message of a restarted server reveals the restart.
+Rule 2. A view raises once it is released, since its page may hold another block by then. A tensor cannot be taken back:
+        its memory stays mapped for as long as it lives, and is meaningless by then.
 """
 
 from __future__ import annotations
@@ -30,46 +30,57 @@ if TYPE_CHECKING:
 
 
 class ViewLease:
-    """A hold on the contiguous prefix of some keys: ``async with await l1.reserve_read(keys) as lease``.
+    """A hold on the present prefix of some keys, read in place.
 
-    Made by :meth:`MaruL1.reserve_read`, it keeps :class:`backends.abc.ReadLease`. Forgotten, it lets go once no view and no
-    tensor of it is left. Used on the trio thread, but for :meth:`check` and what is read.
+    Open it by ``async with await l1.reserve_read(keys) as lease``.
+
+    :meth:`MaruL1.reserve_read` makes it. It keeps :class:`backends.abc.ReadLease`. If it is dropped, it is released
+    once no view and no tensor of it is left. Used on the trio thread, except :meth:`check` and the views.
     """
 
     __slots__ = ("__weakref__", "_held", "_is_over", "_l1", "_views", "keys")
 
     def __init__(self, l1: MaruL1, keys: Sequence[Key], held: HeldBatch) -> None:
-        """Not to be called: a MaruL1 makes them."""
+        """Use :meth:`MaruL1.reserve_read` instead."""
         self._l1 = l1
         self._held = held
         self._is_over = False
         self._views: list[memoryview] | None = None
         self.keys: Sequence[Key] = tuple(keys)
-        """What is held."""
+        """The held keys."""
 
     def __repr__(self) -> str:
         return f"<lease of {len(self.keys)} blocks in {self._l1!r}{', released' if self._is_over else ''}>"
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not released. Says nothing of whether it still holds: see :meth:`check`."""
+        """Whether it was not released; see :meth:`check` for lost pins."""
         return not self._is_over
 
     @property
     def expires(self) -> float:
-        """When it ends unless the server answers before, on the monotonic clock (:func:`time.monotonic`)."""
+        """Time at which the lease ends unless the server answers before.
+
+        On the monotonic clock (:func:`time.monotonic`).
+        """
         return self._held.expires
 
     @property
     def unresolved(self) -> Exception | None:
-        """Why the prefix ended early, if that is because a region could not be mapped here. Else it is a plain miss."""
+        """The error if a region could not be mapped here, else ``None``.
+
+        The prefix ended early because of it. With ``None`` the next key is a plain miss.
+        """
         return self._held.unresolved
 
     def check(self) -> None:
-        """Raise unless the bytes are what was found. Sends no message; any thread. To be called before reading, and after.
+        """Raise unless the bytes are still those of the blocks.
+
+        Sends no message; any thread. Call it before reading, and after.
 
         Raises:
-            maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
+            maru.LeaseLost: the lease was released; or the server restarted, or was silent for longer than it holds a
+                pin.
         """
         if self._is_over:
             raise LeaseLost(f"{self!r}")
@@ -77,7 +88,9 @@ class ViewLease:
 
     @property
     def views(self) -> Sequence[memoryview]:
-        """The blocks where they lie, read-only and without a copy. They raise ``ValueError`` once this is released.
+        """The blocks in place, read-only and without a copy.
+
+        They raise ``ValueError`` once this is released.
 
         Raises:
             maru.LeaseLost: see :meth:`check`.
@@ -89,14 +102,16 @@ class ViewLease:
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
-        """Where each block lies in the pool: its region, and the number of its page there."""
+        """Region and page number of each block in the pool."""
         page_bytes = self._l1._known_layout().page_bytes
         return [(region_id, offset // page_bytes) for region_id, offset in self._held.places]
 
     def tensors(self) -> list[tuple[torch.Tensor, ...]]:
-        """For each key the tensors of the layout where they lie, to be read only: writing ends the process.
+        """Return the tensors of each block in place, to be read only.
 
-        They stay readable as long as they live, and mean nothing once :meth:`check` raises.
+        They are in the order of the layout. Writing to one ends the process.
+
+        They stay readable as long as they live, and are meaningless once :meth:`check` raises.
 
         Raises:
             maru.LeaseLost: see :meth:`check`.
@@ -106,12 +121,14 @@ class ViewLease:
         return tensors_over(self._pages(), self._l1._known_layout())
 
     async def damaged(self) -> list[Key]:
-        """Read all blocks, and name the keys whose bytes do not match their checksums, where their writers gave one.
+        """Read all blocks. Return the keys whose checksums do not match.
+
+        A block whose writer gave no checksum counts as undamaged.
 
         Always a checkpoint.
 
         Raises:
-            maru.LeaseLost: it ended meanwhile; nobody knows.
+            maru.LeaseLost: the lease ended meanwhile, so the result is unknown.
         """
         self.check()
         held = self._held
@@ -128,7 +145,9 @@ class ViewLease:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Release all blocks but these. Never blocks; the server is told in one message, whose answer is not waited for.
+        """Release all blocks but these. Never blocks.
+
+        The server is notified in one message, whose answer is not awaited.
 
         Raises:
             ValueError: one of these is not held.
@@ -148,7 +167,10 @@ class ViewLease:
             self._held.keep(positions)
 
     def release_nowait(self) -> None:
-        """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
+        """Release the blocks. Idempotent.
+
+        The server is notified; its answer is not awaited.
+        """
         if not self._is_over:
             self._is_over = True
             _take_back(self._views or ())
@@ -157,7 +179,7 @@ class ViewLease:
             self._l1._closed_read(self)
 
     async def release(self) -> None:
-        """Release the blocks. Idempotent; they are released even when this is cancelled."""
+        """Release the blocks, even when this is cancelled. Idempotent."""
         self.release_nowait()
         await trio.lowlevel.checkpoint()
 
@@ -167,11 +189,11 @@ class ViewLease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go, also when cancelled. No checkpoint."""
+        """Release, also when cancelled. No checkpoint."""
         self.release_nowait()
 
 
 def _take_back(views: Iterable[memoryview]) -> None:
     for view in views:
-        with contextlib.suppress(BufferError):  # somebody is reading it
+        with contextlib.suppress(BufferError):  # a reader still uses it
             view.release()

@@ -1,4 +1,4 @@
-"""What a MaruL1 tells of itself."""
+"""Figures of a MaruL1."""
 
 from __future__ import annotations
 
@@ -9,55 +9,61 @@ from ._layout import KVLayout
 
 @attrs.frozen
 class L1Status:
-    """A snapshot, made without a message; counters count blocks since it was made."""
+    """A snapshot, made without a message.
+
+    Counters count blocks since the MaruL1 was made.
+    """
 
     layout: KVLayout | None
-    """What was registered."""
+    """The registered layout."""
     connected: bool
-    """Whether it has a session. Says nothing of the server's health."""
+    """Whether it has a session, be the server healthy or not."""
     used_bytes: int
-    """Of its own region: not free."""
+    """Bytes of its own region that are not free."""
     total_bytes: int
-    """Of its own region."""
+    """Bytes of its own region."""
     free_pages: int
-    """Can be reserved without asking."""
+    """Pages that can be reserved without asking the server."""
     reserved_pages: int
-    """Reserved, or on the way to the server."""
+    """Pages reserved, or on the way to the server."""
     registered_pages: int
-    """Can be found, as far as it has heard."""
+    """Pages whose blocks can be found, as far as it has heard."""
     in_doubt_pages: int
-    """Sent, and nobody has said what became of them."""
+    """Pages that were sent, and whose outcome is unknown."""
     quarantined_pages: int
-    """The same, and nobody ever will: a published server cannot be asked. Until the region ends."""
+    """Pages whose outcome will never be known, until the region ends.
+
+    A published server cannot be asked for it.
+    """
     reservations: int
-    """Open."""
+    """Open reservations."""
     leases: int
-    """Open."""
+    """Open leases."""
     pinned_keys: int
-    """Held by them."""
+    """Keys held by the leases."""
     stored: int
-    """Committed, and new."""
+    """Committed blocks that were new."""
     duplicates: int
-    """Committed, and there before: the page was given back."""
+    """Committed blocks that were there before; their pages were given back."""
     not_stored: int
-    """Committed, and not taken by the server."""
+    """Committed blocks that the server did not take."""
     refused: int
-    """Asked to be reserved, when there was no page."""
+    """Keys for which there was no page to reserve."""
     unproven: int
-    """Committed, and nobody knows."""
+    """Committed blocks whose outcome is unknown."""
     read: int
-    """Leased."""
+    """Blocks that were leased."""
     unresolved: int
     """Leases that ended early, as a region could not be mapped."""
     other_layout: int
-    """Leases that ended early, as a block of another size lies under the key."""
+    """Leases that ended early at a block of another size."""
     deleted: int
-    """Deleted, by :meth:`MaruL1.delete` and :meth:`MaruL1.clear`."""
+    """Blocks deleted by :meth:`MaruL1.delete` and :meth:`MaruL1.clear`."""
 
 
 @attrs.define
 class Counts:
-    """The counters behind :class:`L1Status`."""
+    """The counters of :class:`L1Status`."""
 
     stored: int = 0
     duplicates: int = 0

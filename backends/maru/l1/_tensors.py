@@ -1,9 +1,11 @@
-"""Pages as torch tensors, without a copy. torch and numpy are imported here, when the first tensor is touched.
+"""Pages as torch tensors, without a copy.
 
-Made by way of numpy, whose array holds an *export* of the page's memory: as long as a tensor lives, its page stays mapped, and
-one that is being written does not become free. (``torch.frombuffer`` holds a reference, but no export.)
+torch and numpy are imported when the first tensor is made. The tensors are made from numpy arrays, which hold an
+*export* of the page's memory: as long as a tensor lives, its page stays mapped, and a page that is being written does
+not become free. (``torch.frombuffer`` holds a reference, but no export.)
 
-What is read looks writable as a tensor, since torch knows no other ones. Writing another owner's page ends the process.
+A tensor of a page that is read looks writable, since torch has no other ones. Writing another owner's page ends the
+process.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def tensors_over(pages: Iterable[memoryview], layout: KVLayout) -> list[tuple[torch.Tensor, ...]]:
-    """For each page its tensors, in the order of the layout.
+    """Return the tensors of each page, in the order of the layout.
 
     Args:
         pages: writable, of at least ``layout.block_bytes`` bytes each.
-        layout: what they hold.
+        layout: the layout of the pages.
 
     Raises:
         ImportError: the torch extra is not installed.

@@ -1,12 +1,12 @@
-"""Pages that the caller fills by himself, and then commits or aborts.
+"""Pages that the caller fills, and then commits or aborts.
 
-Rule 1. Nobody finds a key before all of its bytes are in its page: commit is the caller's word that they are, and the first
-        thing that the server hears of it.
-Rule 2. What ends uncommitted is aborted: by leaving the block, by a cancellation, by forgetting the reservation, by the end of
-        the MaruL1. An aborted page is free again when nobody can write it any more, not before: a copy that was abandoned
-        holds its view, or its tensor, and with it the page.
-Rule 3. A commit is over when its outcome is known. From when it is sent it is shielded, and bounded; what nobody knows then is
-        ``Unproven``, and its pages wait in doubt until the server has said what became of them.
+Rule 1. No key is found before all of its bytes are in its page: by the commit the caller guarantees that they are, and
+        it is the first message to the server.
+Rule 2. A reservation that ends uncommitted is aborted: by leaving the block, by a cancellation, by dropping the
+        reservation, by the end of the MaruL1. An aborted page is free again when nobody can write it any more, not
+        before: an abandoned copy holds its view, or its tensor, and with it the page.
+Rule 3. A commit is over when its outcome is known. From its message on it is shielded, and bounded; an outcome that is
+        unknown then is ``Unproven``, and its pages wait in doubt until the server has reported it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def is_there(outcome: Outcome) -> bool:
-    """Whether a key with this outcome can be found."""
+    """Return whether a key with this outcome can be found."""
     return isinstance(outcome, Stored | Duplicate)
 
 
@@ -46,9 +46,11 @@ class _State(enum.Enum):
 
 
 class WriteReservation:
-    """A page for each of some keys, to be filled: ``async with await l1.reserve_write(keys) as reservation``.
+    """Pages to be filled, one for each of some keys.
 
-    Made by :meth:`MaruL1.reserve_write`. Used on the trio thread; its pages may be filled anywhere.
+    Open it by ``async with await l1.reserve_write(keys) as reservation``.
+
+    :meth:`MaruL1.reserve_write` makes it. Used on the trio thread; its pages may be filled in any thread.
     """
 
     __slots__ = ("__weakref__", "_handles", "_l1", "_state", "_sums", "_views", "keys", "outcomes", "refused")
@@ -56,39 +58,43 @@ class WriteReservation:
     def __init__(
         self, l1: MaruL1, keys: Sequence[Key], handles: Sequence[AllocHandle], refused: Sequence[Key] = ()
     ) -> None:
-        """Not to be called: a MaruL1 makes them."""
+        """Use :meth:`MaruL1.reserve_write` instead."""
         self._l1 = l1
         self._state = _State.OPEN
         self._handles = list(handles)
         self._views = [handle.buf for handle in handles]
         self._sums: list[int] | None = None
         self.keys: Sequence[Key] = tuple(keys)
-        """What there is a page for: the first of those that were asked for."""
+        """Keys that have a page: the first of those requested."""
         self.refused: Sequence[Key] = tuple(refused)
-        """The others: no page is free for them, and none could be made free."""
+        """The other keys: no page is free, and none could be freed."""
         self.outcomes: Sequence[Outcome] | None = None
-        """What :meth:`commit` has returned."""
+        """The outcomes that :meth:`commit` has returned."""
 
     def __repr__(self) -> str:
         return f"<reservation of {len(self.keys)} pages in {self._l1!r}, {self._state.name.lower()}>"
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither committed nor aborted, and is not being committed."""
+        """Whether it is neither committed, nor being committed, nor aborted."""
         return self._state is _State.OPEN
 
     @property
     def pages(self) -> Sequence[memoryview]:
-        """A page for each key, writable, of exactly a block. Unusable once this is committed or aborted.
+        """A writable page for each key, of exactly one block.
+
+        Unusable once this is committed or aborted.
 
         Raises:
-            ReservationOver: it was.
+            ReservationOver: it was committed or aborted.
         """
         self._check()
         return tuple(self._views)
 
     def tensors(self) -> list[tuple[torch.Tensor, ...]]:
-        """For each key the tensors of the layout, in its page: to be written, and forgotten before :meth:`commit`.
+        """Return the tensors of each key in its page, to be written.
+
+        They are in the order of the layout. Drop them before :meth:`commit`.
 
         Raises:
             ReservationOver: it was committed or aborted.
@@ -98,9 +104,11 @@ class WriteReservation:
         return tensors_over(self._views, self._l1._known_layout())
 
     def fill(self, blocks: Pages) -> None:
-        """Copy blocks into the pages, one for each, and sum them on the way: :meth:`commit` need not read them again.
+        """Copy blocks into the pages, one for each, and sum them.
 
-        In any thread. The pages may not be written any more, since the sums would not be theirs.
+        :meth:`commit` then need not read them again.
+
+        In any thread. The pages may not be written any more, since the sums would be wrong.
 
         Raises:
             ReservationOver: it was committed or aborted.
@@ -116,7 +124,9 @@ class WriteReservation:
             copy_pages(there, blocks)
 
     def take(self, keys: Collection[Key]) -> WriteReservation:
-        """Split off a reservation for some of the keys, which this one then lacks. Itself, if it is all of them.
+        """Split off a reservation for some of the keys.
+
+        This one then lacks them. Return this one if it is for all of them.
 
         Raises:
             ReservationOver: it was committed or aborted.
@@ -144,21 +154,23 @@ class WriteReservation:
     # --- the end --------------------------------------------------------------------------------------------------
 
     async def commit(self) -> list[Outcome]:
-        """Register the pages, which are filled: one message for all. They may not be written any more.
+        """Register the filled pages by one message.
 
-        Cancelled before that message is sent, nothing has happened, and the reservation is open still. From then on it is
-        shielded: it returns what became of it, and the next checkpoint is cancelled.
+        They may not be written any more.
+
+        Cancelled before that message is sent, it has no effect, and the reservation stays open. From then on it is
+        shielded: it returns its outcomes, and the next checkpoint is cancelled.
 
         Returns:
-            For each key ``STORED``; ``DUPLICATE``: somebody was first, and the page is free; ``Rejected`` or ``Failed``:
-            it is not stored, and the page is free.
+            For each key ``STORED``; ``DUPLICATE``: another client was first, and the page is free; ``Rejected`` or
+            ``Failed``: it is not stored, and the page is free.
 
         Raises:
             ReservationOver: it was committed or aborted, or is being committed.
-            Unproven: nobody knows: no answer came, nor one to the question what became of it. It may be stored, or may be
-                yet; its pages are in doubt, and are used again once that is known.
+            Unproven: the outcome is unknown: no answer came, nor one to the question about the attempt. A block may be
+                stored, or may be later; its pages are in doubt, and are used again once that is known.
             maru.ServerLost: the session has ended, and with it the pages. Nothing is stored.
-            maru.NoAnswer: the server was silent before anything was sent. Nothing is stored, and the pages are free.
+            maru.NoAnswer: the server was silent before a message was sent. Nothing is stored, and the pages are free.
         """
         self._check()
         self._state = _State.COMMITTING
@@ -177,10 +189,10 @@ class WriteReservation:
         return list(self.outcomes)
 
     async def commit_and_read(self) -> ViewLease:
-        """Commit, and pin what is stored up to the first key that is not, in one call.
+        """Commit, and pin the stored prefix of the keys.
 
-        The document calls it ``finish_write_and_reserve_read``. Cancelled between the two, the keys are stored and nothing is
-        held. :attr:`outcomes` says what became of each.
+        The seed document calls it ``finish_write_and_reserve_read``. Cancelled between the two, the keys are stored and
+        nothing is held. :attr:`outcomes` has the outcome of each.
 
         Raises:
             ReservationOver: see :meth:`commit`, which raises all else, too.
@@ -190,13 +202,15 @@ class WriteReservation:
         return await self._l1.reserve_read(self.keys[: len(there)])
 
     def abort(self) -> None:
-        """Give the pages back. Idempotent; no message, never blocks. One that can still be written is free after that.
+        """Give the pages back. Idempotent; sends no message, never blocks.
 
-        Not while it is being committed: then it is decided.
+        A page that can still be written is free after that.
+
+        While it is being committed, this does nothing.
         """
         if self._state is _State.OPEN:
             self._state = _State.OVER
-            self._end()  # with the last reference to a handle its page is free
+            self._end()  # a page is free with the last reference to its handle
             self._l1._collect()
 
     async def __aenter__(self) -> WriteReservation:
@@ -213,7 +227,10 @@ class WriteReservation:
             raise ReservationOver(f"{self!r}")
 
     def _end(self) -> list[AllocHandle]:
-        """Take back what was given out, as far as that is possible: a view that is in use stays, and holds its page."""
+        """Release the views as far as possible, and return the handles.
+
+        A view that is in use stays, and holds its page.
+        """
         for view in self._views:
             with contextlib.suppress(BufferError):
                 view.release()
