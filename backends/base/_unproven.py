@@ -1,4 +1,7 @@
-"""Memory of copies without a proven end, which may still read or write it: it is kept until the process ends."""
+"""Memory of copies without a proven end.
+
+A copy may still read or write it, so it is kept until the process ends.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _kept: list[object] = []
 
 @contextmanager
 def kept_if_unproven(memory: object) -> Iterator[None]:
-    """Keep ``memory`` for ever if the body raises Unproven; otherwise it is freed with the last reference to it."""
+    """Keep ``memory`` for ever if the body raises Unproven.
+
+    Otherwise it is freed with the last reference to it.
+    """
     try:
         yield
     except BaseException as error:

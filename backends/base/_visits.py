@@ -1,7 +1,9 @@
-"""Counts the tasks that have entered a place, which one of them opens and closes, since a nursery needs one task.
+"""A count of the tasks that have entered a place.
 
-Rule 1. The task that enters first opens the place, and closes it: it is the last to leave. It waits for the others, unless it
-        leaves with an exception, since that may be what the others are to end by.
+One of them opens and closes the place, since a nursery needs one task.
+
+Rule 1. The task that enters first opens the place, and closes it: it is the last to leave. It waits for the others,
+        unless it leaves with an exception, since the others may have to end because of that.
 Rule 2. The others then find the place closed, which is an error of its methods.
 """
 
@@ -11,7 +13,7 @@ import trio
 
 
 class Visits:
-    """The tasks that are inside of one place. One task may enter several times."""
+    """The tasks inside of one place. A task may enter several times."""
 
     def __init__(self) -> None:
         self._opener: trio.lowlevel.Task | None = None
@@ -20,7 +22,7 @@ class Visits:
         self._empty = trio.Event()
 
     def enter(self) -> bool:
-        """Enter. Returns True for the first task, which must open the place."""
+        """Enter. Return True for the first task, which must open the place."""
         task, first = trio.lowlevel.current_task(), self._opener is None
         if first:
             self._opener = task
@@ -31,7 +33,7 @@ class Visits:
         return first
 
     async def leave(self, *, wait: bool = True) -> bool:
-        """Leave. Returns True for the task that must close the place.
+        """Leave. Return True for the task that must close the place.
 
         The task that opened it waits until all others have left. Cancelled meanwhile, it must close the place all the same.
 

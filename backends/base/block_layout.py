@@ -1,4 +1,4 @@
-"""Compute where the blocks of a tensor lie, and check that no two share memory. Pure.
+"""Positions of a tensor's blocks, and a check for overlaps. Pure.
 
 A block is its slice in every tensor, at its number on the axis that counts blocks. Its bytes are taken in memory order, tensor
 by tensor, so one block consists of *pieces*, runs of bytes, typically two for each layer.
@@ -14,15 +14,18 @@ import attrs
 
 _SHARED: Final = "blocks that share memory would be written over each other"
 _MOST_PAIRS: Final = 16
-"""Comparisons for each piece. Those of a cache need next to none: their places in a period are all different."""
+"""Most comparisons for each piece.
+
+Pieces of a cache need hardly any: their places in a period are all different.
+"""
 
 
 @attrs.frozen(eq=False)
 class TensorMemory:
-    """Memory of a tensor, as torch or anything else has it."""
+    """Memory of a tensor, of torch or of anything else."""
 
     address: int
-    """Of its first item."""
+    """Address of its first item."""
     shape: Sequence[int]
     """Sizes of its axes."""
     strides: Sequence[int]
@@ -30,19 +33,21 @@ class TensorMemory:
     item_bytes: int
     """Size of an item."""
     dtype: str
-    """Name of the kind of its items, for fingerprints."""
+    """Name of its items' type, for fingerprints."""
     device: int | None
     """Number of its CUDA device; ``None`` for host memory."""
     owner: object
-    """Keeps the memory."""
+    """Object that keeps the memory."""
 
 
 def memory_of(name: str, tensor: Any) -> TensorMemory:
-    """Return where a torch tensor lies; the only place that asks one.
+    """Return the memory of a torch tensor.
+
+    No other function asks a tensor for it.
 
     Args:
-        name: of the tensor, for errors.
-        tensor: a torch tensor, or what says already where it lies.
+        name: name of the tensor, for errors.
+        tensor: a torch tensor, or its memory.
 
     Raises:
         TypeError: it is no tensor.
@@ -63,7 +68,10 @@ def memory_of(name: str, tensor: Any) -> TensorMemory:
 
 @attrs.frozen
 class Plane:
-    """One piece of every block: block ``i`` has ``run_bytes`` bytes at ``offset + i * stride_bytes``."""
+    """One piece of every block.
+
+    Block ``i`` has ``run_bytes`` bytes at ``offset + i * stride_bytes``.
+    """
 
     offset: int
     """Offset of block 0 from the start of its tensor, in bytes."""
@@ -78,11 +86,14 @@ class Layout:
     """The part of a block that one tensor holds."""
 
     n: int
-    """How many blocks there are."""
+    """Number of blocks."""
     planes: tuple[Plane, ...]
     """The pieces, in the order of their bytes in a block."""
     order: tuple[int, ...]
-    """The tensor's axes as they lie in memory, the slowest first, without the one that counts blocks."""
+    """The tensor's axes as they lie in memory, the slowest first.
+
+    The axis that counts blocks is left out.
+    """
 
     @property
     def block_bytes(self) -> int:
@@ -122,10 +133,11 @@ def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, blo
 
 
 def as_one_run(pieces: Sequence[tuple[int, Plane]], n: int) -> tuple[int, Plane] | None:
-    """Find the run of memory that all pieces of a block make together, whatever their order in its bytes.
+    """Find the one run of memory that a block's pieces make together.
 
-    Some engines interleave their layers: head by head, the layers of a block follow each other. Taken as one run a block is one
-    copy; its bytes are in another order then than those of a cache whose layers lie apart, and its key must say so.
+    The order of the pieces in the block's bytes does not matter. Some engines interleave their layers: head by head,
+    the layers of a block follow each other. Taken as one run a block is one copy; its bytes are then in another order
+    than those of a cache whose layers lie apart, and its key must include that.
 
     Args:
         pieces: the pieces of a block, each with the position of its tensor in memory.
@@ -138,7 +150,7 @@ def as_one_run(pieces: Sequence[tuple[int, Plane]], n: int) -> tuple[int, Plane]
     first, plane = in_memory[0]
     end = start = first + plane.offset
     for address, piece in in_memory:
-        # Of a single block, tensors may follow each other by chance: they would be in another order in another process.
+        # A single block's tensors may follow each other by chance: they would be in another order in another process.
         if n < 2 or address + piece.offset != end or piece.stride_bytes != plane.stride_bytes:
             return None
         end += piece.run_bytes
@@ -146,14 +158,16 @@ def as_one_run(pieces: Sequence[tuple[int, Plane]], n: int) -> tuple[int, Plane]
 
 
 def check_disjoint(pieces: Sequence[tuple[int, Plane]], n: int) -> None:
-    """Raise if two pieces of ``n`` blocks share memory: one would be written over the other, and both count as loaded.
+    """Raise if two pieces of ``n`` blocks share memory.
+
+    One would overwrite the other, and both would count as loaded.
 
     Args:
         pieces: the pieces of a block, each with the position of its plane's tensor in memory.
         n: the number of blocks.
 
     Raises:
-        ValueError: two of them do; or it cannot be seen that they do not.
+        ValueError: two of them do, or it cannot be proven that they do not.
     """
     # Pieces whose extents are apart cannot meet, so only those of one region are compared.
     region: list[tuple[int, int, int]] = []
@@ -172,7 +186,10 @@ def check_disjoint(pieces: Sequence[tuple[int, Plane]], n: int) -> None:
 
 
 def _check_region(region: Sequence[tuple[int, int, int]], n: int) -> None:
-    """Raise if two pieces share memory: positions, lengths and distances of those whose extents meet."""
+    """Raise if two pieces of a region share memory.
+
+    A region is positions, lengths and distances of pieces whose extents meet.
+    """
     strides = {stride for _, _, stride in region}
     if len(region) > 1 and (n == 1 or len(strides) > 1):
         raise ValueError(f"pieces lie {'in each other' if n == 1 else 'at unequal distances'}: {_SHARED}")

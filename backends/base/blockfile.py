@@ -1,17 +1,19 @@
-"""Blocks as files: the format, and a directory of them that this process has locked. Blocking; knows no tier.
+"""Blocks as files: the format, and a locked directory of them.
+
+Blocking; knows no tier.
 
     DIRECTORY/offload.lock              held with flock, as DIRECTORY is, for as long as the directory is open
     DIRECTORY/3f/KEY.NUMBER.kv          a block: a header of 512 bytes, then the payload
     DIRECTORY/3f/KEY.NUMBER.kv.tmp      a block that is being written
 
-KEY is the key in hexadecimal. NUMBER is never used again, so that a block that was evicted and stored anew is another file, and
-a removal that is still to come cannot hit it. The directory belongs to this user alone.
+KEY is the key in hexadecimal. NUMBER is never used again, so that a block that was evicted and stored again is another
+file, and a removal that is still to come cannot hit it. The directory belongs to this user alone.
 
 Rule 1. A name that ends in ``.kv`` is given only to a file that is complete, by a rename. (Without ``fsync`` a crash of
         the machine may still leave one with holes; the checksums find that.)
 Rule 2. No file is trusted. A header that does not fit the file is *torn*, a payload that does not fit its checksum is
-        *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*, and where sums are wanted a
-        payload without one is *unsummed*.
+        *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*, and if checksums are
+        required a payload without one is *unsummed*.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from .keys import MAX_STORED_BYTES
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 512
-"""The longest key in a header. A key longer than ``_MAX_NAMED_BYTES`` is not written out in the file's name."""
+"""Size of a header, in bytes."""
 
 _MAGIC = b"\x8bkvblk\n\x1a"
 # magic, version, flags, key length, depth + 1 (0: not known), size, sum, layout, key
@@ -55,18 +57,28 @@ _SUMMED = 1  # flag: the payload has a checksum
 assert _HEADER.size + _SUM.size == HEADER_BYTES
 
 _MAX_NAMED_BYTES = 100
+"""Bytes of the longest key that is written out in names."""
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENOENT}
-"""Errors of a name that is no shard: a file, a link, or a directory that is closed to this user."""
+"""Errors of a name that is no shard.
+
+It is a file, a link, or a directory that is closed to this user.
+"""
 NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]{1,15})\.kv(\.tmp)?")
-"""Of a number so long that no tier has given it, a file is not ours."""
+"""Names of this tier's files.
+
+A file with a longer number than any tier assigns is not one of them.
+"""
 MAX_FOUND_NUMBER = 1 << 56
-"""New files get the number after the largest that was found below this. A file with a larger number is a block too, but the
-numbers after it could become too long for a name: 2**56 stores are more than there will be."""
+"""Bound on the numbers that are continued.
+
+New files get the number after the largest that was found below this. A file with a larger number is a block too, but
+the numbers after it could become too long for a name: 2**56 stores are more than there will be.
+"""
 
 
 class Refused(Exception):
-    """A file is not the block that was expected; the reason is one of the words of rule 2."""
+    """A file that is not the expected block: rule 2."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -83,14 +95,14 @@ class Header(NamedTuple):
 
 
 def layout_digest(fingerprint: str) -> bytes:
-    """The digest of a layout in a header: 32 bytes."""
+    """Return the digest of a layout in a header: 32 bytes."""
     return hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()
 
 
 def pack_header(
     key: Key, payload_bytes: int, payload_sum: int | None, layout: bytes, depth: int | None = None
 ) -> bytes:
-    """The header of one block."""
+    """Return the header of one block."""
     flags, digest = (0, 0) if payload_sum is None else (_SUMMED, payload_sum)
     known = 0 if depth is None else min(depth, _MAX_DEPTH) + 1
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, flags, len(key), known, payload_bytes, digest, layout, key)
@@ -116,14 +128,14 @@ def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> He
 
 def check_summed(header: Header) -> None:
     """Raise :class:`Refused` unless the payload has a checksum."""
-    # A sum made now would vouch for whatever the file has become since it was written, and reading it twice shows only that the
-    # disk answers the same twice. So such a block is a miss, and is stored again.
+    # A sum made now would confirm whatever the file has become since it was written, and reading it twice proves only
+    # that the disk returns the same twice. So such a block is a miss, and is stored again.
     if header.payload_sum is None:
         raise Refused("unsummed")
 
 
 def name_of(key: Key, number: int) -> str:
-    """The file of one block, relative to the directory."""
+    """Return the file of one block, relative to the directory."""
     spelled = key.hex() if len(key) <= _MAX_NAMED_BYTES else "long-" + hashlib.blake2b(key, digest_size=32).hexdigest()
     return f"{xxhash.xxh3_64_hexdigest(key)[:2]}/{spelled}.{number:x}.kv"
 
@@ -135,7 +147,7 @@ _LOCK: Final = "offload.lock"
 
 
 def check_directory(path: str) -> None:
-    """Raise what opening a :class:`Directory` would. Changes nothing there.
+    """Raise the errors of opening a :class:`Directory`, changing nothing.
 
     Raises:
         StrayPath: it cannot be used.
@@ -163,7 +175,9 @@ def _in_use(path: str) -> PlaceInUse:
 
 
 class Directory:
-    """An open, locked directory. Threads work in it within :meth:`in_use`, so that it is not closed meanwhile.
+    """An open, locked directory.
+
+    Threads work in it within :meth:`in_use`, so that it is not closed meanwhile.
 
     It belongs to this process: in a forked child it is closed.
     """
@@ -180,7 +194,7 @@ class Directory:
         self._durable: set[str] = set()  # shards whose entry in the root is
         self.root, _ = open_private_directory(path, StrayPath, purpose="a directory of blocks")
         try:
-            # The directory is locked as well: whoever removes the file does not let a second tier in.
+            # The directory is locked as well: removing the lock file does not let a second tier in.
             self.lock = lock_directory(self.root, _LOCK, lambda holder: _in_use(path), patience=0.0)
         except OSError as exc:
             raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
@@ -193,7 +207,7 @@ class Directory:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep it open for as long as the ``with`` block lasts.
+        """Keep the directory open while the ``with`` block lasts.
 
         Raises:
             PlaceClosed: it was closed.
@@ -214,14 +228,17 @@ class Directory:
                     self._close()
 
     def close(self) -> None:
-        """Close the directory, or let the last thread that works in it do so. Idempotent."""
+        """Close the directory, or let its last thread do so. Idempotent."""
         with self._mutex:
             self._closing = True
             if not self._users:
                 self._close()
 
     def _after_fork(self) -> None:
-        """In a forked child: close it. The lock stays with the parent, so that only one process writes the files."""
+        """Close the directory in a forked child.
+
+        The lock stays with the parent, so that only one process writes the files.
+        """
         self._mutex = threading.Lock()
         self._why_closed = belongs_to(self._pid, f"the directory {self.path!r}")
         self._closing = True
@@ -238,7 +255,10 @@ class Directory:
         self._close()
 
     def scan(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The files with our kind of name, relative to the root."""
+        """Yield the files with this tier's kind of name.
+
+        Names are relative to the root.
+        """
         for shard in sorted(os.listdir(self.root)):
             if not _SHARD.fullmatch(shard):
                 continue
@@ -247,7 +267,7 @@ class Directory:
             except OSError as exc:
                 if exc.errno in _NOT_OURS:
                     continue
-                raise  # its blocks would take room that nobody counts
+                raise  # its blocks would take room that is not counted
             try:
                 for name in os.listdir(fd):
                     if NAME.fullmatch(name):
@@ -259,7 +279,7 @@ class Directory:
                 os.close(fd)
 
     def head(self, name: str) -> bytes:
-        """The header of one file, or the whole file if it is shorter."""
+        """Return the header of one file, or all of a shorter file."""
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
         try:
             return read_head(fd, HEADER_BYTES)
@@ -269,7 +289,9 @@ class Directory:
     def write(
         self, name: str, head: bytes, payload: memoryview, mtime_ns: int, fsync: bool, used_bytes: int | None = None
     ) -> None:
-        """Write one block and publish it. After an error no file is left.
+        """Write one block and publish it.
+
+        After an error no file is left.
 
         After ``used_bytes`` the payload must be zero: a hole in the file reads the same.
         """
@@ -291,7 +313,10 @@ class Directory:
             raise
 
     def read(self, name: str, layout: bytes, key: Key, page: memoryview, verify: bool) -> None:
-        """Read one block's payload into a page of its size, or raise :class:`Refused`."""
+        """Read one block's payload into a page, or raise :class:`Refused`.
+
+        The page has the size of the payload.
+        """
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
         except FileNotFoundError:
@@ -312,12 +337,18 @@ class Directory:
                 raise Refused("damaged")
 
     def touch(self, name: str, mtime_ns: int) -> None:
-        """Set the time of a file. Errors are ignored: it may be gone, or be removed now."""
+        """Set the time of a file. Errors are ignored.
+
+        The file may be gone, or be removed now.
+        """
         with contextlib.suppress(OSError):
             os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=self.root, follow_symlinks=False)
 
     def remove(self, name: str) -> bool:
-        """Remove one file. Return whether it is gone: one that is left would be found at the next start."""
+        """Remove one file. Return whether it is gone.
+
+        A file that is left would be found at the next start.
+        """
         try:
             os.unlink(name, dir_fd=self.root)
         except FileNotFoundError:
@@ -327,7 +358,7 @@ class Directory:
         return True
 
     def sync(self, names: Sequence[str]) -> None:
-        """Make renames durable, and the directories that they are in."""
+        """Make renames durable, and the directories of the files."""
         shards = {name[:2] for name in names}
         for shard in shards:
             fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root)

@@ -1,4 +1,6 @@
-"""The block pool: which slot holds which key, which slots are held, and which requests wait for room. No bytes, no I/O.
+"""The block pool: a table of keys, slots and refs.
+
+It also has the requests that wait for room. No bytes, no I/O.
 
 A slot is *reset* (free), *staged* (being written) or *registered* (found by its key), in a cycle:
 
@@ -14,8 +16,8 @@ Rule 2. A ref is the number of the slot. Every operation takes and gives whole c
 Rule 3. Room is granted in the order of the requests (`backends/base/room.py`), except for an engine's own `put` and `stage`,
         which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
-Rule 5. Other threads may find and hold keys; see :mod:`backends.base._thread_pins`. What they have left is done before
-        anything that depends on what is held, and what goes is chosen and taken out under their lock.
+Rule 5. Other threads may find and hold keys; see :mod:`backends.base._thread_pins`. Their pins and releases are applied
+        before anything that depends on held blocks, and victims are chosen and taken out under their lock.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
 """
@@ -45,7 +47,10 @@ _log = logging.getLogger("backends.eviction")
 _NONE: frozenset[Key] = frozenset()
 _NO_SLOTS: frozenset[int] = frozenset()
 _LISTED = 4_096
-"""Slots that are listed as free at a time, at least: some 100 us."""
+"""Least number of slots that are listed as free at a time.
+
+Some 100 us.
+"""
 
 
 class _HeldKeys:
@@ -82,11 +87,13 @@ class RegistryStatistics:
     deleted: int
     """Blocks deleted by request."""
     leaving: int
-    """Slots registered and held that are freed with their last ref: victims that are being copied elsewhere."""
+    """Victims being copied elsewhere: registered, held, freed with their last ref."""
 
 
 class Registry(Room):
-    """Slots found by key, with refs, eviction and a queue for room. A subclass defines what a slot is.
+    """Slots found by key, with refs, eviction and a queue for room.
+
+    A subclass defines the slots.
 
     ``size`` is the room that one block takes, in the unit of the subclass.
     """
@@ -97,14 +104,14 @@ class Registry(Room):
             raise TypeError(f"eviction is {eviction!r}, and must be an eviction policy: maru.eviction has some")
         self._policy: EvictionPolicy[Key] = LRU() if eviction is None else eviction
         self._slot_of: dict[Key, int] = {}
-        self._depths: dict[Key, int] = {}  # of registered keys, where they were said
+        self._depths: dict[Key, int] = {}  # of registered keys, if known
         self._held: set[int] = set()
         self._more: dict[int, int] = {}  # refs of a held slot beyond the first
         self._doomed: set[int] = set()  # no longer found by a key, and still held
         self._held_keys = _HeldKeys(self._slot_of, self._held)
         self._watchers: KeyWatchers[Key] = KeyWatchers()
         self._evictions = Evictions()
-        self._leaving = self._evictions.key_of  # slot -> key; looked at on hot paths
+        self._leaving = self._evictions.key_of  # slot -> key; read on hot paths
         self._coming: AbstractSet[int] = _NO_SLOTS  # slots that will be free without a further eviction
         self._thread_pins = ThreadPins()
         self._staged = self._stored = self._duplicates = self._evicted = self._deleted = 0
@@ -112,34 +119,34 @@ class Registry(Room):
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    # --- what a subclass says -------------------------------------------------------------------------------------
+    # --- implemented by a subclass --------------------------------------------------------------------------------
 
     @abstractmethod
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Free these slots, which hold nothing any more."""
+        """Free these slots, which hold no block any more."""
 
     # --- finding --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are registered. Does not count as a use."""
+        """Return the registered keys among ``keys``. Not counted as a use."""
         found = self._slot_of.keys()
         return _NONE if found.isdisjoint(keys) else found & keys
 
     def slots(self, keys: Sequence[Key]) -> list[int]:
-        """The slot of each key, ``EVICTED`` if it is not registered. Takes no ref."""
+        """Return each key's slot, or ``EVICTED``. Takes no ref."""
         return list(map(self._slot_of.get, keys, repeat(EVICTED)))
 
     @property
     def has_doomed(self) -> bool:
-        """Whether any slot is known to be damaged, and is still held."""
+        """Whether a damaged slot is still held."""
         return bool(self._doomed)
 
     def is_doomed(self, slot: int) -> bool:
-        """Whether this slot is known to be damaged, and is still held."""
+        """Return whether this slot is damaged and still held."""
         return slot in self._doomed
 
     def prefix(self, keys: Sequence[Key]) -> int:
-        """How many of the first ``keys`` are registered without a gap."""
+        """Return how many of the first ``keys`` are registered without a gap."""
         slot_of = self._slot_of
         for length, key in enumerate(keys):
             if key not in slot_of:
@@ -147,34 +154,43 @@ class Registry(Room):
         return len(keys)
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Record a use of these keys in the eviction policy, deepest first. Those that are not registered are left out."""
+        """Record a use of these keys in the eviction policy, deepest first.
+
+        Keys that are not registered are left out.
+        """
         slot_of = self._slot_of
         if not all(map(slot_of.__contains__, keys)):  # a policy that knew them would choose them as victims
             keys = [key for key in keys if key in slot_of]
         if self._leaving:
             self._evictions.stay(self.slots(keys))
             depths = self.depths(keys)
-            if depths is not None:  # the policy has forgotten what leaves, and its depth with it
+            if depths is not None:  # the policy has forgotten leaving keys and their depths
                 self._policy.use(keys[::-1], depths[::-1])
                 return
         self._policy.use(keys[::-1])
 
     def depths(self, keys: Sequence[Key]) -> list[int | None] | None:
-        """The depth of each registered key, as far as known; ``None`` if no depth is known."""
+        """Return the depth of each registered key, if known.
+
+        ``None`` for all if no depth is known.
+        """
         found = list(map(self._depths.get, keys)) if self._depths else []
         return found if found.count(None) < len(found) else None
 
     def list_keys(self) -> list[Key]:
-        """All keys that are registered."""
+        """Return all registered keys."""
         return list(self._slot_of)
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Tell ``watcher`` of every change; see :class:`maru.kv_events.KeyBook`."""
+        """Notify ``watcher`` of every change; see :class:`maru.kv_events.KeyBook`."""
         return self._watchers.add(watcher)
 
     @property
     def is_told_to_nobody(self) -> bool:
-        """Whether no task waits for room, nothing watches the keys, and victims go nowhere."""
+        """Whether a change would wake, notify or spill to nobody.
+
+        No task waits for room, nothing watches the keys, and there is no spiller.
+        """
         return not (
             self._waiters.requests or self._watchers.all or self._leaving or self._evictions.spiller is not None
         )
@@ -184,7 +200,9 @@ class Registry(Room):
     def pin_from_thread(
         self, lease_of: Callable[[Sequence[Key], list[int]], T], keys: Sequence[Key]
     ) -> tuple[T, ThreadPin]:
-        """Hold the longest prefix of ``keys`` that is there, which counts as a use. In any thread; never waits for long.
+        """Hold the longest present prefix of ``keys``, from any thread.
+
+        It counts as a use, and never waits for long.
 
         Args:
             lease_of: makes the lease of some keys in these slots. The pin ends with it at the latest.
@@ -200,7 +218,7 @@ class Registry(Room):
             return lease, pins.pin(lease, keys, slots)
 
     def catch_up(self) -> None:
-        """Hold what other threads have pinned, and release what they have released."""
+        """Hold blocks that other threads have pinned; release those they released."""
         pins = self._thread_pins
         if pins.pinned:
             self._hold_pinned()
@@ -220,7 +238,10 @@ class Registry(Room):
                 pin.is_held = True
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take one more ref for each registered key, ``EVICTED`` for each other one. Does not count as a use."""
+        """Take one more ref for each registered key.
+
+        ``EVICTED`` for each other key. Does not count as a use.
+        """
         held = self._held
         try:
             slots = list(map(self._slot_of.__getitem__, keys))
@@ -244,7 +265,10 @@ class Registry(Room):
         return slots
 
     def release(self, refs: Sequence[int]) -> None:
-        """Release one ref of each. ``EVICTED``, and a slot without refs, are ignored."""
+        """Release one ref of each slot.
+
+        ``EVICTED``, and a slot without refs, are ignored.
+        """
         if self._more:
             held, more = self._held, self._more
             for slot in refs:
@@ -277,7 +301,9 @@ class Registry(Room):
         return self._evictions.listen(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with all victims until the returned function is called; see :meth:`backends.abc.Tier.spill_to`.
+        """Call ``spiller`` with all victims until the returned function is called.
+
+        See :meth:`backends.abc.Tier.spill_to`.
 
         Raises:
             ValueError: there is a spiller.
@@ -293,7 +319,10 @@ class Registry(Room):
         return end
 
     def take_at_once(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Like :meth:`take_evicting`, for a caller that must not wait: victims go at once, without a copy elsewhere."""
+        """Like :meth:`take_evicting`, for a caller that must not wait.
+
+        Victims go at once, without a copy elsewhere.
+        """
         spiller = self._evictions.spiller
         if spiller is None:
             return self.take_evicting(keys, size)
@@ -311,7 +340,7 @@ class Registry(Room):
     # --- room -----------------------------------------------------------------------------------------------------
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Free staged slots that were not registered. ``EVICTED`` is ignored."""
+        """Free staged slots that were not registered, ignoring ``EVICTED``."""
         back = [slot for slot in slots if slot != EVICTED]
         back.reverse()  # ascending columns come back as the descending run that they were
         self._staged -= len(back)
@@ -319,7 +348,7 @@ class Registry(Room):
         if self._waiters.requests:
             self._serve()
 
-    # --- changing what is found -----------------------------------------------------------------------------------
+    # --- changing the table ---------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -328,13 +357,15 @@ class Registry(Room):
         hold: list[int] | None = None,
         depths: Sequence[int | None] | None = None,
     ) -> list[int]:
-        """Register staged slots under their keys, which counts as a use. First writer wins.
+        """Register staged slots under their keys. First writer wins.
+
+        It counts as a use.
 
         Args:
             keys: one key per slot.
             slots: staged slots.
-            hold: if given, one ref for each key is appended. It is taken before waiting requests are served, which may evict
-                what has just been registered.
+            hold: if given, one ref for each key is appended. It is taken before waiting requests are served, which may
+                evict the blocks that were just registered.
             depths: the index of each block in its prefix, if known.
 
         Returns:
@@ -365,7 +396,7 @@ class Registry(Room):
         self._duplicates += n
 
     def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys, except held ones. Returns one answer per key."""
+        """Delete these keys, except held ones. Return one answer per key."""
         self.catch_up()
         answers: list[Deletion] = []
         gone: list[Key] = []
@@ -390,7 +421,9 @@ class Registry(Room):
         return answers
 
     def forget(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Drop damaged blocks: no longer found, and their slots are free once they are no longer held.
+        """Drop damaged blocks.
+
+        They are no longer found, and their slots are free once they are no longer held.
 
         A key that is in another slot by now stays.
         """
@@ -413,7 +446,7 @@ class Registry(Room):
             self._serve()
 
     def statistics(self) -> RegistryStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         self.catch_up()
         return RegistryStatistics(
             staged=self._staged,
@@ -430,13 +463,14 @@ class Registry(Room):
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _inactive(self) -> int:
-        """The number of registered blocks without refs."""
+        """Return the number of registered blocks without refs."""
         return len(self._slot_of) + len(self._doomed) - len(self._held)
 
     def _evict(self, incoming: Sequence[Key], n: int) -> list[Key]:
-        """Make room for ``n`` blocks, of which there are enough without refs. Returns the keys that the policy rejects.
+        """Make room for ``n`` blocks. Return the keys that the policy rejects.
 
-        With a spiller, the room is free when its copies have settled: until then it is *coming*.
+        There must be enough blocks without refs. With a spiller, the room is free when its copies have settled: until
+        then it is *coming*.
         """
         spiller = self._evictions.spiller
         with self._thread_pins.lock:  # rule 5
@@ -460,27 +494,36 @@ class Registry(Room):
             spill.over()
 
     def _over(self, slots: Sequence[int]) -> list[Key]:
-        """End a spill of these slots. Returns the keys that leave."""
+        """End a spill of these slots. Return the keys that leave."""
         leaving = self._evictions.count_no_more(slots)
         self.release(slots)
         return leaving
 
     def _went(self, victims: list[Key], slots: Sequence[int]) -> None:
-        """These victims were taken out. The caller serves the waiting requests."""
+        """Free and count victims that were taken out.
+
+        The caller serves the waiting requests.
+        """
         self._free_taken(victims, slots)
         self._evicted += len(victims)
         if victims and self._evictions.listeners:
             self._evictions.tell(victims)
 
     def _take_out(self, keys: Sequence[Key]) -> list[int]:
-        """Have these keys found no more. Returns their slots. Under the lock of the threads: rule 5."""
+        """Remove keys from the table. Return their slots.
+
+        Under the lock of the threads: rule 5.
+        """
         if self._depths:
             for key in keys:
                 self._depths.pop(key, None)
         return list(map(self._slot_of.pop, keys))
 
     def _free_taken(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Free the slots of keys that were taken out. The caller serves the waiting requests."""
+        """Free the slots of keys that were taken out.
+
+        The caller serves the waiting requests.
+        """
         self._free_slots(slots)
         if self._watchers.all:
             self._watchers.removed(keys)
@@ -495,7 +538,7 @@ class Registry(Room):
             self._policy.use(keys[::-1])
         if self._watchers.all:
             self._watchers.stored(keys)
-        if self._waiters.requests:  # what was staged may be evicted now
+        if self._waiters.requests:  # the staged blocks may be evicted now
             self._serve()
 
 
@@ -503,7 +546,7 @@ class BlockPool(Registry):
     """A fixed number of equal slots, found by key.
 
     Args:
-        capacity: how many slots there are.
+        capacity: number of slots.
         eviction: chooses the victims; an own instance for each pool. LRU by default.
         first: the number of the first slot.
     """
@@ -523,19 +566,19 @@ class BlockPool(Registry):
 
     @property
     def free(self) -> int:
-        """The number of free slots."""
+        """Number of free slots."""
         return len(self._free) + len(self._fresh)
 
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether there are ``n`` slots."""
+        """Return whether there are ``n`` slots."""
         return n <= self.capacity
 
     def fitting(self, n: int, size: int = 1) -> int:
-        """How many of ``n`` slots are free."""
+        """Return how many of ``n`` slots are free."""
         return min(n, self.free)
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """Stage ``n`` free slots, ascending; ``None`` if there are not so many."""
+        """Stage ``n`` free slots, ascending; ``None`` if there are fewer."""
         free = self._free
         if n > len(free):
             if n > self.free:
@@ -550,7 +593,10 @@ class BlockPool(Registry):
         return slots
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Stage a slot for each key, evicting as many as needed; ``None`` if too many are held."""
+        """Stage a slot for each key, evicting as many as needed.
+
+        ``None`` if too many are held.
+        """
         self.catch_up()
         missing = len(keys) - self.free
         if missing <= 0:
@@ -571,7 +617,7 @@ class BlockPool(Registry):
         self._free += slots
 
     def _list_fresh(self, n: int) -> None:
-        """Put at least ``n`` slots that were never taken at the bottom of the stack."""
+        """List ``n`` or more unused slots at the bottom of the stack."""
         listed = self._fresh[: max(n, _LISTED)]
         self._fresh = self._fresh[len(listed) :]
         self._free[:0] = reversed(listed)

@@ -1,8 +1,8 @@
-"""Closes a place that was made here, whether it was entered or not.
+"""Closing of a place, whether it was entered or not.
 
-A place may own something from its construction on: a directory, memory, the threads of a plugin. It may never be entered, or
-entering may fail. So it is closed at the end, after it was left, by its ``close`` if it has one. Therefore ``close`` is
-idempotent and does nothing after leaving. An async ``close`` is left to ``__aexit__``.
+A place may own something from its construction on: a directory, memory, the threads of a plugin. It may never be
+entered, or entering may fail. So it is closed at the end, after it was left, by its ``close`` if it has one. Therefore
+``close`` is idempotent and does nothing after leaving. An async ``close`` is left to ``__aexit__``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @contextmanager
 def closing(place: T) -> Iterator[T]:
-    """A context manager that yields the place, and closes it at the end.
+    """Yield the place, and close it at the end.
 
     Raises:
         Exception: its ``close`` raised; after an exception of the block it becomes a note on that.
@@ -31,7 +31,10 @@ def closing(place: T) -> Iterator[T]:
 
 
 def close_beside(error: BaseException, place: object) -> None:
-    """Close a place because of this error. An exception while closing becomes a note on the error."""
+    """Close a place because of this error.
+
+    An exception while closing becomes a note on the error.
+    """
     try:
         close(place)
     except Exception as failure:

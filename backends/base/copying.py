@@ -1,14 +1,18 @@
-"""Copies between a source, the pages of a tier, and a destination; every tier uses them.
+"""Copies between a source, the pages of a tier, and a destination.
 
-A tier computes a checksum of what has arrived, and trusts it from then on. So what arrives is compared with the checksum of its
-source before it can be found: otherwise damage would be copied on, with a checksum that fits.
+Every tier uses them. A tier computes a checksum of the bytes that arrived, and trusts it from then on. So these bytes
+are compared with the checksum of their source before they can be found: otherwise damage would be copied on, with a
+checksum that fits.
 
-Rule 1. The source is asked for checksums (:meth:`backends.abc.Source.checksums_of`) on the trio thread before the copy; they
-        are compared where the copy is made; and damaged blocks are reported to the source on the trio thread, after the copy.
-Rule 2. A damaged or unreadable block fails alone. If the source finds it itself, and raises for the whole copy, the other
-        blocks are copied once more, one by one.
-Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as well.
-Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see :mod:`backends.base._unproven`.
+Rule 1. The source is asked for checksums (:meth:`backends.abc.Source.checksums_of`) on the trio thread before the copy;
+        they are compared in the thread of the copy; and damaged blocks are reported to the source on the trio thread,
+        after the copy.
+Rule 2. A damaged or unreadable block fails alone. If the source finds it itself, and raises for the whole copy, the
+        other blocks are copied once more, one by one.
+Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as
+        well.
+Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see
+        :mod:`backends.base._unproven`.
 """
 
 from __future__ import annotations
@@ -33,37 +37,52 @@ from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_
 from .threads import run_beside, run_halves, run_in_thread, run_in_thread_to_the_end
 
 BOUNCE_BYTES: Final = 8 << 20
-"""Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
+"""Bytes of blocks outside of host memory that are staged at once.
+
+A larger block is staged alone.
+"""
 
 BESIDE_BYTES: Final = 4 << 20
-"""Bytes of a load from which on a second thread helps: a request waits for it, and to start one takes a tenth of such a copy.
-A store, for which nobody waits, leaves the other processors to the engine."""
+"""Bytes of a load from which on a second thread helps.
+
+A request waits for a load, and starting a thread takes a tenth of such a copy. A store, for which no request waits,
+leaves the other processors to the engine.
+"""
 
 RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
-"""``await run(fn, *args)``: runs the work of a tier in a copy thread."""
+"""Function that runs a tier's work in a thread: ``await run(fn, *args)``."""
 
 
 _BUFFER_BYTES: Final = BOUNCE_BYTES
 _KEPT: Final = 4
-"""Buffers that are kept for later copies: pinning one takes longer than a copy through it."""
+"""Buffers that are kept for later copies.
+
+Pinning one takes longer than a copy through it.
+"""
 _spare: deque[Memory] = deque(maxlen=_KEPT)
 _lent: dict[int, Memory] = {}
-"""Buffers in use, by address. They are kept here: were they part of a cycle of garbage with their user, they would be unmapped
-with it, though its finalizer gives them back."""
+"""Buffers in use, by address.
+
+They are kept here: if they were part of a cycle of garbage with their user, they would be unmapped with it, though its
+finalizer gives them back.
+"""
 
 
 _pins: weakref.WeakKeyDictionary[Memory, Pin] = weakref.WeakKeyDictionary()
 
 
 class _Buffer:
-    """A staging buffer, pinned if this process uses CUDA. Another copy may use it once nothing refers to this any more."""
+    """A staging buffer, pinned if this process uses CUDA.
+
+    Another copy may use it once nothing refers to it any more.
+    """
 
     def __init__(self) -> None:
         try:
             memory = _spare.popleft()
         except IndexError:
             memory = Memory.private(_BUFFER_BYTES)
-        if uses_cuda() and memory not in _pins:  # also one from before CUDA was used
+        if uses_cuda() and memory not in _pins:  # including a buffer from before CUDA was used
             _pins[memory] = Pin(memory)
             _pins[memory].pin()
         self._pid = os.getpid()
@@ -77,22 +96,25 @@ class _Buffer:
         getpid: Callable[[], int] = os.getpid,
     ) -> None:
         memory = lent.pop(getattr(self, "address", 0), None)
-        if memory is not None and getpid() == self._pid:  # else it may be pinned, and not be here
+        if memory is not None and getpid() == self._pid:  # in a forked child it may be pinned, and not be mapped
             spare.append(memory)
 
 
-os.register_at_fork(after_in_child=_spare.clear)  # a child has none of those that are pinned
+os.register_at_fork(after_in_child=_spare.clear)  # a child has no pinned memory
 
 
 class Bounce:
-    """A buffer in host memory that blocks pass through, a few at a time. For one thread at a time; allocated when needed."""
+    """A buffer in host memory that blocks pass through in portions.
+
+    For one thread at a time; allocated when needed.
+    """
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most_bytes = BOUNCE_BYTES if most_bytes is None else most_bytes
         self._portions: dict[int, Pages] = {}
 
     def portion(self, n: int, page_bytes: int) -> Pages:
-        """Pages of this size for as many of ``n`` blocks as are staged at once."""
+        """Return pages of this size for a portion of ``n`` blocks."""
         n = min(n, max(1, self._most_bytes // max(1, page_bytes)))
         pages = self._portions.get(page_bytes)
         if pages is None or len(pages) < n:
@@ -107,7 +129,7 @@ class Bounce:
 
 
 def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list[int]:
-    """The positions at which a checksum is known and differs."""
+    """Return the positions at which a checksum is known and differs."""
     if expected == found:
         return []
     pairs = enumerate(zip(expected, found, strict=True))
@@ -118,7 +140,9 @@ def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list
 
 
 class StoreCopy:
-    """The copy of blocks from a source into a tier. Made on the trio thread, for one transfer.
+    """The copy of blocks from a source into a tier.
+
+    Made on the trio thread, for one transfer.
 
     Args:
         source: the place that has the blocks.
@@ -133,20 +157,26 @@ class StoreCopy:
         self.source: Source = source
         self.refs: Sequence[int] = refs
         self.views: Pages | None = source.views(refs)
-        """The addresses of the blocks, if they are in host memory."""
+        """Addresses of the blocks, if they are in host memory."""
         self.sums: list[int] = []
-        """The xxh3-64 of each block that has arrived, by position, after the copy. Empty if no checksums were needed."""
+        """Checksums of the blocks that arrived, by position, after the copy.
+
+        They are xxh3-64. Empty if no checksums were needed.
+        """
         self.failed: dict[int, Exception] = {}
-        """The errors of blocks that must not be stored, by position; grows during the copy."""
+        """Errors of blocks that must not be stored, by position.
+
+        It grows during the copy.
+        """
         self._keys = keys
         self._expected = _known_checksums(source, keys, refs)
         self._summed = summed or self._expected is not None
-        self._different: list[int] = []  # damaged blocks that the source must be told of
+        self._different: list[int] = []  # damaged blocks to be reported to the source
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    # --- the whole of it, into pages of a place -------------------------------------------------------------------
+    # --- all of it, into pages of a place -------------------------------------------------------------------------
 
     async def into(
         self,
@@ -155,7 +185,9 @@ class StoreCopy:
         run: RunInThread = run_in_thread,
         inline_bytes: int = INLINE_BYTES,
     ) -> dict[int, Exception]:
-        """Copy all blocks into pages, in place or in a thread. Cancelled, it returns at once, even if a thread still copies.
+        """Copy all blocks into pages, in place or in a thread.
+
+        Cancelled, it returns at once, even if a thread still copies.
 
         Returns:
             The errors of blocks that must not be stored; the source has dropped those.
@@ -181,9 +213,12 @@ class StoreCopy:
     def portions(
         self, positions: Sequence[int] | None = None, bounce: Bounce | None = None
     ) -> Iterator[tuple[Sequence[int], Pages]]:
-        """The blocks at these positions in host memory: where they are, or a few at a time in a buffer. In a copy thread.
+        """Yield the blocks at these positions in host memory, in portions.
 
-        Not verified yet: the caller calls :meth:`verify` before it publishes them, and leaves out those in :attr:`failed`.
+        In a copy thread. Blocks in host memory are yielded in place, others a few at a time in a buffer.
+
+        They are not verified yet: the caller calls :meth:`verify` before it publishes them, and leaves out those in
+        :attr:`failed`.
         """
         wanted = range(len(self._keys)) if positions is None else positions
         if self.views is not None:
@@ -198,14 +233,19 @@ class StoreCopy:
             start += len(portion)
 
     def verify(self, positions: Sequence[int], pages: Pages) -> None:
-        """Compare what has arrived of these blocks with the checksums of their source. Runs where the copy was made."""
+        """Compare blocks that arrived with the checksums of their source.
+
+        Runs in the thread of the copy.
+        """
         if self._summed:
             self._compare(positions, checksums(pages))
 
     # --- the end of it --------------------------------------------------------------------------------------------
 
     def settle(self) -> dict[int, Exception]:
-        """After the copy, on the trio thread: report damaged blocks to the source. Idempotent.
+        """Report damaged blocks to the source, after the copy. Idempotent.
+
+        On the trio thread.
 
         Returns:
             The errors of blocks that must not be stored, by position.
@@ -252,7 +292,10 @@ class StoreCopy:
 
 
 def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
-    """Return the checksums that a source knows of these blocks; ``None`` if it knows none."""
+    """Return the checksums that a source knows of these blocks.
+
+    ``None`` if it knows none.
+    """
     expected = source.checksums_of(keys, refs)
     return None if expected is None or expected.count(None) == len(expected) else expected
 
@@ -261,7 +304,9 @@ def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -
 
 
 def places_for(place: object, n: int, block_bytes: int, destination: Destination) -> Pages | None:
-    """The addresses of the first ``n`` places of a destination, if they are host memory. Call it before the copy.
+    """Return the addresses of a destination's first ``n`` places.
+
+    ``None`` if they are not in host memory. Call this before the copy.
 
     Raises:
         BlockSizeError: they have another size than this tier's blocks.
@@ -290,9 +335,10 @@ async def load_pages(
     run: RunInThread = run_in_thread_to_the_end,
     inline_bytes: int = INLINE_BYTES,
 ) -> list[int] | None:
-    """Copy pages of a tier into ``there``, or let the destination copy them into its places from ``start`` on.
+    """Copy pages of a tier into ``there`` or into a destination.
 
-    In place, or in a thread when it is its turn. Cancelled, it returns when the copy is over.
+    If ``there`` is ``None`` the destination copies them into its places from ``start`` on. The copy is made in place,
+    or in a thread when it is its turn. Cancelled, it returns when the copy is over.
 
     Returns:
         The xxh3-64 of each block, if wanted.
@@ -306,7 +352,10 @@ async def load_pages(
 
 
 def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
-    """Copy pages into ``there``, or let the destination copy them. Runs in a copy thread. Returns checksums if ``summed``."""
+    """Copy pages into ``there``, or let the destination copy them.
+
+    Runs in a copy thread. Returns checksums if ``summed``.
+    """
     if there is not None:
         return _copied_to(there, pages, summed, alone=True)
     beside = _is_large(pages)
@@ -324,7 +373,7 @@ def _is_large(pages: Pages) -> bool:
 
 
 def _copied_to(destination: Pages, source: Pages, summed: bool, alone: bool) -> list[int] | None:
-    # Beside other copies a second thread has no processor of its own.
+    # While other copies run, a second thread has no processor of its own.
     return (_copied_by_halves if alone and _is_large(source) else _copied)(destination, source, summed)
 
 

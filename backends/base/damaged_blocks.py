@@ -1,12 +1,15 @@
-"""Damaged blocks of a tier that cannot drop them at once: remembered until they are deleted. No bytes.
+"""Damaged blocks of a tier, remembered until they are deleted.
+
+For a tier that cannot drop them at once. No bytes.
 
 A tier of this process drops a damaged block when its last holder releases it. In a page store, a plugin or a tier below, a
 later delete is all that can be done, and by then the block under the key may be a new one. So each key is kept with something
 that identifies the damaged block: see ``B`` below.
 
 Rule 1. A damaged block is no longer found, and is deleted once it is not held any more.
-Rule 2. Only that block is meant. A block that is stored anew under its key is found, and not deleted if the tier can tell.
-Rule 3. Each is claimed by one caller at a time: a second delete on the way could hit a block that was stored anew after the
+Rule 2. Only that block is meant. A block that is stored again under its key is found, and not deleted if the tier can
+        distinguish it.
+Rule 3. Each is claimed by one caller at a time: a second delete on the way could hit a block that was stored after the
         first.
 """
 
@@ -20,14 +23,17 @@ from typing import Final, Generic, Protocol, TypeVar
 from ..abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
 
 DAMAGED: Final = Rejected("damaged")
-"""Reason for which a block is not stored anew: a damaged block under its key is still held."""
+"""Outcome of a store whose key has a held damaged block."""
 
 MOST_DAMAGED: Final = 65_536
-"""The most damaged blocks that are remembered, since a tier may refuse to delete them. Beyond it the oldest is found again."""
+"""Most damaged blocks that are remembered.
+
+A tier may refuse to delete them. Beyond this number the oldest is found again.
+"""
 
 
 class Damaged(Protocol):
-    """Identifies a damaged block: its key, and what tells it from a new block under that key."""
+    """A damaged block: its key, and its difference from a new block."""
 
     @property
     def key(self) -> Key:
@@ -42,7 +48,7 @@ class DamagedBlocks(Generic[B]):
     """The damaged blocks of one tier. Pure; used on the trio thread.
 
     Args:
-        most: how many are remembered.
+        most: number of blocks that are remembered.
     """
 
     def __init__(self, most: int = MOST_DAMAGED) -> None:
@@ -66,12 +72,15 @@ class DamagedBlocks(Generic[B]):
             del self._blocks[next(iter(self._blocks))]
 
     def prefix_before(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """The longest prefix of ``keys`` without a damaged block."""
+        """Return the longest prefix of ``keys`` without a damaged block."""
         return keys[: next((at for at, key in enumerate(keys) if key in self._blocks), len(keys))]
 
     @contextmanager
     def claim(self, most: int = MOST_DAMAGED) -> Iterator[list[B]]:
-        """Claim up to ``most`` damaged blocks for the caller alone: those that were added, or claimed, the longest ago."""
+        """Claim up to ``most`` damaged blocks for the caller alone.
+
+        The first are those that were added, or claimed, the longest ago.
+        """
         free = (block for key, block in self._blocks.items() if key not in self._claimed)
         some = list(islice(free, most))
         self._claimed.update(block.key for block in some)
@@ -81,14 +90,17 @@ class DamagedBlocks(Generic[B]):
             self._claimed.difference_update(block.key for block in some)
 
     def clear(self, blocks: Iterable[B]) -> None:
-        """Forget these damaged blocks, since new ones are stored under their keys."""
+        """Remove these damaged blocks, since new ones have their keys."""
         for block in blocks:
             # By identity: meanwhile another block may have been found damaged under the same key, and that one stays.
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
 
     def note_purged(self, blocks: Sequence[B], answers: Sequence[Deletion]) -> None:
-        """Record the answers to their deletion. Blocks that stay go to the end of the queue, so that all are tried in turn."""
+        """Record the answers to their deletion.
+
+        Blocks that stay go to the end of the queue, so that all are tried in turn.
+        """
         for block, answer in zip(blocks, answers, strict=True):
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
@@ -102,10 +114,12 @@ class DamagedBlocks(Generic[B]):
                 self._blocks.pop(key, None)
 
     def note_stored(self, keys: Sequence[Key], outcomes: list[Outcome]) -> int:
-        """Record new blocks, which are not damaged. A duplicate of a damaged block does not count as stored.
+        """Record new blocks, which are not damaged.
+
+        A duplicate of a damaged block does not count as stored.
 
         Returns:
-            How many duplicates were of damaged blocks; ``outcomes`` has :data:`DAMAGED` for them.
+            Number of duplicates of damaged blocks; ``outcomes`` has :data:`DAMAGED` for them.
         """
         if not self._blocks:
             return 0

@@ -1,17 +1,17 @@
-"""Reads in the caller's thread: what a tier offers that other threads may read without its own.
+"""Reads of a tier in the caller's thread.
 
-A tier belongs to one thread, its trio thread. Some can be read without that thread, whatever it does meanwhile:
+A tier belongs to one thread, its trio thread. Some tiers can be read without that thread, whatever it does meanwhile:
 
     any thread                                       the tier's own thread, whenever it gets to it
-    pin_from_thread: find, and hold                  catch_up: do what threads have left
-    load_from_thread: copy, and verify               note_loaded: count it
+    pin_from_thread: find, and hold                  catch_up: apply pins and releases of threads
+    load_from_thread: copy, and verify               note_loaded: count the blocks
     DirectLease.release_from_thread                  catch_up
-    PlacedLease.pages: read them where they lie
+    PlacedLease.pages: read them in place
 
-Rule 1. What is called in another thread may be interrupted at any bytecode by an exception (KeyboardInterrupt, or what a
-        handler of a signal raises). It leaves the tables whole, and a lease that nobody got to know of holds nothing.
-Rule 2. A pin that has been given holds its blocks at once, whether or not the tier's own thread knows of it yet.
-Rule 3. What cannot be answered without the tier's own thread is answered by ``None`` or false, and asked for there.
+Rule 1. A function called in another thread may be interrupted at any bytecode by an exception (KeyboardInterrupt, or
+        one raised by a signal handler). The tables stay consistent, and a lease that was not returned holds nothing.
+Rule 2. A returned pin holds its blocks at once, whether or not the tier's own thread knows of it yet.
+Rule 3. A question that needs the tier's own thread is answered by ``None`` or false, and then asked there.
 """
 
 from __future__ import annotations
@@ -40,18 +40,27 @@ class DirectLease(ABC):
 
 
 class PlacedLease(ABC):
-    """A lease of blocks that lie in memory of this process, where any thread may read them. It says so by deriving."""
+    """A lease of blocks in memory of this process.
+
+    Any thread may read them. A lease is recognised by deriving from this class.
+    """
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def pages(self) -> Pages:
-        """Where the blocks lie. To be read only; not verified: a load verifies."""
+        """Addresses of the blocks, to be read only.
+
+        They are not verified: a load verifies.
+        """
 
     @abstractmethod
     def check(self) -> None:
-        """Raise unless the pages still are those of the blocks. In any thread; to be called before a use, and after."""
+        """Raise unless the pages still hold the leased blocks.
+
+        In any thread; call it before a use, and after.
+        """
 
 
 class DirectTier(Tier):
@@ -69,45 +78,59 @@ class DirectTier(Tier):
 
     @abstractmethod
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key] | None:
-        """Those of ``keys`` that are there now; ``None``: rule 3. In any thread; waits for no other."""
+        """Return those of ``keys`` that are there now.
+
+        ``None``: rule 3. In any thread; waits for no other.
+        """
 
     @abstractmethod
     def pin_from_thread(self, keys: Sequence[Key]) -> Any:
-        """A lease (:class:`DirectLease`) of the longest prefix of ``keys`` that is there; ``None``: rule 3.
+        """Return a :class:`DirectLease` of the longest present prefix of ``keys``.
 
-        It counts as a use. In any thread; waits for no other.
+        It counts as a use. ``None``: rule 3. In any thread; waits for no other.
         """
 
     @abstractmethod
     def load_from_thread(self, lease: Any, there: Pages, deadline: float) -> bool:
-        """Copy leased blocks to these pages, one for each, and verify them. In any thread.
+        """Copy leased blocks to these pages, and verify them. Any thread.
 
         Args:
-            lease: of this tier.
-            there: where they go.
-            deadline: on the clock of ``time.monotonic``. Behind it no further block is read from a disk.
+            lease: a lease of this tier.
+            there: destination pages, one for each block.
+            deadline: on the clock of ``time.monotonic``. After it no further block is read from a disk.
 
         Returns:
-            Whether all of them are there, and are what was stored. If not, a load in the tier's own thread finds out why.
+            Whether all of them are there, and are the stored blocks. If not, a load in the tier's own thread finds the
+            reason.
         """
 
     def stores_at_once(self, n: int, block_bytes: int) -> bool:
-        """Whether room for so many blocks now, and their copy from host memory, wait for nothing and wake no task.
+        """Return whether so many blocks can be stored at once.
 
-        If so, ``reserve_nowait`` and the ``transfer`` of what it gives may be called in another thread, while the tier's own
-        waits for events. They may still find that there is no room.
+        Then taking room and copying from host memory wait for nothing and wake no task. If so, ``reserve_nowait`` and
+        its reservation's ``transfer`` may be called in another thread, while the tier's own waits for events. They may
+        still find that there is no room.
         """
         return False
 
     @property
     @abstractmethod
     def is_waited_for(self) -> bool:
-        """Whether a task waits for room here, so that :meth:`catch_up` is wanted behind a release."""
+        """Whether a task waits for room here.
+
+        If so, a release must be followed by :meth:`catch_up`.
+        """
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Do what other threads have left to do. In the tier's own thread."""
+        """Apply the pins and releases of other threads.
+
+        In the tier's own thread.
+        """
 
     @abstractmethod
     def note_loaded(self, blocks: int) -> None:
-        """Count blocks that another thread has loaded. In the tier's own thread."""
+        """Count blocks that another thread has loaded.
+
+        In the tier's own thread.
+        """

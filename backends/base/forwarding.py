@@ -1,4 +1,4 @@
-"""Bases of a tier, a source and a destination that stand in front of another one.
+"""Bases of tiers, sources and destinations in front of another one.
 
 A breaker, a placeholder for a tier that is absent, and a chain of wrappers each stand in front of one tier and keep its
 contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides the
@@ -39,7 +39,7 @@ Self = TypeVar("Self", bound="ForwardingTier")
 
 
 class ForwardingTier(Tier):
-    """A tier in front of another one, which forwards every call of the contract to it.
+    """A tier in front of another one, which forwards every call.
 
     Attributes:
         inner: the tier behind this one.
@@ -61,7 +61,7 @@ class ForwardingTier(Tier):
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        """Leave the inner tier, where it was entered."""
+        """Leave the inner tier, if it can be left."""
         if hasattr(type(self.inner), "__aexit__"):
             await self.inner.__aexit__(*exc)
 
@@ -94,7 +94,10 @@ class ForwardingTier(Tier):
         return reservation
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that the inner tier had when it was asked; see :class:`backends.abc.Tier`."""
+        """Return those of ``keys`` that the inner tier has.
+
+        See :class:`backends.abc.Tier`.
+        """
         found: AbstractSet[Key] = await self.inner.contains(keys)
         return found
 
@@ -114,7 +117,7 @@ class ForwardingTier(Tier):
         return answers
 
     def statistics(self) -> TierStatistics:
-        """The statistics of the inner tier."""
+        """Return the statistics of the inner tier."""
         statistics: TierStatistics = self.inner.statistics()
         return statistics
 
@@ -138,7 +141,7 @@ class ForwardingTier(Tier):
         return found
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """Return the depth of each block, where it is known."""
+        """Return the depth of each block, if known."""
         depths: Sequence[int | None] | None = self.inner.depths_of(keys)
         return depths
 
@@ -148,12 +151,12 @@ class ForwardingTier(Tier):
         return end
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` at every eviction from now on, until the returned function is called."""
+        """Call ``listener`` at every eviction until the returned function is called."""
         end: Callable[[], None] = self.inner.on_evicted(listener)
         return end
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Call ``spiller`` with the victims of every eviction from now on, until the returned function is called."""
+        """Call ``spiller`` with all victims until the returned function is called."""
         end: Callable[[], None] = self.inner.spill_to(spiller)
         return end
 
@@ -163,12 +166,12 @@ class ForwardingTier(Tier):
         return keys
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Report every change to ``watcher`` from now on, until the returned function is called."""
+        """Report every change to ``watcher`` until the returned function is called."""
         end: Callable[[], None] = self.inner.watch_keys(watcher)
         return end
 
     def tell_when_back(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever the inner tier was gone and is there again."""
+        """Call ``listener`` whenever the inner tier is back after an absence."""
         self.inner.tell_when_back(listener)
 
 
@@ -294,7 +297,7 @@ class ForwardingSource(Source):
         return self.inner.forget_held(keys, refs)
 
     def used_bytes(self, page: memoryview) -> int | None:
-        """Return the number of leading bytes in use of a page, or ``None``."""
+        """Return the number of used leading bytes of a page, or ``None``."""
         return self.inner.used_bytes(page)
 
     def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:

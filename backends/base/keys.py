@@ -1,4 +1,7 @@
-"""The check of keys: bytes, of a length that every tier accepts. Every public entry point uses it."""
+"""The check of keys, which every public entry point uses.
+
+Keys are bytes, of a length that every tier accepts.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,23 @@ from typing import Final
 from .._errors import DuplicateKeys
 
 MAX_STORED_BYTES: Final = 440
-"""The longest name of a block in a tier: the size of its field in the header of a block's file, the smallest of all tiers."""
+"""Bytes of the longest name of a block in a tier.
+
+The size of its field in the header of a block's file, the smallest of all tiers.
+"""
 MAX_KEY_BYTES: Final = MAX_STORED_BYTES - 8
-"""The longest key of a caller: a chain of wrappers appends 8 bytes."""
+"""Bytes of a caller's longest key.
+
+A chain of wrappers appends 8 bytes.
+"""
 
 
 def check_keys(keys: Sequence[bytes], most: int = MAX_KEY_BYTES) -> None:
-    """Raise unless these are keys.
+    """Raise unless these are valid keys.
 
     Args:
         keys: the keys.
-        most: bytes that the longest may have; more than a caller's in a tier that may be wrapped.
+        most: bytes of the longest key; more than a caller's in a tier that may be wrapped.
 
     Raises:
         TypeError: one of them is not ``bytes``; or this is one key and not a sequence of keys.
@@ -43,7 +52,7 @@ def check_keys(keys: Sequence[bytes], most: int = MAX_KEY_BYTES) -> None:
 
 
 def distinct_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys as a tuple, checked.
+    """Return the keys as a tuple, checked.
 
     Raises:
         DuplicateKeys: a key is given twice.

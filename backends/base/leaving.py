@@ -1,4 +1,6 @@
-"""Evictions: listeners, and the victims that stay until a spiller has copied them elsewhere. No bytes.
+"""Evictions: listeners, and victims that a spiller copies elsewhere first.
+
+No bytes.
 
 An eviction takes one of two paths. Without a spiller a victim goes at once:
 
@@ -10,13 +12,15 @@ With a *spiller* (a chain to a slower tier, for example), it goes when its copy 
          ^                   |
          `------- use -------'
 
-Rule 1. A block that leaves is held by the ref of its :class:`Spill`, and found by its key. So it can be read, is not deleted,
-        and its slot is free only once no reader holds it any more, in whatever way its copy ends: a copy holds its own ref.
-Rule 2. A use keeps the block: the eviction policy knows it again. Its copy goes on, so the block is in both tiers.
-Rule 3. A reservation that waits for room counts on leaving blocks (they are *coming*), so that no more have to leave than it
-        needs. When a spill is over, blocks that are still held do not count any more: a copy without an end must not keep
-        reservations waiting.
-Rule 4. A call that must not wait (`put`, `stage`) spills nothing: its victims go at once, and the spiller is told so.
+Rule 1. A block that leaves is held by the ref of its :class:`Spill`, and found by its key. So it can be read, is not
+        deleted, and its slot is free only once no reader holds it any more, however its copy ends: a copy holds its own
+        ref.
+Rule 2. A use keeps the block: it is added to the eviction policy again. Its copy goes on, so the block is in both
+        tiers.
+Rule 3. A reservation that waits for room counts on leaving blocks (they are *coming*), so that no more have to leave
+        than it needs. When a spill is over, blocks that are still held do not count any more: a copy without an end
+        must not keep reservations waiting.
+Rule 4. A call that must not wait (`put`, `stage`) spills nothing: its victims go at once, and the spiller is notified.
 """
 
 from __future__ import annotations
@@ -31,11 +35,16 @@ from ..abc import Key
 _log = logging.getLogger("backends.eviction")
 
 Listener: TypeAlias = Callable[[Sequence[Key]], None]
-"""Called with the keys that were evicted, right afterwards. On the trio thread; must not block."""
+"""Function called with evicted keys, right after their eviction.
+
+On the trio thread; must not block.
+"""
 
 
 class Spill:
-    """The victims of one eviction, held until :meth:`over`. Made by a tier only.
+    """The victims of one eviction, held until :meth:`over`.
+
+    Only a tier makes one.
 
     The spiller copies those that are worth it, and calls :meth:`over` on every path.
     """
@@ -52,7 +61,10 @@ class Spill:
         self.keys: Sequence[Key] = keys
         """The keys of the victims, the least useful first."""
         self.depths: Sequence[int | None] | None = depths
-        """The index of each block in its prefix, if known; the spiller passes it on with the copy."""
+        """The index of each block in its prefix, if known.
+
+        The spiller passes it on with the copy.
+        """
         self._slots = slots
         self._end = end
 
@@ -61,11 +73,16 @@ class Spill:
 
     @property
     def held(self) -> bool:
-        """Whether it holds the blocks. If not from the start, they went at once, since the call for room could not wait."""
+        """Whether it holds the blocks.
+
+        If it does not from the start, they went at once, since the request for room could not wait.
+        """
         return bool(self._slots)
 
     def over(self) -> Sequence[Key]:
-        """Release the victims: each that was not used meanwhile goes, once it is not held any more. Idempotent; never raises.
+        """Release the victims. Idempotent; never raises.
+
+        Each that was not used meanwhile goes, once it is not held any more.
 
         Returns:
             The keys that go, now or with their last ref; not those that stay, or were dropped as damaged.
@@ -75,13 +92,15 @@ class Spill:
 
 
 class Evictions:
-    """The listeners and the spiller of a registry, and the victims that are still there. Pure, except for the log.
+    """The listeners and spiller of a registry, and its leaving victims.
+
+    Pure, except for the log.
 
     Attributes:
-        spiller: copies victims elsewhere before they go; may be ``None``.
+        spiller: copies victims elsewhere before they go, or ``None``.
         listeners: called with the keys of victims that went.
         key_of: the slots that leave, each with its key: registered, held, and unknown to the eviction policy.
-        coming: those of them that waiting reservations count on.
+        coming: those slots of them that waiting reservations count on.
     """
 
     __slots__ = ("coming", "key_of", "listeners", "spiller")
@@ -95,13 +114,13 @@ class Evictions:
     # --- listeners, spiller ----------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Add a listener. Returns an idempotent function that removes it."""
+        """Add a listener. Return an idempotent function that removes it."""
         ours: Listener = lambda keys: listener(keys)  # noqa: E731 - one of its own for each call of this
         self.listeners = (*self.listeners, ours)
         return lambda: self._remove_listener(ours)
 
     def divert(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Set the spiller. Returns an idempotent function that removes it."""
+        """Set the spiller. Return an idempotent function that removes it."""
         if self.spiller is not None:
             raise ValueError(f"what this tier evicts goes to {self.spiller!r} already")
         self.spiller = spiller
@@ -113,7 +132,7 @@ class Evictions:
         return end
 
     def tell(self, keys: Sequence[Key]) -> None:
-        """Call the listeners with the keys that went. One that raises is removed."""
+        """Call the listeners with these keys. Remove one that raises."""
         for listener in self.listeners:
             try:
                 listener(keys)
@@ -132,18 +151,24 @@ class Evictions:
         self.coming.update(slots)
 
     def stay(self, slots: Sequence[int]) -> None:
-        """Remove slots that were used, or are not found by their key any more: they do not leave."""
+        """Remove slots that do not leave any more.
+
+        They were used, or are not found by their key any more.
+        """
         for slot in slots:
             if self.key_of.pop(slot, None) is not None:
                 self.coming.discard(slot)
 
     def count_no_more(self, slots: Sequence[int]) -> list[Key]:
-        """Do not count on these any more, since their copy is over. Returns the keys of those that still leave."""
+        """Stop counting on these slots, since their copy is over.
+
+        Return the keys of those that still leave.
+        """
         self.coming.difference_update(slots)
         return [self.key_of[slot] for slot in slots if slot in self.key_of]
 
     def gone(self, refs: Sequence[int], held: AbstractSet[int]) -> list[Key]:
-        """Remove those that leave and lost their last ref. Returns their keys: they go now."""
+        """Remove leaving slots that lost their last ref. Return their keys."""
         slots = [slot for slot in dict.fromkeys(refs) if slot in self.key_of and slot not in held]
         self.coming.difference_update(slots)
         return list(map(self.key_of.pop, slots))

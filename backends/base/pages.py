@@ -1,7 +1,8 @@
-"""Pages: fixed-size slots of host memory, as one column of addresses, and the copies between two such columns.
+"""Pages: fixed-size slots of host memory, as a column of addresses.
 
-Bytes pass between tiers as a column of pages instead of an object per block: a list of addresses, one size, and the object that
-keeps the memory mapped. Copies run in C with the GIL released, adjacent pages as one run.
+This module also has the copies between two such columns. Bytes pass between tiers as a column of pages instead of an
+object per block: a list of addresses, one size, and the object that keeps the memory mapped. Copies run in C with the
+GIL released, adjacent pages as one run.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Pages:
     """``len(addresses)`` pages of ``page_bytes`` bytes each."""
 
     addresses: Sequence[int]
-    """The start of each page. A ``range`` shows adjacent pages at once."""
+    """The start of each page. A ``range`` reveals adjacent pages at once."""
     page_bytes: int
     """The size of every page."""
     owner: object
-    """Keeps the addresses valid as long as it is referenced."""
+    """Object whose reference keeps the addresses valid."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -36,7 +37,7 @@ class Pages:
         return f"<Pages {len(self.addresses)} x {self.page_bytes} bytes>"
 
     def __getitem__(self, index: int) -> memoryview:
-        """Page ``index`` as a writable buffer that keeps the owner alive."""
+        """Return a page as a writable buffer that keeps the owner alive."""
         page: Any = (ctypes.c_char * self.page_bytes).from_address(self.addresses[index])
         page.owner = self.owner
         return memoryview(page).cast("B")
@@ -45,18 +46,20 @@ class Pages:
         return (self[index] for index in range(len(self)))
 
     def part(self, start: int, stop: int) -> Pages:
-        """The pages from ``start`` to ``stop`` (exclusive)."""
+        """Return the pages from ``start`` to ``stop`` (exclusive)."""
         return Pages(self.addresses[start:stop], self.page_bytes, self.owner)
 
     def at(self, positions: Sequence[int]) -> Pages:
-        """The pages at these positions, in their order."""
+        """Return the pages at these positions, in their order."""
         if positions == range(len(self)):
             return self
         return Pages([self.addresses[position] for position in positions], self.page_bytes, self.owner)
 
 
 def check_apart(pages: Pages | None) -> None:
-    """Raise if two of these pages share memory: one would be written over the other.
+    """Raise if two of these pages share memory.
+
+    One would overwrite the other.
 
     Raises:
         RepeatedPlaces: two of them do; the message names them.
@@ -73,7 +76,9 @@ def check_apart(pages: Pages | None) -> None:
 
 
 def pages_of(buffers: Sequence[Any]) -> Pages:
-    """Pages over writable buffers (bytearray, mmap, memoryview, numpy array, torch tensor in host memory) of one common size.
+    """Return pages over writable buffers of one common size.
+
+    A buffer is a bytearray, mmap, memoryview, numpy array, or torch tensor in host memory.
 
     Raises:
         TypeError: one of them is no buffer.
@@ -92,7 +97,7 @@ def pages_of(buffers: Sequence[Any]) -> Pages:
 
 
 def _bytes_of(buffer: Any) -> memoryview:
-    """The bytes of one buffer, which the view keeps alive."""
+    """Return the bytes of one buffer, which the view keeps alive."""
     if not hasattr(buffer, "data_ptr"):
         return memoryview(buffer).cast("B")
     # A torch tensor has no buffer interface, and its conversion to numpy does not support bfloat16.
@@ -106,7 +111,9 @@ def _bytes_of(buffer: Any) -> memoryview:
 
 
 def new_pages(n: int, page_bytes: int) -> Pages:
-    """``n`` adjacent pages of new host memory, which is freed with the last reference to them.
+    """Return ``n`` adjacent pages of new host memory.
+
+    It is freed with the last reference to them.
 
     Like any memory of a process, it is not shared with a forked child: each writes its own copy.
     """
@@ -119,7 +126,10 @@ def new_pages(n: int, page_bytes: int) -> Pages:
 
 
 def copy_pages(destination: Pages, source: Pages) -> None:
-    """Copy page by page; runs that are adjacent on both sides are one copy, without the GIL."""
+    """Copy page by page, without the GIL.
+
+    Runs that are adjacent on both sides are one copy.
+    """
     size = source.page_bytes
     if destination.page_bytes != size or len(destination) != len(source):
         raise ValueError(f"cannot copy {source!r} to {destination!r}")
@@ -139,13 +149,16 @@ def copy_pages(destination: Pages, source: Pages) -> None:
 
 
 def _adjacent(pages: Pages) -> bool:
-    """Whether these are known to be one run."""
+    """Return whether the pages are known to be one run."""
     addresses = pages.addresses
     return isinstance(addresses, range) and addresses.step == pages.page_bytes and len(addresses) > 0
 
 
 def checksums(pages: Pages) -> list[int]:
-    """xxh3-64 of each page. Large pages without the GIL; it may be held for one small page at a time."""
+    """Return the xxh3-64 of each page.
+
+    Large pages are summed without the GIL; it may be held for one small page at a time.
+    """
     if pages.page_bytes > WARM_BYTES:
         return [_checksum(address, pages.page_bytes) for address in pages.addresses]
     digest, page_at = xxhash.xxh3_64_intdigest, (ctypes.c_char * pages.page_bytes).from_address
@@ -153,11 +166,17 @@ def checksums(pages: Pages) -> list[int]:
 
 
 WARM_BYTES: Final = 256 * 1024
-"""Bytes that fit into a core's own cache beside their source, so that the copy is read again from the cache."""
+"""Bytes that fit into a core's own cache together with their source.
+
+So the copy is read again from the cache.
+"""
 
 
 class PageSum:
-    """The xxh3-64 of a page that is read part by part, each while it is in cache."""
+    """The xxh3-64 of a page that is read part by part.
+
+    Each part is read while it is in cache.
+    """
 
     __slots__ = ("_digest",)
 
@@ -165,26 +184,29 @@ class PageSum:
         self._digest = xxhash.xxh3_64()
 
     def add(self, address: int, nbytes: int) -> None:
-        """Read the next part. A large one without the GIL."""
+        """Add the next part. A large one is read without the GIL."""
         self._digest.update((ctypes.c_char * nbytes).from_address(address))
 
     def value(self) -> int:
-        """The checksum of all parts, one behind the other."""
+        """Return the checksum of all parts, in the order they were added."""
         return self._digest.intdigest()
 
 
 def _checksum(address: int, nbytes: int) -> int:
-    """xxh3-64 of one large page: to sum at once holds the GIL, as xxhash does before its version 4."""
+    """Return the xxh3-64 of one large page.
+
+    Summing it at once would hold the GIL, as xxhash does before its version 4.
+    """
     page_sum = PageSum()
     page_sum.add(address, nbytes)
     return page_sum.value()
 
 
 def copy_and_sum(destination: Pages, source: Pages) -> list[int]:
-    """Copy page by page, and return the xxh3-64 of each page as it arrived.
+    """Copy page by page. Return the xxh3-64 of each page on arrival.
 
-    In portions that are still in cache when they are read for the second time: a fifth to a third faster than copying all
-    and then summing all, and the GIL is let go of between portions.
+    It works in portions that are still in cache when they are read for the second time: a fifth to a third faster than
+    copying all and then summing all, and the GIL is released between portions.
     """
     n, size = len(source), source.page_bytes
     if len(destination) != n or destination.page_bytes != size:
@@ -205,7 +227,7 @@ def copy_and_sum(destination: Pages, source: Pages) -> list[int]:
 
 
 def _copy_and_sum_page(to: int, at: int, nbytes: int) -> int:
-    """Copy one page, and return its xxh3-64 as it arrived."""
+    """Copy one page. Return its xxh3-64 on arrival."""
     page_sum = PageSum()
     for start in range(0, nbytes, WARM_BYTES):
         part = min(WARM_BYTES, nbytes - start)

@@ -1,17 +1,17 @@
-"""Planes: what the bytes of a block mean to the engine that computes them, read by indexing its tensors.
+"""Planes: the parts of a block that an engine distinguishes.
 
-A block of a KV cache has keys and values, of several heads, in several layers: its *planes*. A checksum says whether the
-bytes of a block are those that were stored. Whether they lie in the planes that they belong to, it cannot say: two planes of
-one size that have changed places are the same bytes, in another layout. So planes are read here by the names of their axes,
-and never by the code that copies blocks, which would read them back as it has written them.
+A block of a KV cache has keys and values, of several heads, in several layers: its *planes*. A checksum proves that the
+bytes of a block are those that were stored. It does not prove that they lie in the planes that they belong to: two
+planes of one size that have changed places are the same bytes, in another layout. So planes are read here by indexing
+the engine's tensors by the names of their axes, and never by the code that copies blocks, which would read them back as
+it has written them.
 
-Rule 1. Of a plane a few numbers are read, its *samples*: enough to tell one plane from another, and any request from any other
-        one. Single bits are the business of checksums.
+Rule 1. A few numbers are read of each plane, its *samples*: enough to distinguish any two planes, and any two requests.
+        Single bits are left to checksums.
 Rule 2. Samples are compared within a tolerance. A block may have passed through a codec that loses bits, or have been
         computed by another process for the same key, so that last bits differ.
-
-Rule 3. On a device a sample is a copy of one item, and a pattern arrives by copies, too (:mod:`backends.base.copier`): nothing
-        is launched there, and whoever calls waits until they are over.
+Rule 3. On a device a sample is a copy of one item, and a pattern arrives by copies, too (:mod:`backends.base.copier`):
+        nothing is launched there, and the caller waits until they are over.
 
 torch is imported when planes are read, not with this module.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES: Final = 8
-"""Numbers that are read of each plane, evenly apart."""
+"""Numbers that are read of each plane, evenly spaced."""
 
 
 @attrs.frozen(eq=False)
@@ -46,34 +46,34 @@ class _Tensor:
 
     memory: TensorMemory
     names: tuple[str, ...]
-    """Of the planes."""
+    """Names of the planes."""
     sizes: tuple[int, ...]
-    """Of the axes: blocks, those that tell planes apart, the others."""
+    """Sizes of the axes: blocks, those that distinguish planes, the others."""
     strides: tuple[int, ...]
-    """Of the axes, in bytes."""
+    """Strides of the axes, in bytes."""
     split: int
-    """How many axes tell planes apart."""
+    """Number of axes that distinguish planes."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The kind of its items."""
+        """Type of the items."""
         import torch
 
         return getattr(torch, self.memory.dtype.removeprefix("torch."))  # type: ignore[no-any-return]
 
     @property
     def plane_items(self) -> int:
-        """Items of a plane."""
+        """Number of items of a plane."""
         return math.prod(self.sizes[1 + self.split :])
 
     @property
     def positions(self) -> list[int]:
-        """Where the samples lie in a flat plane."""
-        # In the middle of equal parts: a first and a last number are what a fault at an edge would leave alone.
+        """Positions of the samples in a flat plane."""
+        # In the middle of equal parts: a fault at an edge would leave a first and a last number unchanged.
         return [(2 * at + 1) * self.plane_items // (2 * SAMPLES) for at in range(SAMPLES)]
 
     def sample_addresses(self) -> list[int]:
-        """Addresses of the samples of block 0, plane by plane."""
+        """Return the addresses of block 0's samples, plane by plane."""
         inner = 1 + self.split
         starts = _offsets(self.sizes[1:inner], self.strides[1:inner]).tolist()
         within: list[int] = []
@@ -86,7 +86,10 @@ class _Tensor:
         return [self.memory.address + start + offset for start in starts for offset in within]
 
     def runs(self, block: int) -> tuple[Any, int]:
-        """Addresses of a block's runs of memory, in the order of its items, and the bytes of each run."""
+        """Return the addresses and the size of a block's runs of memory.
+
+        The addresses are in the order of the block's items; the size of each run is in bytes.
+        """
         run, end = self.memory.item_bytes, len(self.sizes)
         while end > 1 and (self.sizes[end - 1] == 1 or self.strides[end - 1] == run):
             end -= 1
@@ -95,7 +98,7 @@ class _Tensor:
         return starts + (self.memory.address + block * self.strides[0]), run
 
     def view(self, block: int) -> Any:
-        """A block in host memory, as a numpy array of whole numbers."""
+        """Return a block in host memory as a numpy array of integers."""
         import numpy
 
         sizes, strides = self.sizes[1:], self.strides[1:]
@@ -106,7 +109,7 @@ class _Tensor:
 
 
 def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> Any:
-    """Where the items of some axes lie, the last axis varying fastest."""
+    """Return the offsets of some axes' items, the last axis fastest."""
     import numpy
 
     found = numpy.zeros(1, numpy.int64)
@@ -116,7 +119,10 @@ def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> Any:
 
 
 class _Gather:
-    """The samples of tensors of one kind, read together: a call for each tensor would cost more than its numbers."""
+    """The samples of tensors of one type, which are read together.
+
+    A call for each tensor would cost more than its numbers.
+    """
 
     def __init__(self, tensors: Sequence[_Tensor]) -> None:
         import numpy
@@ -129,23 +135,24 @@ class _Gather:
         self._start, last = int(self._first.min()), int((self._first + self._strides * (tensors[0].sizes[0] - 1)).max())
         self._items: Any = None
         if tensors[0].memory.device is None:
-            # From the first sample to the last: the memory between tensors may not even be mapped, so only samples are touched.
+            # From the first sample to the last: the memory between tensors may not even be mapped, so only samples are
+            # touched.
             memory: Any = (ctypes.c_char * (last + self.item_bytes - self._start)).from_address(self._start)
             self._items = numpy.frombuffer(memory, f"u{self.item_bytes}")
 
     def addresses(self, blocks: Sequence[int]) -> Any:
-        """Addresses of the samples, of each block a row."""
+        """Return the addresses of the samples, one row per block."""
         import numpy
 
         return self._first + self._strides * numpy.array(blocks, numpy.int64)[:, None]
 
     def read(self, addresses: Any) -> bytes:
-        """The items at these addresses of host memory."""
+        """Return the items at these addresses of host memory."""
         found: bytes = self._items[(addresses - self._start) // self.item_bytes].tobytes()
         return found
 
     def numbers(self, data: bytes) -> Any:
-        """These items as numbers of 4 bytes."""
+        """Return these items as numbers of 4 bytes."""
         import torch
 
         return torch.frombuffer(bytearray(data), dtype=self.dtype).to(torch.float32).numpy()  # type: ignore[no-untyped-call, unused-ignore]
@@ -155,13 +162,13 @@ class TensorPlanes:
     """The planes of blocks in tensors.
 
     Args:
-        tensors: tensors of any dtype or where they lie, by name: one for each layer say; all with as many blocks, and on one
-            device. Where keys and values are packed into one axis, a slice of it for each.
+        tensors: tensors of any dtype, or their memory, by name: one for each layer for example; all with as many
+            blocks, and on one device. If keys and values are packed into one axis, a slice of it for each.
         block_axis: the axis that counts blocks, in all of them.
-        plane_axes: the axes that tell planes apart, by name: ``{"kv": 0, "head": 3}``. None: each tensor is one plane.
+        plane_axes: the axes that distinguish planes, by name: ``{"kv": 0, "head": 3}``. None: each tensor is one plane.
 
     Raises:
-        ValueError: no tensor, no such axis, one axis twice, a tensor that holds nothing, or tensors that differ in blocks or
+        ValueError: no tensor, no such axis, one axis twice, an empty tensor, or tensors that differ in blocks or
             device.
 
     Attributes:
@@ -190,7 +197,10 @@ class TensorPlanes:
         return f"<TensorPlanes: {len(self.plane_names)} in {len(self._tensors)} tensors>"
 
     def samples(self, blocks: Sequence[int]) -> list[array[float]]:
-        """The samples of each of these blocks, :data:`SAMPLES` for each plane. Any thread; waits for a device."""
+        """Return the samples of each block, :data:`SAMPLES` for each plane.
+
+        Any thread; waits for a device.
+        """
         import numpy
 
         if not blocks:
@@ -206,10 +216,11 @@ class TensorPlanes:
         return [array("f", row.tobytes()) for row in rows]
 
     def fill(self, blocks: Sequence[int], seed: str) -> list[array[float]]:
-        """Write a pattern into these blocks, another one into each plane of each, and return the samples that it has.
+        """Write a pattern into these blocks. Return the samples it has.
 
-        What is written follows from the names of the planes, the position of the block and ``seed`` alone: it is the same in
-        every process whose planes have the same names and shapes, wherever they lie. Any thread; waits for a device.
+        Each plane of each block gets another pattern. It follows from the names of the planes, the position of the
+        block and ``seed`` alone: it is the same in every process whose planes have the same names and shapes, wherever
+        they lie. Any thread; waits for a device.
         """
         import torch
 
@@ -233,12 +244,15 @@ class TensorPlanes:
             self._write(block, [bytes(math.prod(one.sizes[1:]) * one.memory.item_bytes) for one in self._tensors])
 
     def _check(self, blocks: Sequence[int]) -> None:
-        # Memory is read and written at addresses that follow from these numbers.
+        # Memory is read and written at addresses computed from these numbers.
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._n:
             raise IndexError(f"there are {self._n} blocks, and none of the numbers {[*blocks]}")
 
     def _write(self, block: int, data: Sequence[bytes]) -> None:
-        """Write the items of a block, tensor by tensor, in the order of their planes."""
+        """Write the items of a block, tensor by tensor.
+
+        They are in the order of their planes.
+        """
         import numpy
 
         if self._device is None:
@@ -253,7 +267,10 @@ class TensorPlanes:
             copier_of(self._device).load(_pieces(runs, page).joined())
 
     def _read_device(self, device: int, columns: Sequence[Any]) -> list[bytes]:
-        """The items at these addresses of a device, column by column: by one batch of copies."""
+        """Return the items at these addresses of a device, by column.
+
+        They are read by one batch of copies.
+        """
         items = [(column.ravel(), gather.item_bytes) for gather, column in zip(self._gathers, columns, strict=True)]
         sizes = [len(column) * size for column, size in items]
         page = new_pages(1, sum(sizes))
@@ -264,7 +281,10 @@ class TensorPlanes:
 
 
 def _pieces(columns: Sequence[tuple[Any, int]], page: Pages) -> Pieces:
-    """Copies between addresses of a device, so many bytes at each of a column, and a page: there they follow each other."""
+    """Return copies between addresses of a device and a page.
+
+    Each column has a size in bytes per address. In the page the items follow each other.
+    """
     import numpy
 
     device = numpy.concatenate([addresses for addresses, _ in columns]).astype(numpy.uint64)
@@ -293,12 +313,12 @@ def _tensor(name: str, memory: TensorMemory, block_axis: int, plane_axes: Mappin
 
 
 def _read_with(tensor: _Tensor) -> tuple[str, int]:
-    """What tensors have in common whose samples are read together."""
+    """Return the key by which tensors are grouped for reading samples."""
     return tensor.memory.dtype, tensor.memory.address % tensor.memory.item_bytes
 
 
 def _pattern(name: str, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of one plane, flat, on the host."""
+    """Return the numbers of one plane, flat, on the host."""
     import torch
 
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
@@ -310,20 +330,25 @@ def _pattern(name: str, n: int, dtype: torch.dtype) -> torch.Tensor:
 # --- comparing, which needs no tensor -----------------------------------------------------------------------------------
 
 TOLERANCE: Final = 0.25
-"""How far apart the samples of a plane may be, as a share of their lengths together. Two planes that have nothing to do with
-each other are 0.7 apart; fp8 and back moves one by 0.03, and computing it in another batch by less."""
+"""Largest distance between the samples of a plane.
+
+It is a share of the sum of their lengths. Two unrelated planes are 0.7 apart; fp8 and back moves one by 0.03, and
+computing it in another batch by less.
+"""
 
 _MOST_NAMED: Final = 16
-"""Planes that are looked for in each other's places."""
+"""Most planes that are looked for in each other's places."""
 
 
 def difference(names: Sequence[str], expected: array[float], found: array[float]) -> str | None:
-    """What is different between the samples of a block that were expected and those that were found; ``None`` if nothing is.
+    """Describe the difference between a block's expected and found samples.
+
+    ``None`` if there is none.
 
     Args:
-        names: of the planes.
-        expected: what the block has to be.
-        found: what it is.
+        names: names of the planes.
+        expected: the samples that the block must have.
+        found: the samples that it has.
     """
     if len(expected) != len(found) or len(expected) % max(1, len(names)):
         return f"{len(found)} samples in place of {len(expected)}"
@@ -350,7 +375,7 @@ def _alike(one: array[float], other: array[float]) -> bool:
     apart, lengths = math.dist(one, other), math.hypot(*one) + math.hypot(*other)
     if math.isfinite(apart) and math.isfinite(lengths):
         return apart <= TOLERANCE * lengths
-    # A number that is none: compared is what is one on both sides, if the same are none.
+    # Some numbers are not finite: those that are finite on both sides are compared, if the same ones are not.
     pairs = list(zip(one, other, strict=True))
     if any(math.isfinite(a) != math.isfinite(b) for a, b in pairs):
         return False

@@ -1,4 +1,4 @@
-"""The base of tiers over a registry: blocks, refs, leases and reservations. No bytes.
+"""The base of tiers over a registry, without bytes.
 
 The :class:`~backends.base.blocks.Registry` decides; this module gives its columns the types of :mod:`backends.abc`.
 """
@@ -37,7 +37,10 @@ R = TypeVar("R", bound=Registry)
 
 
 REJECTED = Rejected("not admitted")
-"""The eviction policy rates the block lower than the one it would evict."""
+"""Outcome of a block that the eviction policy does not admit.
+
+The policy rates it lower than the block that it would evict.
+"""
 
 
 class PooledReservation(TierReservation["PooledTier[Any]"]):
@@ -55,7 +58,10 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
         self._refs = []
 
     def release(self) -> None:
-        """Give back the slots that were not registered, and release the held ones. Idempotent; never blocks, never raises."""
+        """Give back unregistered slots, and release the held ones.
+
+        Idempotent; never blocks, never raises.
+        """
         slots, self._slots = self._slots, []
         refs, self._refs = self._refs, None
         if slots:
@@ -101,7 +107,10 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
 
 
 class Lease(TierLease["PooledTier[Any]"]):
-    """A hold on the prefix of some keys, by refs. Made by :meth:`PooledTier.pin`."""
+    """A hold on the prefix of some keys, by refs.
+
+    Made by :meth:`PooledTier.pin`.
+    """
 
     __slots__ = ("refs",)
 
@@ -140,7 +149,7 @@ class ThreadLease(Lease, DirectLease):
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], refs: list[int]) -> None:
         super().__init__(tier, keys, refs)
         self.pin: ThreadPin
-        """What the registry knows of it."""
+        """Its pin in the registry."""
 
     @property
     def is_held(self) -> bool:
@@ -165,7 +174,9 @@ class ThreadLease(Lease, DirectLease):
 
 
 class PooledTier(TierBase[Lease], Source, Generic[R]):
-    """A tier and a source over a registry, called on one thread: the trio thread that runs pipelines over it.
+    """A tier and a source over a registry.
+
+    It is called on one thread: the trio thread that runs pipelines over it.
 
     Attributes:
         pool: the registry: slots, refs, and requests for room.
@@ -196,7 +207,9 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
         self.pool.release(refs)
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
-        """Drop damaged blocks that these refs hold: no longer found, and free once they are no longer held.
+        """Drop damaged blocks that these refs hold.
+
+        They are no longer found, and their slots are free once they are no longer held.
 
         A new block under the same key stays. Not counted as deleted.
         """
@@ -206,7 +219,7 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
     # --- evictions ------------------------------------------------------------------------------------------------
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
+        """Call ``listener`` with evicted keys until the returned function is called."""
         return self.pool.on_evicted(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
@@ -220,23 +233,26 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
     # --- depths ---------------------------------------------------------------------------------------------------
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """The depth of each of these blocks, where it was said; ``None`` where none was."""
+        """Return the depth of each block, if known."""
         return self.pool.depths(keys)
 
     # --- keys -----------------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[Key]:
-        """All keys that are stored, in any order."""
+        """Return all stored keys, in any order."""
         return self.pool.list_keys()
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Report every change to ``watcher`` from now on, until the returned function is called."""
+        """Report every change to ``watcher`` until the returned function is called."""
         return self.pool.watch_keys(watcher)
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> PooledReservation:
-        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
+        """Take room for a request; see :class:`backends.abc.TransferExecutor`.
+
+        Always a checkpoint.
+        """
         slots = await self.pool.reserve(request, self._check(request))
         return PooledReservation(self, request.keys[: len(slots)], slots, request.block_bytes)
 
@@ -249,22 +265,30 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Copy blocks of a source into staged slots. Returns the errors of blocks that failed, by position.
+        """Copy blocks of a source into staged slots.
+
+        Return the errors of blocks that failed, by position.
 
         Cancelled, it returns at once. It registers nothing.
         """
 
     def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
-        """Record the depths of blocks about to be written to these slots, for a tier that stores them. Optional."""
+        """Record the depths of blocks that are written to these slots.
+
+        Optional, for a tier that stores them.
+        """
 
     @abstractmethod
     def _check(self, request: RoomRequest) -> int:
-        """Return the room that one such block takes, in the registry's unit; raise if it can never be stored."""
+        """Return the room that one such block takes.
+
+        In the registry's unit. Raise if it can never be stored.
+        """
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are there now."""
+        """Return those of ``keys`` that are there now."""
         return self.pool.contains(keys)
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
@@ -273,7 +297,10 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
         return self.pool.contains(keys)
 
     async def pin(self, keys: Sequence[Key]) -> Lease:
-        """Pin the longest prefix of ``keys`` that is there, which counts as a use. Cancelled, it pins nothing."""
+        """Pin the longest present prefix of ``keys``, which counts as a use.
+
+        Cancelled, it pins nothing.
+        """
         await trio.lowlevel.checkpoint()
         return self.pin_nowait(keys)
 
@@ -285,14 +312,14 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
             self.pool.use(prefix)
         return Lease(self, prefix, self.pool.upgrade(prefix))
 
-    # --- what a direct tier offers: see :mod:`backends.base.direct` ------------------------------------------------------
+    # --- reads of other threads: see :mod:`backends.base.direct` ---------------------------------------------------------
 
     def contains_from_thread(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Like :meth:`contains_nowait`, in any thread."""
         return self.contains_nowait(keys)
 
     def pin_from_thread(self, keys: Sequence[Key]) -> ThreadLease:
-        """Like :meth:`pin`, in any thread, without its own."""
+        """Like :meth:`pin`, in any thread."""
         lease, pin = self.pool.pin_from_thread(partial(ThreadLease, self), keys)
         lease.pin = pin
         return lease
@@ -303,7 +330,7 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
         return self.pool.is_waited_for
 
     def catch_up(self) -> None:
-        """Do what other threads have left to do."""
+        """Apply the pins and releases of other threads."""
         self.pool.catch_up()
 
     def note_loaded(self, blocks: int) -> None:
@@ -312,10 +339,10 @@ class PooledTier(TierBase[Lease], Source, Generic[R]):
 
     @abstractmethod
     def _room(self) -> tuple[int, int]:
-        """The capacity and the used bytes, those of reservations included."""
+        """Return the capacity and the used bytes, including reservations."""
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         pool = self.pool.statistics()
         capacity_bytes, used_bytes = self._room()
         return TierStatistics(

@@ -1,11 +1,11 @@
-"""Room in a tier: a queue of requests, and the order in which room is granted.
+"""Room in a tier: a queue of requests, and their order.
 
 Rule 1. Room is granted in the order of the requests. While a request waits, no later one is granted room.
 Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its place in the queue.
 Rule 3. Room that was granted to a request that is cancelled in the same tick is given back.
 
-:class:`WaitQueue` is the order, for every tier. :class:`Room` grants room that this process knows to be free; a tier that has
-to ask a server lets the first request of the queue ask, while the others wait.
+:class:`WaitQueue` keeps the order, for every tier. :class:`Room` grants room that this process knows to be free; a tier
+that has to ask a server lets the first request of the queue ask, while the others wait.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Waiter:
 
     request: RoomRequest
     size: int
-    """The room that one block takes, in the unit of the tier."""
+    """Room that one block takes, in the unit of the tier."""
     changed: trio.Event = attrs.field(factory=trio.Event)
-    """Set when there may be room for it, or when it was granted room."""
+    """Event that there may be room, or that room was granted."""
     slots: list[int] | None = None
-    """The slots that :meth:`WaitQueue.grant` gave it."""
+    """The slots that :meth:`WaitQueue.grant` granted."""
 
 
 class WaitQueue:
-    """Requests that wait for room in one place, in the order of their arrival.
+    """Requests that wait for room in one place, in order of arrival.
 
     Args:
         serve: called whenever the first request may be served: it is another one than before, or has shrunk.
 
     Attributes:
-        requests: those that wait, first in first. To be looked at, also as a truth value; changed by the methods only.
+        requests: the waiting requests, first in first. To be read only, also as a truth value; the methods change it.
     """
 
     def __init__(self, serve: Callable[[], None]) -> None:
@@ -54,16 +54,19 @@ class WaitQueue:
 
     @property
     def first(self) -> Waiter | None:
-        """The request that has waited longest; ``None`` where none waits."""
+        """The request that has waited longest, or ``None``."""
         return next(iter(self.requests), None)
 
     @contextmanager
     def join(self, request: RoomRequest, size: int = 1) -> Iterator[Waiter]:
-        """Wait at the end of the queue while the block lasts. However it ends, the next request is served."""
+        """Wait at the end of the queue while the block lasts.
+
+        However it ends, the next request is served.
+        """
         waiter = Waiter(request, size)
 
         def shrunk() -> bool:
-            # Granted already: what was granted is for the keys as they were, so the caller must give it back and ask again.
+            # Already granted: the slots are for the keys as they were, so the caller must give them back and ask again.
             if waiter not in self.requests:
                 return False
             self._serve()  # fewer blocks may fit already
@@ -86,7 +89,9 @@ class WaitQueue:
 
 
 class Room(ABC):
-    """The room of one tier in this process. A subclass defines what room is.
+    """The room of one tier in this process.
+
+    A subclass defines the unit of room, for example slots.
 
     ``size`` is the room that one block takes, in the unit of the subclass.
     """
@@ -95,34 +100,36 @@ class Room(ABC):
         self._waiters = WaitQueue(self._serve)
         self._serving = False
 
-    # --- what a subclass says -------------------------------------------------------------------------------------
+    # --- implemented by a subclass --------------------------------------------------------------------------------
 
     @abstractmethod
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether ``n`` blocks fit into an empty place."""
+        """Return whether ``n`` blocks fit into an empty place."""
 
     @abstractmethod
     def fitting(self, n: int, size: int = 1) -> int:
-        """How many of ``n`` blocks fit into what is free now."""
+        """Return how many of ``n`` blocks fit into the free room."""
 
     @abstractmethod
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """Stage ``n`` slots; ``None`` if there is no room for all of them."""
+        """Stage ``n`` slots; ``None`` if there is no room for all."""
 
     @abstractmethod
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Stage a slot for each key, evicting as much as needed; ``None`` if too much is held.
+        """Stage a slot for each key, evicting as much as needed.
+
+        ``None`` if too much is held.
 
         A key that the eviction policy rejects gets ``EVICTED`` instead of a slot. The other slots ascend.
         """
 
     @abstractmethod
     def give_back(self, slots: Sequence[int]) -> None:
-        """Free staged slots that were not registered. ``EVICTED`` is ignored."""
+        """Free staged slots that were not registered, ignoring ``EVICTED``."""
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Serve the waiting requests with what other threads have released."""
+        """Serve waiting requests with blocks that other threads have released."""
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +139,9 @@ class Room(ABC):
         return bool(self._waiters.requests)
 
     def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
-        """Stage a slot for each key, or for a prefix of them under ``partial`` and ``fail``.
+        """Stage a slot for each key, or for a prefix.
+
+        A prefix only under ``partial`` and ``fail``.
 
         Raises:
             trio.WouldBlock: there is no room now, or other requests wait for it.
@@ -149,7 +158,9 @@ class Room(ABC):
         return slots
 
     async def reserve(self, request: RoomRequest, size: int = 1) -> list[int]:
-        """Stage a slot for each of ``request.keys`` as they are when this returns, or for a prefix; waits for room, in order.
+        """Stage a slot for each of ``request.keys``, or for a prefix.
+
+        It waits for room, in order. The keys are those of the request when this returns.
 
         A checkpoint; cancelled, it holds nothing.
 
@@ -165,7 +176,7 @@ class Room(ABC):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return slots
         with self._waiters.join(request, size) as waiter:
-            # Behind the joining: a thread that releases wakes this one only if it finds a request in the queue.
+            # After joining: a thread that releases blocks wakes this task only if it finds a request in the queue.
             self.catch_up()
             try:
                 await waiter.changed.wait()
@@ -182,9 +193,9 @@ class Room(ABC):
         return self.take_evicting(keys, size) if when_full == "evict" else self.take(len(keys), size)
 
     def _serve(self) -> None:
-        """Grant room to the request that has waited longest, as long as there is enough for it."""
-        # A spiller may end a spill at once, which calls this function while it chooses the victims for the first request. That
-        # request is being served already; served twice, it would get two sets of slots.
+        """Grant room to the waiting requests in order, while there is enough."""
+        # A spiller may end a spill at once, which calls this function while it chooses the victims for the first
+        # request. That request is being served already; served twice, it would get two sets of slots.
         if self._serving:
             return
         self._serving = True

@@ -1,14 +1,14 @@
-"""A tier of fixed slots: a block pool, and a storage that has the bytes of the slots.
+"""A tier of fixed slots: a block pool over a storage.
 
-Composition: the :class:`~backends.base.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
-thin. The steps of a store are
+The :class:`~backends.base.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is thin.
+The steps of a store are
 
     reserve (slots staged) -> transfer (copy in a thread, checksums there too) -> register, on the trio thread
 
 so that a key is found only once all of its bytes are there. A transfer that is cancelled, or whose end is unproven,
 registers nothing and leaves its slots staged until `release`, which a caller that quarantines it does not call.
 
-The eviction policy counts as a use: a pin, a get, a put, a register. Copying a block to another tier is none.
+A pin, a get, a put and a register count as a use for the eviction policy. Copying a block to another tier does not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class Storage(Protocol):
-    """The bytes of slots. Slots are numbered from 0; the caller owns every column of numbers that it passes."""
+    """The bytes of slots, which are numbered from 0.
+
+    The caller owns every column of numbers that it passes.
+    """
 
     @property
     def block_bytes(self) -> int:
@@ -62,15 +65,24 @@ class Storage(Protocol):
         ...
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """The addresses of these slots, or ``None`` if a slot is not one run of host memory. Never blocks."""
+        """Return the addresses of these slots, or ``None``. Never blocks.
+
+        ``None`` if a slot is not one run of host memory.
+        """
         ...
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy slots to pages of their size. Called in a copy thread; returns when it is over."""
+        """Copy slots to pages of their size, in a copy thread.
+
+        It returns when the copy is over.
+        """
         ...
 
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
-        """Copy pages to slots of their size. Called in a copy thread; returns when it is over."""
+        """Copy pages to slots of their size, in a copy thread.
+
+        It returns when the copy is over.
+        """
         ...
 
 
@@ -80,8 +92,8 @@ class SlotTier(PooledTier[BlockPool]):
     All methods are called on one thread (that of the trio run whose pipelines use it), except :meth:`copy_out`.
 
     Args:
-        capacity: how many slots of the storage belong to the tier.
-        storage: has their bytes.
+        capacity: number of slots of the storage that belong to the tier.
+        storage: the storage of their bytes.
         first: the number of the first slot.
         checksums: keep an xxh3-64 of each block, and verify it when it is loaded or copied elsewhere. A block that the engine
             wrote into the device itself has none until it has passed through host memory.
@@ -120,13 +132,15 @@ class SlotTier(PooledTier[BlockPool]):
 
     @property
     def free(self) -> int:
-        """The number of free slots."""
+        """Number of free slots."""
         return self.pool.free
 
     def external(
         self, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int | None] | None = None
     ) -> ExternalBlocks:
-        """Blocks that the engine keeps alive until the handle has settled: slot numbers, and a key for each.
+        """Return blocks that the engine keeps, by slot number and key.
+
+        The engine keeps them alive until the handle has settled.
 
         The tier neither holds nor releases them. ``depths`` is the index of each block in its prefix; see
         :class:`backends.abc.Blocks`.
@@ -136,10 +150,12 @@ class SlotTier(PooledTier[BlockPool]):
         return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
-        """Register one block that an engine wrote. A full tier evicts a block that is not held. Waits for a device.
+        """Register one block that an engine wrote. Waits for a device.
+
+        A full tier evicts a block that is not held.
 
         Returns:
-            Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
+            Whether it is new: ``False`` means that the key was there, and its bytes were not changed.
 
         Raises:
             TypeError: the key is not ``bytes``.
@@ -169,14 +185,17 @@ class SlotTier(PooledTier[BlockPool]):
             if self.checksums:
                 self.note_checksums(slots, checksums(pages))
         except BaseException as error:
-            if not holds(error, Unproven):  # or else the copy may still write to it: it is used for nothing else
+            if not holds(error, Unproven):  # otherwise the copy may still write to the slots: they are not used again
                 self.pool.give_back(slots)
             raise
         self.pool.register((key,), slots)
         return True
 
     def get(self, key: Key) -> bytes | None:
-        """A verified copy of one block, or ``None`` if it is not here (any more). Waits for a device."""
+        """Return a verified copy of one block, or ``None``.
+
+        ``None`` if the block is not here (any more). Waits for a device.
+        """
         refs = self.pool.upgrade((key,))
         if refs[0] == EVICTED:
             self._missed["gone"] += 1
@@ -199,7 +218,9 @@ class SlotTier(PooledTier[BlockPool]):
         return data
 
     def stage(self, n: int) -> list[int]:
-        """Stage ``n`` slots for an engine to write to, ascending; end with :meth:`register` or :meth:`unstage`.
+        """Stage ``n`` slots for an engine to write to, ascending.
+
+        End with :meth:`register` or :meth:`unstage`.
 
         Raises:
             CapacityError: too many blocks are held.
@@ -212,7 +233,9 @@ class SlotTier(PooledTier[BlockPool]):
         return slots
 
     def register(self, slots: Sequence[int], keys: Sequence[Key]) -> list[Outcome]:
-        """Register staged slots that the engine has written. Returns stored, or duplicate for a slot that is free again.
+        """Register staged slots that the engine has written.
+
+        Return stored, or duplicate for a slot that is free again.
 
         Raises:
             TypeError: a key is not ``bytes``. The slots stay staged, here and below.
@@ -245,7 +268,7 @@ class SlotTier(PooledTier[BlockPool]):
     # --- Source ---------------------------------------------------------------------------------------------------
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """The addresses of these blocks, if each is one run of host memory."""
+        """Return the addresses of these blocks, if in host memory."""
         return self._storage.pages(refs)
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
@@ -253,10 +276,12 @@ class SlotTier(PooledTier[BlockPool]):
         self._storage.copy_out(refs, pages)
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """The xxh3-64 of each block as it was stored, if known: copies elsewhere compare it.
+        """Return the xxh3-64 of each block as it was stored, if known.
 
-        Not known for a slot that is not found by its key, since an engine may be writing it. A damaged slot has a value that no
-        checksum has.
+        Copies to another place compare it.
+
+        It is not known for a slot that is not found by its key, since an engine may be writing it. A damaged slot has a
+        value that no checksum has.
         """
         sums = self._sums
         if not sums and not self.pool.has_doomed:
@@ -268,7 +293,7 @@ class SlotTier(PooledTier[BlockPool]):
         return [sums.get(ref) if slot == ref else -1 if self.pool.is_doomed(ref) else None for slot, ref in pairs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Drop blocks that a copy has found damaged; see :meth:`backends.abc.Source.forget_damaged`."""
+        """Drop damaged blocks; see :meth:`backends.abc.Source.forget_damaged`."""
         self._missed["damaged"] += len(keys)
         self.pool.forget(keys, refs)
 
@@ -285,7 +310,10 @@ class SlotTier(PooledTier[BlockPool]):
         return dict.fromkeys(self._verify(refs, sums), _DAMAGED)
 
     def load_from_thread(self, lease: Lease, there: Pages, deadline: float) -> bool:
-        """Copy leased blocks and verify them, in any thread; see :class:`backends.base.direct.DirectTier`."""
+        """Copy leased blocks and verify them, in any thread.
+
+        See :class:`backends.base.direct.DirectTier`.
+        """
         if there.page_bytes != self.block_bytes or not lease.is_held:
             return False
         slots = lease.refs
@@ -298,7 +326,10 @@ class SlotTier(PooledTier[BlockPool]):
         return not self._verify(slots, copy_and_sum(there, here))
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys; a held one is ``PINNED`` and stays. Cancelled, it deletes nothing."""
+        """Delete these keys. Cancelled, it deletes nothing.
+
+        A held key is ``PINNED`` and stays.
+        """
         await trio.lowlevel.checkpoint()
         return self.pool.delete(keys)
 
@@ -306,7 +337,7 @@ class SlotTier(PooledTier[BlockPool]):
         size = self.block_bytes
         return self.pool.capacity * size, (self.pool.capacity - self.pool.free) * size
 
-    # --- how copies run: what a subclass may change ---------------------------------------------------------------
+    # --- running copies, which a subclass may override -------------------------------------------------------------
 
     async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run a store's copy; cancelled, return at once."""
@@ -321,7 +352,9 @@ class SlotTier(PooledTier[BlockPool]):
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint.
+        """Copy blocks of a source into staged slots.
+
+        Up to ``PORTION_BYTES`` in place, without a checkpoint.
 
         A block that is damaged in its source fails alone.
         """
@@ -336,7 +369,7 @@ class SlotTier(PooledTier[BlockPool]):
         return failures
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
-        """Record the checksums of what was just written to these slots."""
+        """Record the checksums of the bytes just written to these slots."""
         self._sums.update(zip(slots, sums, strict=True))
 
     def _forget_checksums(self, slots: Sequence[int]) -> None:
@@ -344,7 +377,7 @@ class SlotTier(PooledTier[BlockPool]):
             self._sums.pop(slot, None)
 
     def _verify(self, slots: Sequence[int], sums: Sequence[int] | None) -> list[int]:
-        """Positions of the damaged blocks, by the checksums of what was read."""
+        """Return the positions of damaged blocks, by the checksums of their bytes."""
         return [] if sums is None else unequal(list(map(self._sums.get, slots)), sums)
 
     def _check(self, request: RoomRequest) -> int:
@@ -363,7 +396,7 @@ class SlotTier(PooledTier[BlockPool]):
         self._by_engine -= staged
 
 
-# What runs in a copy thread, where slots are not in host memory: their storage is asked to copy.
+# Work of a copy thread if slots are not in host memory: their storage copies.
 
 
 def _store(copy: StoreCopy, storage: Storage, slots: Sequence[int]) -> None:
@@ -393,10 +426,12 @@ class PagesDestination(Destination):
 
     @classmethod
     def over(cls, buffers: Iterable[object]) -> PagesDestination:
-        """A destination over writable buffers of one size, one per block.
+        """Return a destination over writable buffers of one size.
+
+        There is one per block.
 
         Raises:
-            TypeError: one buffer in place of a list, or what is no buffer.
+            TypeError: one buffer in place of a list, or an item that is no buffer.
             ValueError: the buffers differ in size, or one of them is read-only.
             RepeatedPlaces: two of them share memory.
         """
@@ -411,7 +446,7 @@ class PagesDestination(Destination):
         return len(self._pages)
 
     def views(self) -> Pages:
-        """The addresses of the places."""
+        """Return the addresses of the places."""
         return self._pages
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -420,12 +455,15 @@ class PagesDestination(Destination):
 
 
 def _listed(buffers: Iterable[object]) -> list[Any]:
-    """The buffers as a list. Refuses a single buffer, which would count as a list of its items."""
+    """Return the buffers as a list.
+
+    A single buffer, which would count as a list of its items, is refused.
+    """
     if isinstance(buffers, str | bytes | bytearray) or getattr(buffers, "ndim", 2) < 2:
         raise TypeError(f"a list of buffers, one for each block, is needed, not one {type(buffers).__name__}")
     listed = list(buffers)
     for at, buffer in enumerate(listed):
-        if hasattr(buffer, "data_ptr"):  # a torch tensor, which pages_of knows how to take
+        if hasattr(buffer, "data_ptr"):  # a torch tensor, which pages_of accepts
             continue
         try:
             memoryview(buffer)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Copy threads: blocking work off the trio thread. A task can wait for its end, or abandon it at once.
+"""Copy threads: blocking work off the trio thread.
+
+A task can wait for its end, or abandon it at once.
 
 A copy thread belongs to one trio run. It gets its work through a queue and announces its end through an eventfd that
 the task waits for: a third of the cost of waking trio by `run_sync_soon`, a fifth of that of `trio.to_thread`.
@@ -52,15 +54,18 @@ class ThreadStatistics:
     busy: int
     """Threads whose end a task waits for."""
     started: int
-    """Threads started, in all."""
+    """Threads started in total."""
     abandoned: int
-    """Threads given up by a cancelled wait, in all."""
+    """Threads abandoned by a cancelled wait, in total."""
     abandoned_running: int
     """Abandoned threads that have not ended yet."""
 
 
 class _CopyThread:
-    """One thread, its work queue and the eventfd that announces the end of its work."""
+    """One thread, its work queue and its eventfd.
+
+    The eventfd announces the end of its work.
+    """
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
@@ -98,7 +103,10 @@ class _CopyThread:
             os.close(self._ring)
 
     async def over(self) -> None:
-        """Wait until the function has returned or raised. Cancelled, it may still run."""
+        """Wait until the function has returned or raised.
+
+        Cancelled, the function may still run.
+        """
         while True:
             await trio.lowlevel.wait_readable(self._listen)
             try:
@@ -146,7 +154,8 @@ class _Threads:
             self.end()
 
     def abandon(self, thread: _CopyThread) -> None:
-        # Its queue gets the end now: the thread finds it whenever its function returns, with no task left to tell it.
+        # Put the end into its queue now: the thread finds it when its function returns, and no task is left to do it
+        # then.
         self.busy -= 1
         self.abandoned += 1
         thread.jobs.put(None)
@@ -154,9 +163,12 @@ class _Threads:
         self.lost.append(thread)
 
     def end(self) -> None:
-        """Join the idle threads: each waits for work, so it ends as soon as it is scheduled."""
+        """Join the idle threads.
+
+        Each waits for work, so it ends as soon as it is scheduled.
+        """
         threads, self.idle = self.idle, []
-        # All are told before the first is joined, so that they end side by side.
+        # Stop all before the first is joined, so that they end at the same time.
         for thread in threads:
             thread.jobs.put(None)
         for thread in threads:
@@ -176,9 +188,10 @@ def _threads() -> _Threads:
 
 
 class keep_threads:
-    """Keep idle copy threads while inside: an async context manager, counted per trio run.
+    """Keep idle copy threads while inside; an async context manager.
 
-    Leaving the last one joins them; that is no checkpoint, and takes as long as a thread switch.
+    Keepers are counted per trio run. Leaving the last one joins the threads; that is no checkpoint, and takes as long
+    as a thread switch.
     """
 
     async def __aenter__(self) -> None:
@@ -195,7 +208,7 @@ class keep_threads:
 
 @trio.lowlevel.enable_ki_protection
 async def run_in_thread(fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call ``fn(*args)`` in a copy thread and wait for what it returns or raises.
+    """Call ``fn(*args)`` in a copy thread, and wait for its result.
 
     Context variables are not passed on. Cancelled before it began, it calls nothing. Cancelled later, it returns at once, and
     ``fn`` goes on in an abandoned thread: the caller must not reuse the memory that ``fn`` uses.
@@ -215,7 +228,9 @@ async def run_in_thread(fn: Callable[[*Ts], T], *args: *Ts) -> T:
 
 @trio.lowlevel.enable_ki_protection
 async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Like :func:`run_in_thread`, but returns only when ``fn`` is over, as :func:`trio.to_thread.run_sync` does.
+    """Like :func:`run_in_thread`, but always wait until ``fn`` is over.
+
+    As :func:`trio.to_thread.run_sync` does.
 
     Cancelled before it began, it calls nothing. Cancelled or interrupted later, it raises once ``fn`` is over.
     """
@@ -243,9 +258,10 @@ _patience: ContextVar[float] = ContextVar("backends.base.threads.patience", defa
 
 @contextmanager
 def leave_after(seconds: float) -> Iterator[None]:
-    """Bound the wait of a cancelled :func:`run_in_thread_or_leave` inside of this block to ``seconds``.
+    """Bound the wait of a cancelled :func:`run_in_thread_or_leave` to ``seconds``.
 
-    For a caller that reads into its own memory, and keeps that memory if :class:`~backends.Unproven` is raised.
+    This holds inside of the ``with`` block. It is for a caller that reads into its own memory, and keeps that memory if
+    :class:`~backends.Unproven` is raised.
     """
     token = _patience.set(seconds)
     try:
@@ -256,9 +272,10 @@ def leave_after(seconds: float) -> Iterator[None]:
 
 @trio.lowlevel.enable_ki_protection
 async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Like :func:`run_in_thread_to_the_end`, but :func:`leave_after` bounds how long it waits after a cancel.
+    """Like :func:`run_in_thread_to_the_end`, with the bound of :func:`leave_after`.
 
-    For a function that may hang, such as reading a file, and that itself keeps its memory alive.
+    The bound is on the wait after a cancel. For a function that may hang, such as reading a file, and that itself keeps
+    its memory alive.
 
     Raises:
         Unproven: it was cancelled and did not end in time: ``fn`` goes on in an abandoned thread.
@@ -285,7 +302,7 @@ async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 async def _over_within(thread: _CopyThread, seconds: float) -> bool:
-    """Whether the function ends within ``seconds``, in spite of interrupts."""
+    """Wait up to ``seconds``, in spite of interrupts; return whether it ended."""
     with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
         while True:
             try:
@@ -298,9 +315,10 @@ async def _over_within(thread: _CopyThread, seconds: float) -> bool:
 
 @contextmanager
 def run_beside(fn: Callable[[*Ts], T], *args: *Ts) -> Iterator[Callable[[], T]]:
-    """Call ``fn(*args)`` in a second thread beside what is done inside. It has ended at the exit.
+    """Call ``fn(*args)`` in a second thread while the block runs.
 
-    Yields what returns the result, or raises what ``fn`` has raised; it waits for the end.
+    The thread has ended at the exit. Yields a function that waits for the end, and returns the result of ``fn`` or
+    raises its exception.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -326,14 +344,19 @@ def run_beside(fn: Callable[[*Ts], T], *args: *Ts) -> Iterator[Callable[[], T]]:
 
 
 def run_halves(work: Callable[[int, int], T], n: int) -> tuple[T, T]:
-    """Call ``work(start, stop)`` for either half of ``n`` items, one of them in a second thread; returns both results."""
+    """Call ``work(start, stop)`` for both halves of ``n`` items.
+
+    One of them runs in a second thread. Return both results.
+    """
     half = n // 2
     with run_beside(work, half, n) as rest:
         return work(0, half), rest()
 
 
 async def wait_abandoned() -> None:
-    """Wait until every abandoned copy of this trio run is over: the memory it used may then be reused.
+    """Wait until every abandoned copy of this trio run is over.
+
+    The memory it used may then be reused.
 
     If a copy never ends, this never returns. Cancelled, it returns at once.
     """
@@ -344,7 +367,7 @@ async def wait_abandoned() -> None:
 
 
 def thread_statistics() -> ThreadStatistics:
-    """An immutable snapshot of the copy threads of this trio run."""
+    """Return an immutable snapshot of this trio run's copy threads."""
     threads = _threads()
     return ThreadStatistics(
         keepers=threads.keepers,

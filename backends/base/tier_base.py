@@ -1,20 +1,20 @@
-"""The base of all tiers: one reservation, one lease and one load. A tier implements only what differs.
+"""The base of all tiers: one reservation, one lease and one load.
 
-A store goes through a :class:`TierReservation`, whatever the tier:
+A tier implements only its differences. Every store goes through a :class:`TierReservation`:
 
-    keep -> decide -> copy and verify -> give back the room of what failed -> register -> release
+    keep -> decide -> copy and verify -> give back the room of failed blocks -> register -> release
 
-A read goes through a :class:`TierLease` and :meth:`TierBase.load`:
+Every read goes through a :class:`TierLease` and :meth:`TierBase.load`:
 
-    pin -> check the places -> copy and verify -> forget what is damaged -> release
+    pin -> check the places -> copy and verify -> forget damaged blocks -> release
 
-Rule 1. Nothing is registered before all of its bytes are there, and nothing that failed is. A block fails alone where the copy
-        can tell which one failed (:class:`backends.base.copying.StoreCopy` compares it with what its source knows of it).
-Rule 2. Cancelled during its copy, a reservation changes nothing and keeps its room: a thread may still write there. A caller
-        that quarantines it does not release it. Between the end of a copy and the registration of its blocks a tier of this
-        process passes no checkpoint, so that no cancel can come between.
-Rule 3. Loads are verified. A block with other bytes than were stored is :class:`~backends.abc.Missed`, counted, and no longer
-        found.
+Rule 1. No block is registered before all of its bytes are there, and no failed block is. A block fails alone if the
+        copy knows which one failed (:class:`backends.base.copying.StoreCopy` compares it with its source's checksum).
+Rule 2. Cancelled during its copy, a reservation changes nothing and keeps its room: a thread may still write there. A
+        caller that quarantines it does not release it. Between the end of a copy and the registration of its blocks a
+        tier of this process passes no checkpoint, so that no cancel can come between.
+Rule 3. Loads are verified. A block with other bytes than were stored is :class:`~backends.abc.Missed`, counted, and no
+        longer found.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ Self = TypeVar("Self", bound="TierLease[Any]")
 
 
 class TierReservation(Reservation, Generic[T]):
-    """Room for some keys in a tier; see :class:`backends.abc.Reservation`. A subclass defines what room is.
+    """Room for some keys in a tier; see :class:`backends.abc.Reservation`.
+
+    A subclass defines the unit of room, for example slots.
 
     Attributes:
         granted: the keys that have room.
@@ -62,18 +64,27 @@ class TierReservation(Reservation, Generic[T]):
     def __repr__(self) -> str:
         return f"<room for {len(self.granted)} blocks in {self._tier!r}>"
 
-    # --- what a subclass says -------------------------------------------------------------------------------------
+    # --- implemented by a subclass --------------------------------------------------------------------------------
 
     @abstractmethod
     def _size(self) -> int:
-        """The number of blocks it has room for now; 0 once it was released."""
+        """Return the number of blocks it has room for.
+
+        0 once it was released.
+        """
 
     @abstractmethod
     def _keep(self, positions: Sequence[int]) -> None:
-        """Give back all room except that at these ascending positions. Never blocks."""
+        """Give back all room except that at these ascending positions.
+
+        Never blocks.
+        """
 
     def _decide(self, keys: Sequence[Key]) -> Mapping[int, Outcome]:
-        """Outcomes of blocks that need no copy, by position: duplicates, or blocks that are not admitted. Never blocks."""
+        """Return the outcomes of blocks that need no copy, by position.
+
+        These are duplicates, or blocks that are not admitted. Never blocks.
+        """
         return {}
 
     @abstractmethod
@@ -86,16 +97,25 @@ class TierReservation(Reservation, Generic[T]):
 
     @abstractmethod
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
-        """Publish the blocks that were copied. The tier owns their room from now on; blocks without room are skipped."""
+        """Publish the copied blocks; skip blocks without room.
+
+        The tier owns their room from now on.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the room that was not published. Idempotent; never blocks, never raises."""
+        """Give back the room of unpublished blocks.
+
+        Idempotent; never blocks, never raises.
+        """
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def keep(self, keys: Sequence[Key]) -> None:
-        """Give back the room of every granted key not in ``keys``, a subsequence of ``granted``. Never blocks."""
+        """Give back the room of granted keys that are not in ``keys``.
+
+        ``keys`` is a subsequence of ``granted``. Never blocks.
+        """
         if len(keys) == len(self.granted):
             return
         wanted = set(keys)
@@ -106,15 +126,21 @@ class TierReservation(Reservation, Generic[T]):
         self._keep(positions)
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Set the depths to register the blocks with; see :meth:`backends.abc.Reservation.note_depths`."""
+        """Set the depths to register the blocks with.
+
+        See :meth:`backends.abc.Reservation.note_depths`.
+        """
         self._depths = depths
 
     def depths_of(self, keys: Sequence[Key]) -> list[int | None] | None:
-        """The depth of each of these blocks, as far as known; ``None`` if no depth is known."""
+        """Return the depth of each block, if known.
+
+        ``None`` for all if no depth is known.
+        """
         return list(map(self._depths.get, keys)) if self._depths else None
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
+        """Copy the blocks and register them; see :class:`backends.abc.Reservation`.
 
         A block that is damaged in its source fails alone. Cancelled during the copy, it returns at once: nothing is
         registered, and the room stays taken until :meth:`release`.
@@ -147,14 +173,14 @@ class TierReservation(Reservation, Generic[T]):
         return [decided[at] if at in decided else next(rest) for at in range(len(keys))]
 
     def _drop(self, ended: Mapping[int, object], keys: Sequence[Key]) -> list[Key]:
-        """Give back the room of the keys at these positions; the others."""
+        """Give back the room at these positions. Return the other keys."""
         others = _others(ended, keys)
         self._keep(others)
         return [keys[at] for at in others]
 
 
 def _others(ended: Mapping[int, object], keys: Sequence[Key]) -> list[int]:
-    """The positions of all keys but these."""
+    """Return the other positions."""
     return [at for at in range(len(keys)) if at not in ended]
 
 
@@ -162,7 +188,9 @@ def _others(ended: Mapping[int, object], keys: Sequence[Key]) -> list[int]:
 
 
 class TierLease(ReadLease, Generic[T]):
-    """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`. A subclass defines how blocks are held.
+    """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`.
+
+    A subclass defines how blocks are held.
 
     Attributes:
         tier: the tier of the blocks.
@@ -182,21 +210,21 @@ class TierLease(ReadLease, Generic[T]):
     @property
     @abstractmethod
     def is_held(self) -> bool:
-        """Whether it still holds its blocks, so that they may be loaded."""
+        """Whether it still holds its blocks, so that they can be loaded."""
 
     @classmethod
     def held_in(cls: type[Self], tier: object, lease: ReadLease) -> Self:
-        """This lease, which is one of this kind, of that tier, and still held.
+        """Return the lease, after checking that it holds blocks in ``tier``.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it is of another kind or tier, or released.
         """
         if not isinstance(lease, cls) or lease.tier is not tier or not lease.is_held:
             raise ValueError(f"{lease!r} does not hold blocks in {tier!r}")
         return lease
 
     async def release(self) -> None:
-        """Release the blocks. Idempotent; they are released even when this is cancelled."""
+        """Release the blocks, even when this is cancelled. Idempotent."""
         await self.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
@@ -205,9 +233,9 @@ class TierLease(ReadLease, Generic[T]):
 
     @abstractmethod
     async def __aexit__(self, *exc: object) -> None:
-        """Let go, and delete what is damaged and was held by this only. Idempotent; cancelled, it has let go.
+        """Release the blocks, also when cancelled. Idempotent.
 
-        No checkpoint where there is nothing to wait for.
+        Damaged blocks that only this lease held are deleted. No checkpoint if there is nothing to wait for.
         """
 
 
@@ -217,17 +245,25 @@ class TierBase(Tier, Generic[L]):
     lease_type: ClassVar[type[TierLease[Any]]]
     """The class of its leases."""
     kept_reasons: ClassVar[frozenset[str]] = frozenset()
-    """Reasons of misses after which the block stays, since it is not damaged."""
+    """Reasons of misses after which the block stays.
+
+    It is not damaged then.
+    """
     _loaded: int
     _missed: dict[str, int]
 
     def _place_bytes(self, destination: Destination) -> int:
-        """How large the places of a load must be. May raise where nothing can be loaded from this tier any more."""
+        """Return the required size of a load's places.
+
+        May raise if no block can be loaded from this tier any more.
+        """
         return self.block_bytes
 
     @abstractmethod
     async def _load(self, lease: L, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
-        """Copy the leased blocks, at least one, into ``there``, or let ``destination`` copy them, and verify them.
+        """Copy the leased blocks, at least one, and verify them.
+
+        They are copied into ``there``, or ``destination`` copies them.
 
         Cancelled, it returns when the copy is over. An exception fails all blocks.
 
@@ -236,7 +272,9 @@ class TierBase(Tier, Generic[L]):
         """
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks into the first places of ``destination`` and verify them.
+        """Copy the leased blocks into the first places of ``destination``.
+
+        They are verified.
 
         The lease must be held until this returns. A damaged block is missed, counted and no longer found. An exception of the
         destination makes every block :class:`~backends.abc.Failed`. Cancelled, it returns only when the copy is over.
@@ -268,7 +306,10 @@ class TierBase(Tier, Generic[L]):
         return outcomes
 
     def _note_bad(self, lease: L, bad: Mapping[int, Missed | Failed]) -> None:
-        """Count the blocks that could not be loaded, and drop those that never can be."""
+        """Count the blocks that could not be loaded.
+
+        Drop those that never can be.
+        """
         damaged: list[int] = []
         for at, outcome in bad.items():
             if isinstance(outcome, Missed):
@@ -276,7 +317,8 @@ class TierBase(Tier, Generic[L]):
                 if outcome.reason not in self.kept_reasons:
                     damaged.append(at)
             elif isinstance(outcome.error, OSError) and outcome.error.errno == errno.EIO:
-                # Its medium has lost it. Any other error says nothing of the block: no descriptor or no memory is left, say.
+                # The medium has lost the block. Other errors do not concern the block: no descriptor or no memory is
+                # left, for example.
                 damaged.append(at)
         if damaged:
             lease.forget(damaged)

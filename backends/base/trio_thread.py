@@ -1,6 +1,6 @@
-"""An async context manager that lives in a trio thread of its own, for callers that know no trio.
+"""An async context manager that lives in a trio thread.
 
-The blocking faces stand on it: each of their calls is one call here, which waits for its answer.
+It is for callers that do not use trio: each call of a blocking API is one call here, which waits for its answer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Ts = TypeVarTuple("Ts")
 
 
 class TrioThread(Generic[M]):
-    """Has a context manager entered in a thread, from :meth:`start` to :meth:`close`.
+    """Enters a context manager in a thread, until :meth:`close`.
 
     Args:
-        make: makes what is entered.
-        name: of the thread.
+        make: function that makes the context manager.
+        name: name of the thread.
         timeout: seconds after which a call raises :class:`trio.TooSlowError`: it was cancelled then.
         close_timeout: seconds that closing waits for the end.
 
     Attributes:
-        token: of the trio run; ``None`` while nothing is entered.
+        token: token of the trio run; ``None`` while nothing is entered.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TrioThread(Generic[M]):
         self._error: BaseException | None = None
 
     def start(self) -> M:
-        """Enter it. What that raises is raised here."""
+        """Enter the context manager, and raise its exception here."""
         settled = threading.Event()
         thread = threading.Thread(target=self._run, args=(settled,), name=self._name, daemon=True)
         start_thread(thread)
@@ -56,11 +56,11 @@ class TrioThread(Generic[M]):
         return self._entered
 
     def close(self) -> None:
-        """Leave it, and join the thread. Idempotent.
+        """Leave the context manager, and join the thread. Idempotent.
 
         Raises:
             TimeoutError: the thread has not ended within ``close_timeout``, and goes on.
-            Exception: as leaving raises.
+            Exception: leaving raised it.
         """
         thread, self._thread = self._thread, None
         token, self.token = self.token, None
