@@ -1,10 +1,11 @@
-"""Pinned host memory in chunks, in a server for many processes, or in this process.
+"""Pinned host memory in chunks.
 
-A server (``offload pinned-pool``, or :func:`serve`) keeps a pool for each connected client. An engine's threads, which need not
-use trio, take blocks from it as from their own memory::
+A server has the memory for many processes, or this process has its own. The server (``offload pinned-pool``, or
+:func:`serve`) keeps a pool for each connected client. An engine's threads, which need not use trio, take blocks from it
+as from their own memory::
 
     pool = ServerPinnedMemoryPool(torch.bfloat16, pool_size=1024)
-    block = pool.alloc_same_pin_tensor(tensor)      # None where the pool is full
+    block = pool.alloc_same_pin_tensor(tensor)      # None if the pool is full
     block.copy_(tensor)
     again = block.to("cpu")
     pool.free(block)

@@ -1,13 +1,14 @@
-"""A block of a pinned pool: has the interface of a tensor, and its bytes in the pool's chunks.
+"""A block of a pinned pool: a tensor's interface over chunks.
 
-Where the pool is mapped here, a copy is one ``memmove`` for each run of adjacent chunks, or one copy of torch where source or
-destination is on a device, of another dtype, or with gaps. Where it is not, the bytes are streamed: any dtype as what it is in
-memory, so bfloat16 needs no type of the wire.
+If the pool is mapped here, a copy is one ``memmove`` for each run of adjacent chunks, or one copy of torch if source or
+destination is on a device, of another dtype, or with gaps. Otherwise the bytes are streamed: any dtype as its bytes in
+memory, so bfloat16 needs no type in the protocol.
 
 Rule 1. A block and its views share one hold: the chunks are freed when the last of them is gone, or by ``pool.free``.
-Rule 2. A hold that is collected takes no lock and sends nothing (it may be collected anywhere, even inside the pool's lock): it
-        only leaves a note, and the pool's next call frees the chunks.
-Rule 3. A tensor over a block's memory (:meth:`MemoryBlock.as_tensor`) is a view as well: it keeps the hold, and the memory.
+Rule 2. A hold that is collected takes no lock and sends nothing (it may be collected anywhere, even inside the pool's
+        lock): it only leaves a note, and the pool's next call frees the chunks.
+Rule 3. A tensor over a block's memory (:meth:`MemoryBlock.as_tensor`) is a view as well: it keeps the hold, and the
+        memory.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ if TYPE_CHECKING:
     import torch
 
 _UNIQUE: Final = itertools.count(1 << 62)
-"""No address: using it as one ends in SIGSEGV, instead of reading other bytes."""
+"""Numbers that are no address.
+
+Using one as an address ends in SIGSEGV, instead of reading other bytes.
+"""
 
 _memmove = ctypes.memmove
 
 
 class Hold:
-    """An allocation in use. Shared by a block and its views; ``pool.free`` ends it for all of them."""
+    """An allocation in use, shared by a block and its views.
+
+    ``pool.free`` ends it for all of them.
+    """
 
     __slots__ = ("__weakref__", "_dropped", "_lock", "allocation", "freed", "keeper", "unique")
 
@@ -46,7 +53,10 @@ class Hold:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Claim the right to free the allocation. Returns True once, for one caller."""
+        """Claim the right to free the allocation.
+
+        Return True once, for one caller.
+        """
         with self._lock:
             first, self.freed = not self.freed, True
             return first
@@ -57,13 +67,17 @@ class Hold:
 
 
 class MemoryBlock:
-    """Some chunks of a pool, in the shape and dtype of a tensor. Made by a pool's ``alloc_same_pin_tensor``.
+    """Chunks of a pool, in the shape and dtype of a tensor.
 
-    Any thread. Two threads that copy into one block at once get what two writers of one tensor get.
+    A pool's ``alloc_same_pin_tensor`` makes it. Any thread. Two threads that copy into one block at once have the same
+    result as two writers of one tensor.
     """
 
     def __init__(self, hold: Hold, like: torch.Tensor, device: str) -> None:
-        """Use a pool's ``alloc_same_pin_tensor`` instead. ``like`` is a tensor without memory (``device="meta"``)."""
+        """Use a pool's ``alloc_same_pin_tensor`` instead.
+
+        ``like`` is a tensor without memory (``device="meta"``).
+        """
         self._hold = hold
         self._like = like
         self._device = device
@@ -86,46 +100,52 @@ class MemoryBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use; its chunks may have more."""
+        """Number of bytes in use; its chunks may have more."""
         return self._hold.allocation.nbytes
 
     @property
     def allocation_id(self) -> int:
-        """Its id in its pool; its views have the same."""
+        """Id in its pool; its views have the same."""
         return self._hold.allocation.allocation_id
 
     @property
     def chunk_indices(self) -> tuple[int, ...]:
-        """Its chunks, in the order of its bytes."""
+        """Chunks, in the order of the bytes."""
         return tuple(self._hold.allocation.chunk_indices)
 
     def numel(self) -> int:
-        """How many items it has."""
+        """Return the number of items."""
         return self._like.numel()
 
     def element_size(self) -> int:
-        """Bytes of an item."""
+        """Return the bytes of an item."""
         return self._like.element_size()
 
     def dim(self) -> int:
-        """How many axes it has."""
+        """Return the number of axes."""
         return self._like.dim()
 
     def size(self, dim: int | None = None) -> Any:
-        """Its shape, or one of its sizes."""
+        """Return the shape, or one of its sizes."""
         return self.shape if dim is None else self._like.size(dim)
 
     def is_contiguous(self) -> bool:
-        """Whether its chunks are adjacent: only then it has one address."""
+        """Return whether its chunks are adjacent, so that it has one address."""
         return self._hold.allocation.is_contiguous
 
     def is_pinned(self) -> bool:
-        """Whether a CUDA device of this process copies from and to it by itself."""
+        """Return whether a CUDA device copies from and to it by itself.
+
+        A device of this process.
+        """
         reach = self._hold.keeper.reach
         return isinstance(reach, Place) and reach.cuda
 
     def data_ptr(self) -> int:
-        """Its address in this process, if it is mapped and contiguous; otherwise a number that no other block has."""
+        """Return its address in this process, or a unique number.
+
+        The address if it is mapped and contiguous; otherwise a number that no other block has.
+        """
         reach = self._reach()
         if not isinstance(reach, Place) or not self.is_contiguous() or not self.nbytes:
             return self._hold.unique
@@ -134,11 +154,13 @@ class MemoryBlock:
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def copy_(self, src: torch.Tensor | MemoryBlock, non_blocking: bool = False) -> Self:
-        """Copy a tensor into it, as ``Tensor.copy_`` does: from any device, converted and expanded where that is needed.
+        """Copy a tensor into it, as ``Tensor.copy_`` does.
+
+        From any device, converted and expanded if needed.
 
         Args:
             src: a tensor, or a block.
-            non_blocking: return before a copy from a CUDA device is done, where the memory is pinned for it. From the
+            non_blocking: return before a copy from a CUDA device is done, if the memory is pinned for it. From the
                 host, and through a socket, all is done on return.
 
         Returns:
@@ -147,7 +169,7 @@ class MemoryBlock:
         Raises:
             BlockFreed: it was freed.
             PinnedPoolError: the pool is closed or lost, or its server does not answer.
-            RuntimeError: of torch, where the shapes do not fit.
+            RuntimeError: raised by torch if the shapes do not fit.
         """
         reach = self._reach()
         tensor = src.to("cpu") if isinstance(src, MemoryBlock) else src
@@ -179,12 +201,12 @@ class MemoryBlock:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Its bytes as a new tensor on a device.
+        """Return its bytes as a new tensor on a device.
 
         Args:
-            device: where to; the pool's device by default.
-            non_blocking: return before a copy to a CUDA device is done, where the memory is pinned for it: order what uses
-                the tensor behind it, as with any tensor, and keep the block until then.
+            device: target device; the pool's device by default.
+            non_blocking: return before a copy to a CUDA device is done, if the memory is pinned for it: order the use
+                of the tensor after it, as with any tensor, and keep the block until then.
             out: a contiguous tensor of its dtype and shape to fill instead of a new one.
 
         Raises:
@@ -219,16 +241,20 @@ class MemoryBlock:
         return out
 
     def view(self, *shape: Any) -> Self:
-        """The same bytes in another shape, as ``Tensor.view`` takes it (a dtype, too). It keeps the chunks as its block does.
+        """Return a view with another shape, like ``Tensor.view``.
+
+        A dtype is taken, too. The view keeps the chunks as its block does.
 
         Raises:
-            RuntimeError: of torch, where the shape does not fit.
+            RuntimeError: raised by torch if the shape does not fit.
         """
         self._reach()
         return type(self)(self._hold, self._like.view(*shape), self._device)
 
     def as_tensor(self) -> torch.Tensor | None:
-        """A tensor over its memory, without a copy; None where it has no such memory (streamed, or not contiguous).
+        """Return a tensor over its memory, without a copy.
+
+        None if it has no such memory (streamed, or not contiguous).
 
         It keeps the chunks as a view does. After ``pool.free`` it still points to memory, which may hold another block.
         """
@@ -246,7 +272,7 @@ class MemoryBlock:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _reach(self) -> Place | Stream:
-        """Where the pool is mapped, or the way to it.
+        """Return the pool's place in this process, or its stream.
 
         Raises:
             BlockFreed: this block was freed.
@@ -256,24 +282,27 @@ class MemoryBlock:
             raise BlockFreed(f"{self!r} was freed")
         self._hold.keeper.check()
         reach = self._hold.keeper.reach
-        assert reach is not None  # or check() had raised
+        assert reach is not None  # otherwise check() had raised
         return reach
 
     def _fill(self, place: Place, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is in host memory with the layout of the block."""
+        """Copy a tensor in host memory with the layout of the block."""
         source = tensor.data_ptr()
         for address, at, n in self._runs(place):
             _memmove(address, source + at, n)
 
     def _runs(self, place: Place) -> Iterator[tuple[int, int, int]]:
-        """Address, place in the block, and length of each run of adjacent chunks."""
+        """Yield address, offset in the block, and length of each run.
+
+        A run is adjacent chunks.
+        """
         at = 0
         for start, n in spans_of(self._hold.allocation, self._hold.keeper.chunk_bytes, 0, self.nbytes):
             yield place.address + start, at, n
             at += n
 
     def _tensors(self, place: Place) -> Iterator[tuple[torch.Tensor, int]]:
-        """Each run as a tensor of bytes, and its place in the block."""
+        """Yield each run as a tensor of bytes, with its offset."""
         import torch
 
         for address, at, n in self._runs(place):
@@ -291,7 +320,7 @@ class PinnedMemoryBlock(MemoryBlock):
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether its bytes are in host memory with the layout of the block."""
+    """Return whether its bytes are in host memory, as in the block."""
     return (
         tensor.is_cpu
         and tensor.dtype == dtype
@@ -308,7 +337,10 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host, which keeps it."""
+    """Return the memory of a contiguous tensor of the host.
+
+    It keeps the tensor.
+    """
     memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     memory.keeps = tensor
     return memoryview(memory).cast("B")

@@ -1,13 +1,15 @@
-"""A client of a pinned pool's server, for threads without trio: the requests of the protocol, and the mapped pool.
+"""A client of a pinned pool's server, for threads without trio.
 
-On the server's host the pool is mapped (its descriptor comes over a Unix socket), and copies are copies; the connection
-carries ids only. From another host, or if configured so, bytes go through the connection, a few frames ahead.
+It has the requests of the protocol, and the mapped pool. On the server's host the pool is mapped (its descriptor comes
+over a Unix socket), and copies are memory copies; the connection carries ids only. From another host, or if configured
+so, bytes go through the connection, a few frames ahead.
 
 Rule 1. For any thread. One request is on its way at a time; copies in mapped memory do not wait for it.
-Rule 2. A timeout is an error, and the session goes on. What such a request allocated is freed when its answer comes.
+Rule 2. A timeout is an error, and the session goes on. Chunks that such a request allocated are freed when its answer
+        comes.
 Rule 3. Once the connection is over, every call raises. A server that breaks the protocol is disconnected.
-Rule 4. A session belongs to the process that began it. A forked child closes its end of the connection at once: it cannot
-        disturb the session, nor keep it alive when its parent is killed.
+Rule 4. A session belongs to the process that began it. A forked child closes its end of the connection at once: it
+        cannot disturb the session, nor keep it alive when its parent is killed.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ from ._messages import (
 from ._table import Allocation, Unknown, Usage, spans_of
 
 _AHEAD: Final = 4
-"""Frames of bytes that are on their way at once: enough that neither side waits for the other's answer."""
+"""Frames of bytes that are on their way at once.
+
+Enough that neither side waits for the other's answer.
+"""
 _SECONDS_PER_GIB: Final = 5.0
 """Additional seconds for making a pool: allocating, zeroing and pinning memory."""
 _NOTHING: Final = memoryview(b"")
@@ -76,11 +81,11 @@ class PoolMemoryInfo:
     """The pool that a client was given."""
 
     nbytes: int
-    """Its size, in whole chunks."""
+    """Size of the pool, in whole chunks."""
     chunks: int
     chunk_bytes: int
     pinned: str
-    """How the server pinned it: ``cuda``, ``locked`` or ``no``."""
+    """The server's way to pin it: ``cuda``, ``locked`` or ``no``."""
     why_not_pinned: str
     shared: bool
     """Whether it is mapped in this process."""
@@ -118,11 +123,17 @@ class PinnedPoolClient:
         self._lock = threading.Lock()
         self._seq = 0
         self._unanswered: deque[int] = deque()
-        """Numbers of unanswered requests, in their order. A pool's answer may come behind later ones."""
+        """Numbers of unanswered requests, in their order.
+
+        A pool's answer may come after later ones.
+        """
         self._late: deque[int] = deque()
         """Allocations whose request had timed out; they are freed."""
         self._pool_asked: tuple[int, int] | None = None
-        """Number and bytes of the request for a pool, until :meth:`allocate_pool_memory` has had its answer."""
+        """Number and bytes of the request for a pool.
+
+        Set until :meth:`allocate_pool_memory` has had its answer.
+        """
         self._late_pool: PoolAllocated | None = None
         """The answer to that request, if it came after a time-out."""
         self._books = threading.Lock()
@@ -157,7 +168,10 @@ class PinnedPoolClient:
             connection.close()
 
     def close(self) -> None:
-        """End the session: the server frees the pool and its blocks. Idempotent. Mapped memory stays under its views."""
+        """End the session. Idempotent.
+
+        The server frees the pool and its blocks. Mapped memory stays under its views.
+        """
         # The flag first: a thread that the interrupt wakes must see a closed pool, not a lost server. The interrupt comes
         # before the lock, since that thread holds the lock while it waits.
         self._closed = True
@@ -168,12 +182,17 @@ class PinnedPoolClient:
                 self.mapping.close()
 
     def _after_fork(self) -> None:
-        """In a forked child: close this end only. The lock may be held by a thread that does not exist here."""
+        """Close this end only, in a forked child.
+
+        The lock may be held by a thread that does not exist here.
+        """
         self._connection.close()
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise unless the session is alive, as far as the kernel knows. Sends no message; any thread.
+        """Raise unless the session is alive, as far as known.
+
+        The kernel knows of a closed connection. Sends no message; any thread.
 
         Raises:
             PoolClosed: it was closed.
@@ -221,7 +240,7 @@ class PinnedPoolClient:
     # --- the protocol -----------------------------------------------------------------------------------------------
 
     def allocate_pool_memory(self, nbytes: int) -> PoolMemoryInfo:
-        """Get this client's pool, rounded up to whole chunks, and map it.
+        """Get this client's pool, in whole chunks, and map it.
 
         Raises:
             PoolRefused: not enough is left, this client has a pool already, or it must be mapped and cannot be.
@@ -259,15 +278,18 @@ class PinnedPoolClient:
             return self._grants.add(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
-        """Free allocations; unknown ids are skipped. Returns how many were freed."""
+        """Free allocations. Return how many were freed.
+
+        Unknown ids are skipped.
+        """
         self.check()
         if isinstance(allocation_ids, int):
             raise TypeError(f"allocation_ids is {allocation_ids}, and must be a list of ids: [{allocation_ids}]")
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
             some = ids[start : start + MAX_IDS]
-            # Before the request: the server may grant these chunks to another thread's request as soon as it has read this one,
-            # and they would look like chunks that two allocations share.
+            # Before the request: the server may grant these chunks to another thread's request as soon as it has read
+            # this one, and they would look like chunks that two allocations share.
             with self._books:
                 if self._grants is not None:
                     self._grants.discard(some)
@@ -313,7 +335,7 @@ class PinnedPoolClient:
         )
 
     def get_usage_info(self) -> Usage:
-        """How full the pool is, as the server has it."""
+        """Return how full the pool is, as the server counts."""
         self._free_late()
         usage = self._call(UsageInfo, GetUsageInfo(0))
         with self._judging():
@@ -325,7 +347,7 @@ class PinnedPoolClient:
     # --- the memory -------------------------------------------------------------------------------------------------
 
     def _map(self, nbytes: int) -> str:
-        """Map the pool. An empty text, or why it is not."""
+        """Map the pool. Return an empty text, or the reason against it."""
         if self._wants_shared is False:
             return "it was not asked for"
         welcome = self._welcome
@@ -345,7 +367,7 @@ class PinnedPoolClient:
         return ""
 
     def _runs(self, mapping: Mapping, allocation_id: int, offset: int, length: int) -> Iterator[tuple[memoryview, int]]:
-        """Each run of these bytes in the mapped pool, and its place among them."""
+        """Yield each run of these bytes in the pool, with its offset."""
         with self._books:
             allocation = None if self._grants is None else self._grants.get(allocation_id)
         if allocation is None:
@@ -375,15 +397,21 @@ class PinnedPoolClient:
 
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:
-        """Treat an implausible answer as the end of the session: no further answer of that server is read."""
+        """Treat an implausible answer as the end of the session.
+
+        No further answer of that server is read.
+        """
         try:
             yield
         except (Implausible, BadFrame) as exc:
-            self._connection.interrupt()  # not closed: another thread may be in there
+            self._connection.interrupt()  # not closed: another thread may use it
             raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
 
     def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
-        """Send requests with their bytes, a few ahead of their answers; the bytes of an answer go where its entry says."""
+        """Send requests with their bytes, a few ahead of their answers.
+
+        The bytes of an answer go into the buffer of its entry.
+        """
         waiting: deque[tuple[int, memoryview | None]] = deque()
         with self._turn(perf_counter() + self._timeout):
             for request, payload, into in entries:
@@ -396,7 +424,7 @@ class PinnedPoolClient:
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
-        """One thread at a time."""
+        """Take the turn of this thread; one thread at a time."""
         if not self._lock.acquire(timeout=max(0.0, deadline - perf_counter())):
             raise PoolTimeout(f"{self.server} does not answer another thread of this process")
         try:
@@ -429,7 +457,7 @@ class PinnedPoolClient:
             with self._judging():
                 if answer.seq not in self._unanswered:
                     raise Implausible(f"answer {answer.seq} is none to what was asked")
-            self._unanswered.remove(answer.seq)  # the oldest, but for a pool, which takes its server long
+            self._unanswered.remove(answer.seq)  # the oldest, except for a pool, which takes its server long
             if answer.seq == seq:
                 break
             if isinstance(answer, Allocated):
@@ -448,7 +476,7 @@ class PinnedPoolClient:
 
     @contextlib.contextmanager
     def _telling_loss(self) -> Iterator[None]:
-        """An error of the connection means that the session is over."""
+        """Treat an error of the connection as the end of the session."""
         try:
             yield
         except PinnedPoolError:

@@ -1,4 +1,7 @@
-"""The command ``offload pinned-pool``: knobs from a file, the environment and options; one ready line; a quick end."""
+"""The command ``offload pinned-pool``.
+
+Knobs from a file, the environment and options; one ready line; a quick end.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def _command(ctx: click.Context, /, config_file: str | None, print_config: bool,
 
 
 def run(config: PinnedPoolConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT. Return the exit status."""
     import trio
 
     _configure_logging(config)

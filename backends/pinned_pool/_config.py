@@ -1,4 +1,6 @@
-"""Every knob of a pinned pool's server: its default, its bound, and the reason for both. Pure but for reading a file.
+"""Every setting of a pinned pool's server, with its bounds.
+
+Each has a default, a bound, and the reason for both. Pure, except for reading a file.
 
 The table ``[pinned_pool]`` of a TOML file, the variables ``OFFLOAD_PINNED_POOL__...``, the options of ``offload pinned-pool``:
 the last one wins. :mod:`maru.configuration` has the rules.
@@ -31,7 +33,10 @@ _knob: Final = Knobs("OFFLOAD", PinnedPoolConfigError)
 @_knob.checks_names
 @attrs.frozen
 class PinnedPoolConfig:
-    """Everything that can be set on a pinned pool's server. The reason for each bound and default is in :func:`knobs`."""
+    """All settings of a pinned pool's server.
+
+    :func:`knobs` has the reason for each bound and default.
+    """
 
     host: str = _knob.text(
         "127.0.0.1",
@@ -91,17 +96,17 @@ class PinnedPoolConfig:
 
     @property
     def total_chunks(self) -> int:
-        """The number of chunks of all clients' pools together."""
+        """Number of chunks of all clients' pools together."""
         return self.pool_memory_size * MIB // self.chunk_size
 
 
 def default_directory() -> str:
-    """Where a server of this user makes its sockets, and where its clients look for them."""
+    """Return the directory of this user's server sockets."""
     return f"{'/dev/shm' if os.access('/dev/shm', os.W_OK) else '/tmp'}/pinned-pool-{os.geteuid()}"
 
 
 def knobs() -> tuple[Knob, ...]:
-    """Every knob, in the order in which they are declared."""
+    """Return every knob, in the order of declaration."""
     return tuple(_knob.of(PinnedPoolConfig, SECTION))
 
 
@@ -112,13 +117,15 @@ def pinned_pool_config(
     environ: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, object]] | None = None,
 ) -> PinnedPoolConfig:
-    """A configuration from a TOML file (its ``[pinned_pool]``), the environment and options; the last one wins.
+    """Load a configuration from a file, the environment and options.
+
+    The last one wins. The file is TOML, and its ``[pinned_pool]`` table is read.
 
     Args:
         source: a path (``pathlib.Path``), TOML as a text, or a file that was read.
         others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
-        options: by the name of the knob (``pinned_pool.port``), what to call it in an error (``--port``) and its value.
+        options: by the name of the knob (``pinned_pool.port``), its name in an error (``--port``) and its value.
 
     Raises:
         PinnedPoolConfigError: not TOML, an unknown name, or a value out of its bound.

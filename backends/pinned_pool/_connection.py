@@ -1,11 +1,13 @@
-"""A client's connection to a server: over the channel of a server of this user on this host, over ZeroMQ to any other.
+"""A client's connection to a server.
 
-``HOST:PORT`` of this host names the channel that a server with this port has made in its usual directory. Without one, and for
-another host, it is an address of TCP. ``ipc://PATH`` names a channel by its path.
+A server of this user on this host is reached by its channel, any other by ZeroMQ. ``HOST:PORT`` of this host names the
+channel that a server with this port has made in its usual directory. Without one, and for another host, it is an
+address of TCP. ``ipc://PATH`` names a channel by its path.
 
-Rule 1. A session is a connection. A channel shows its end at once. ZeroMQ hides it and reconnects: then the server does not
-        know the client and says so, which ends the session as well.
-Rule 2. Another user's server is refused, unless it is named. The kernel tells the user: over the channel that of the connection
+Rule 1. A session is a connection. A channel shows its end at once. ZeroMQ hides it and reconnects: then the server does
+        not know the client and answers so, which ends the session as well.
+Rule 2. Another user's server is refused, unless it is named. The kernel reports the user: over the channel that of the
+        connection itself, over TCP that of the listener, which is checked before anything is sent.
         itself, over TCP that of the listener, which is asked before anything is sent.
 """
 
@@ -29,21 +31,27 @@ from ._errors import PoolLost, PoolTimeout, PoolUnreachable, PoolUntrusted
 from ._messages import MAX_FRAME_BYTES
 
 _LOOK_UP: Final = 0.05
-"""Seconds after which a thread that waits over ZeroMQ checks whether it was interrupted."""
+"""Seconds between a ZeroMQ wait's checks for an interruption."""
 
 _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """Sends and receives whole frames, for one thread at a time. Time limits are on the clock ``perf_counter``."""
+    """Sends and receives whole frames, for one thread at a time.
+
+    Time limits are on the clock ``perf_counter``.
+    """
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer is connected, as far as this process knows. For any thread; sends nothing."""
+        """Whether the peer is connected, as far as this process knows.
+
+        For any thread; sends nothing.
+        """
         ...
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame. Returns whether it was sent in time.
+        """Send one frame. Return whether it was sent in time.
 
         Raises:
             Shortage: there is no descriptor or memory for so large a frame. The connection goes on.
@@ -52,11 +60,17 @@ class Connection(Protocol):
         ...
 
     def receive_by(self, deadline: float) -> bytes | None:
-        """The next frame; None if none came in time. :exc:`OSError`: the connection is over."""
+        """Return the next frame; None if none came in time.
+
+        :exc:`OSError`: the connection is over.
+        """
         ...
 
     def interrupt(self) -> None:
-        """End the wait of another thread, as if the connection were over. For any thread."""
+        """End the wait of another thread, as if the connection were over.
+
+        For any thread.
+        """
         ...
 
     def close(self) -> None:
@@ -65,7 +79,10 @@ class Connection(Protocol):
 
 
 class RemoteConnection:
-    """A connection over ZeroMQ. Made by :func:`open_connection`, after it has checked the listener's user."""
+    """A connection over ZeroMQ. Made by :func:`open_connection`.
+
+    It is made after a check of the listener's user.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._dealer = BlockingDealer(f"tcp://{host}:{port}", SocketOptions(max_message_bytes=MAX_FRAME_BYTES))
@@ -73,16 +90,19 @@ class RemoteConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not ended here. The server's end shows only with the next answer."""
+        """Whether it was not ended here.
+
+        The server's end shows only with the next answer.
+        """
         return not self._over.is_set()
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame. Returns whether it was sent in time."""
+        """Send one frame. Return whether it was sent in time."""
         self._check()
         return self._dealer.send([b"", frame], max(0.0, deadline - perf_counter()))
 
     def receive_by(self, deadline: float) -> bytes | None:
-        """The next frame; None if none came in time."""
+        """Return the next frame; None if none came in time."""
         while True:
             self._check()
             left = max(0.0, deadline - perf_counter())
@@ -93,11 +113,14 @@ class RemoteConnection:
                 return None
 
     def interrupt(self) -> None:
-        """End the wait of another thread soon; a ZeroMQ socket in use must not be closed by another thread."""
+        """End the wait of another thread soon.
+
+        Another thread must not close a ZeroMQ socket that is in use.
+        """
         self._over.set()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the socket. Idempotent."""
         self._over.set()
         self._dealer.close()
 
@@ -107,15 +130,15 @@ class RemoteConnection:
 
 
 def open_connection(server: str, timeout: float, uid: int) -> Connection:
-    """A connection to a server.
+    """Open a connection to a server.
 
     Args:
         server: ``host:port`` or ``ipc://path``.
-        timeout: seconds to wait for it to be there.
+        timeout: seconds to wait for the server.
         uid: the user that the server must belong to, besides root.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address is invalid.
         PoolUntrusted: another user's process listens there. Nothing was sent.
         PoolUnreachable: no process listens there.
         PoolTimeout: it does not answer.
@@ -130,10 +153,10 @@ def open_connection(server: str, timeout: float, uid: int) -> Connection:
 
 
 def parse_address(server: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """Return host and port of ``host:port``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such address.
     """
     host, colon, port = server.removeprefix("tcp://").rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
@@ -142,7 +165,7 @@ def parse_address(server: str) -> tuple[str, int]:
 
 
 def channel_path(directory: str, port: int) -> str:
-    """The channel of a server with this port, in the directory of its sockets."""
+    """Return the path of a server's channel in its directory."""
     return f"{directory}/{port}.sock"
 
 
@@ -166,7 +189,7 @@ def _open_channel(server: str, path: str, deadline: float) -> ChannelConnection:
             return ChannelConnection(path)
         except PermissionError as exc:
             raise PoolUntrusted(f"{server} is another user's: start a server of your own ({exc})") from exc
-        except BlockingIOError as exc:  # as many wait to be accepted as may
+        except BlockingIOError as exc:  # the backlog of connections is full
             if perf_counter() > deadline:
                 raise PoolTimeout(f"the pinned pool at {server} takes no connections") from exc
             sleep(_LOOK_UP)
@@ -175,7 +198,10 @@ def _open_channel(server: str, path: str, deadline: float) -> ChannelConnection:
 
 
 def _open_remote(server: str, host: str, port: int, timeout: float, uid: int) -> RemoteConnection:
-    """Connect over TCP, after checking that a server of the right user listens: ZeroMQ would wait for one to come."""
+    """Connect over TCP, after checking the listener's user.
+
+    ZeroMQ would wait for a server to come.
+    """
     try:
         with socket.create_connection((host, port), timeout) as sock:
             found, port = sock.getpeername()[:2]

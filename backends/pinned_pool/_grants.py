@@ -1,7 +1,7 @@
-"""Checks what a server grants: every number that it sends is validated here before it is used. Pure.
+"""Checks of the numbers that a server sends. Pure.
 
-A chunk's index becomes an address. An index beyond the pool is a SIGSEGV, or reads other memory; an index that two blocks have
-mixes their bytes.
+Each is validated here before it is used. A chunk's index becomes an address: an index beyond the pool is a SIGSEGV, or
+reads other memory; an index that two blocks have mixes their bytes.
 
 Rule 1. A pool has the requested size, in whole chunks, and no more.
 Rule 2. A block has exactly the chunks that its bytes need, all of them in the pool, and shares none with another block.
@@ -22,14 +22,17 @@ _PINNED: Final = frozenset({"cuda", "locked", "no"})
 
 
 class Implausible(ValueError):
-    """A server has sent what none of ours does; the text says what."""
+    """An answer that no real server sends.
+
+    The text describes it.
+    """
 
 
 def check_welcome(welcome: Welcome, version: int) -> None:
     """Raise unless this can be the greeting of a server.
 
     Raises:
-        Implausible: it cannot be.
+        Implausible: it cannot.
     """
     size, path = welcome.chunk_bytes, welcome.descriptors
     if welcome.version != version:
@@ -59,8 +62,8 @@ class Grants:
     """The granted allocations of one pool. For one thread at a time.
 
     Args:
-        chunks: of the pool.
-        chunk_bytes: the size of one.
+        chunks: number of chunks of the pool.
+        chunk_bytes: size of a chunk.
     """
 
     def __init__(self, chunks: int, chunk_bytes: int) -> None:
@@ -70,7 +73,7 @@ class Grants:
         self._allocations: dict[int, Allocation] = {}
 
     def get(self, allocation_id: int) -> Allocation | None:
-        """An allocation; None if it is unknown."""
+        """Return an allocation; None if it is unknown."""
         return self._allocations.get(allocation_id)
 
     def add(self, allocation_id: int, indices: Sequence[int], nbytes: int) -> Allocation:
@@ -98,7 +101,10 @@ class Grants:
         return allocation
 
     def discard(self, allocation_ids: Iterable[int]) -> None:
-        """Remove allocations. Call it before the server frees them, since it may grant their chunks again at once."""
+        """Remove allocations.
+
+        Call this before the server frees them, since it may grant their chunks again at once.
+        """
         for allocation_id in allocation_ids:
             allocation = self._allocations.pop(allocation_id, None)
             for index in () if allocation is None else allocation.chunk_indices:

@@ -1,4 +1,7 @@
-"""The interface by which a pool and its blocks reach their chunks, in a server or in this process."""
+"""Access of a pool and its blocks to their chunks.
+
+The chunks are in a server or in this process.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ class Place:
     """A pool's memory in this process."""
 
     address: int
-    """Of its first byte."""
+    """Address of the first byte."""
     owner: object
-    """Keeps it mapped."""
+    """Object that keeps the memory mapped."""
     cuda: bool
     """Whether a CUDA device copies from and to it by itself."""
 
 
 class Stream(Protocol):
-    """The way to a pool that is not mapped here. Any thread."""
+    """Access to a pool that is not mapped here. Any thread."""
 
     def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
         """Stream bytes in."""
@@ -43,39 +46,39 @@ class Stream(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps a pool's chunks. Any thread."""
+    """Owner of a pool's chunks. Any thread."""
 
     nbytes: int
-    """In whole chunks."""
+    """Size of the pool, in whole chunks."""
     chunk_bytes: int
     reach: Place | Stream | None
-    """How its bytes are reached; None once it is closed."""
+    """Access to the bytes; None once the pool is closed."""
     facts: dict[str, object]
-    """For :meth:`MemoryPool.get_usage_info`."""
+    """Figures for :meth:`MemoryPool.get_usage_info`."""
 
     def check(self) -> None:
         """Raise unless the blocks are still there."""
         ...
 
     def allocate_from_pool(self, nbytes: int) -> Allocation | None:
-        """Chunks; None where there are not so many."""
+        """Allocate chunks; None if not enough are free."""
         ...
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
-        """Give allocations back."""
+        """Free allocations. Return how many were freed."""
         ...
 
     def get_usage_info(self) -> Usage:
-        """How full it is."""
+        """Return how full the pool is."""
         ...
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Free all chunks."""
         ...
 
 
 class RemoteKeeper:
-    """A server keeps them."""
+    """Owner of chunks in a server."""
 
     def __init__(
         self, server: str, nbytes: int, timeout: float, shared_memory: bool | None, server_uid: int | None
@@ -111,7 +114,7 @@ class RemoteKeeper:
 
 
 class LocalKeeper:
-    """This process keeps them."""
+    """Owner of chunks in this process."""
 
     def __init__(self, nbytes: int, chunk_bytes: int, pin: Pin) -> None:
         chunks = -(-nbytes // chunk_bytes)
@@ -126,7 +129,7 @@ class LocalKeeper:
         memory = PoolMemory(self.nbytes, pin)
         assert memory.memory is not None
         if memory.pinned == "no":
-            memory.memory.populate()  # or the first copies would pay for it; what pins has done that
+            memory.memory.populate()  # otherwise the first copies would pay for it; pinning has done that
         self.reach: Place | Stream | None = Place(memory.memory.address, memory.memory, memory.pinned == "cuda")
         self.facts: dict[str, object] = {
             "server": "",
@@ -135,10 +138,10 @@ class LocalKeeper:
             "pinned": memory.pinned,
             "why_not_pinned": memory.why_not,
         }
-        memory.close()  # its place keeps it
+        memory.close()  # its place keeps the memory
 
     def check(self) -> None:
-        if os.getpid() != self._pid:  # else both would hand out the same chunks
+        if os.getpid() != self._pid:  # otherwise both processes would hand out the same chunks
             raise PoolForked(belongs_to(self._pid, "this pool"))
         if self.reach is None:
             raise PoolClosed("this pool was closed")

@@ -1,11 +1,11 @@
-"""The memory of one pool: a file without a name, mapped, and pinned as far as this process may. Blocking.
+"""The memory of one pool: a mapped file without a name. Blocking.
 
-Each pool is its own file, not a part of one that all clients map: so no client can read or change another one's bytes, and the
-memory of a client that was stopped while its session ended is not reused meanwhile. It is freed when the last process unmaps
-it.
+It is pinned as far as this process may. Each pool is its own file, not a part of one that all clients map: so no client
+can read or change another one's bytes, and the memory of a client that was stopped while its session ended is not
+reused meanwhile. It is freed when the last process unmaps it.
 
-Rule 1. All its pages are allocated before the pool is used: lack of memory is an error here, not a SIGBUS later. Free memory is
-        checked first, since the kernel would otherwise kill a process.
+Rule 1. All its pages are allocated before the pool is used: lack of memory is an error here, not a SIGBUS later. Free
+        memory is checked first, since the kernel would otherwise kill a process.
 Rule 2. The file can neither shrink nor grow (it is sealed): no client can take pages away from the server.
 Rule 3. Memory that cannot be pinned is used all the same, with the reason.
 """
@@ -32,9 +32,15 @@ from ._config import Pin
 from ._errors import PoolRefused
 
 _STEP_BYTES: Final = 256 << 20
-"""Bytes allocated at once; between two steps a server that ends is noticed."""
+"""Bytes allocated at once.
+
+Between two steps the end of the server is noticed.
+"""
 _DEVICE_NODES: Final = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of the driver: without any of them there is no CUDA device, and its driver need not be loaded to check."""
+"""Device files of the driver.
+
+Without any of them there is no CUDA device, and its driver need not be loaded to check.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +50,15 @@ _mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class PoolMemory:
-    """The memory of one pool, in this process. It is unmapped with the last reference to it.
+    """The memory of one pool, in this process.
+
+    It is unmapped with the last reference to it.
 
     Args:
         nbytes: its size.
-        pin: how to pin it.
+        pin: the way to pin it.
         go_on: called between two steps; if it raises, the memory is freed.
-        huge_pages: have pages of 2 MiB as far as they are to be had.
+        huge_pages: use pages of 2 MiB as far as the kernel has them.
 
     Raises:
         PoolRefused: there is not enough memory, or it must be pinned with CUDA and cannot be.
@@ -63,7 +71,7 @@ class PoolMemory:
         self.pinned = "no"
         """``cuda``, ``locked`` or ``no``."""
         self.why_not = ""
-        """The reason for which it is not pinned."""
+        """Reason for which it is not pinned."""
         self._fd: int | None = _file_of(nbytes, reserve_huge if huge_pages else os.posix_fallocate, go_on)
         # The descriptor is closed with this object; the memory is unmapped with its own last reference.
         self._close = weakref.finalize(self, os.close, self._fd)
@@ -83,17 +91,20 @@ class PoolMemory:
         return f"<PoolMemory of {self.nbytes} bytes, pinned: {self.pinned}>"
 
     def open_fd(self) -> int:
-        """A new descriptor of it, which the caller must close.
+        """Return a new descriptor of the file. The caller must close it.
 
         Raises:
-            PoolRefused: it was closed.
+            PoolRefused: the pool was closed.
         """
         if self._fd is None:
             raise PoolRefused("this pool is closed")
         return os.dup(self._fd)
 
     def close(self) -> None:
-        """Close it. Idempotent. The memory is unmapped with the last reference to it, mostly at once."""
+        """Close the file. Idempotent.
+
+        The memory is unmapped with the last reference to it, mostly at once.
+        """
         self._fd = None
         self._close()
         self.memory = None
@@ -119,7 +130,10 @@ class PoolMemory:
 
 
 def _pin_with_cuda(memory: Memory, go_on: Callable[[], None]) -> str:
-    """Register memory with CUDA. Returns an empty text, or the reason against it."""
+    """Register memory with CUDA.
+
+    Return an empty text, or the reason against it.
+    """
     pin = Registration(memory)
     while pin.step():
         go_on()
@@ -127,7 +141,9 @@ def _pin_with_cuda(memory: Memory, go_on: Callable[[], None]) -> str:
 
 
 def lock(memory: Memory) -> str:
-    """Pin memory with ``mlock``, which only keeps it from being paged out; unmapping ends that.
+    """Pin memory with ``mlock``; unmapping ends that.
+
+    This only keeps it from being paged out.
 
     Returns:
         An empty text, or the reason against it.
@@ -142,12 +158,14 @@ def lock(memory: Memory) -> str:
 
 
 def has_device() -> bool:
-    """Whether there may be a GPU: not without its driver."""
+    """Return whether there may be a GPU: its driver is loaded."""
     return any(os.path.exists(node) for node in _DEVICE_NODES)
 
 
 def _file_of(nbytes: int, reserve: Callable[[int, int, int], None], go_on: Callable[[], None]) -> int:
-    """A sealed file of ``nbytes`` bytes, without a name; all its pages are allocated.
+    """Make a sealed file of ``nbytes`` bytes, without a name.
+
+    All its pages are allocated.
 
     Raises:
         PoolRefused: there is not enough memory.

@@ -1,7 +1,8 @@
-"""What client and server say to each other: frames of a message and, behind it, bytes of a block. Pure.
+"""The protocol of client and server: frames of messages and bytes. Pure.
 
-A frame is the length of the message, the message as MessagePack, and the bytes as they are. The channel and ZeroMQ keep frames
-whole and bound their size. A request has a number, and its answer has the same: an answer that comes too late is known as that.
+A frame is the length of the message, the message as MessagePack, and, after it, bytes of a block as they are. The
+channel and ZeroMQ keep frames whole and bound their size. A request has a number, and its answer has the same, so that
+an answer that comes too late is recognised.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from maru.base.typed_frames import unpacked as unpacked
 
 VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 512 << 10
-"""The largest is the list of all chunks of the largest pool."""
+"""Bytes of the largest message: a list of all chunks."""
 MAX_PIECE_BYTES: Final = 1 << 20
-"""Bytes of a block in one frame: a larger one would hold the server's loop for longer."""
+"""Bytes of a block in one frame.
+
+A larger frame would hold the server's loop for longer.
+"""
 MAX_FRAME_BYTES: Final = MAX_MESSAGE_BYTES + MAX_PIECE_BYTES
 MAX_IDS: Final = 4_096
 """Allocations that one request frees."""
@@ -35,47 +39,47 @@ _Ids = Annotated[list[_Number], msgspec.Meta(max_length=MAX_IDS)]
 
 class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     seq: Annotated[int, msgspec.Meta(ge=0, le=_U32)]
-    """The request's number, and its answer's."""
+    """Number of the request and of its answer."""
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
 class Hello(_Message, tag=1, frozen=True):
-    """The first one."""
+    """The first request of a session."""
 
     version: int
     name: _Text
-    """Of the client, for logs."""
+    """Name of the client, for logs."""
 
 
 class AllocatePoolMemory(_Message, tag=2, frozen=True):
-    """Give this client its pool."""
+    """Request for this client's pool."""
 
     nbytes: _Number
 
 
 class AllocateFromPool(_Message, tag=3, frozen=True):
-    """Chunks for so many bytes."""
+    """Request for chunks for so many bytes."""
 
     nbytes: _Number
 
 
 class FreeFromPool(_Message, tag=4, frozen=True):
-    """Take allocations back."""
+    """Request to free allocations."""
 
     allocation_ids: _Ids
 
 
 class CopyToPool(_Message, tag=5, frozen=True):
-    """The bytes behind this message go to this place of an allocation."""
+    """Request to write the bytes after this message into an allocation."""
 
     allocation_id: _Number
     offset: _Number
 
 
 class CopyFromPool(_Message, tag=6, frozen=True):
-    """Send these bytes of an allocation."""
+    """Request for bytes of an allocation."""
 
     allocation_id: _Number
     offset: _Number
@@ -83,7 +87,7 @@ class CopyFromPool(_Message, tag=6, frozen=True):
 
 
 class GetUsageInfo(_Message, tag=7, frozen=True):
-    """Tell how full the pool is."""
+    """Request for the usage of the pool."""
 
 
 Request: TypeAlias = (
@@ -94,22 +98,22 @@ Request: TypeAlias = (
 
 
 class Welcome(_Message, tag=32, frozen=True):
-    """To Hello."""
+    """Answer to Hello."""
 
     version: int
     client_id: _Number
     token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Shown when the pool's descriptor is fetched."""
+    """Token to show when the pool's descriptor is fetched."""
     descriptors: _Text
-    """Where that is on the server's host; empty: nowhere."""
+    """Descriptor socket on the server's host; empty without one."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class PoolAllocated(_Message, tag=33, frozen=True):
-    """To AllocatePoolMemory."""
+    """Answer to AllocatePoolMemory."""
 
     nbytes: _Number
-    """In whole chunks."""
+    """Size of the pool, in whole chunks."""
     chunks: _Number
     pinned: _Text
     """``cuda``, ``locked`` or ``no``."""
@@ -117,27 +121,33 @@ class PoolAllocated(_Message, tag=33, frozen=True):
 
 
 class Allocated(_Message, tag=34, frozen=True):
-    """To AllocateFromPool."""
+    """Answer to AllocateFromPool."""
 
     allocation_id: _Number
     chunk_indices: bytes
-    """As `maru.base.typed_frames.packed` makes them."""
+    """Indices as `maru.base.typed_frames.packed` encodes them."""
 
 
 class PoolFull(_Message, tag=35, frozen=True):
-    """To AllocateFromPool: so many chunks are not free. An answer, not an error."""
+    """Answer to AllocateFromPool if too few chunks are free.
+
+    It is an answer, not an error.
+    """
 
     free_chunks: _Number
 
 
 class Done(_Message, tag=36, frozen=True):
-    """To FreeFromPool (with the number that were there) and to CopyToPool; to CopyFromPool, with the bytes behind it."""
+    """Answer to FreeFromPool, CopyToPool and CopyFromPool.
+
+    To FreeFromPool, with the number that were freed; to CopyFromPool, with the bytes after it.
+    """
 
     count: _Number
 
 
 class UsageInfo(_Message, tag=37, frozen=True):
-    """To GetUsageInfo."""
+    """Answer to GetUsageInfo."""
 
     active_allocations: _Number
     allocated_chunks: _Number
@@ -146,7 +156,7 @@ class UsageInfo(_Message, tag=37, frozen=True):
 
 
 class Refused(_Message, tag=38, frozen=True):
-    """The answer to a request that was refused. Nothing was done."""
+    """Answer to a refused request. Nothing was done."""
 
     text: _Text
 
@@ -161,16 +171,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Request | Answer, payload: bytes | memoryview = b"") -> bytes:
-    """The frame of a message, and of bytes behind it."""
+    """Return the frame of a message, and of bytes after it."""
     body = _encoder.encode(message)
     return b"".join([_LENGTH.pack(len(body)), body, payload])
 
 
 def split(frame: bytes) -> tuple[bytes, memoryview]:
-    """The message of a frame, and the bytes behind it.
+    """Return the message of a frame, and the bytes after it.
 
     Raises:
-        BadFrame: the frame is shorter than it says, or one of both is longer than it may be.
+        BadFrame: the frame is shorter than its length field, or one of both parts is too long.
     """
     if len(frame) < _LENGTH.size:
         raise BadFrame(f"a frame of {len(frame)} bytes")
@@ -183,18 +193,18 @@ def split(frame: bytes) -> tuple[bytes, memoryview]:
 
 
 def decode_request(body: bytes) -> Request:
-    """A request.
+    """Decode a request.
 
     Raises:
-        BadFrame: it is none.
+        BadFrame: the bytes are no request.
     """
     return decoded(_requests, body, MAX_MESSAGE_BYTES)
 
 
 def decode_answer(body: bytes) -> Answer:
-    """An answer.
+    """Decode an answer.
 
     Raises:
-        BadFrame: it is none.
+        BadFrame: the bytes are no answer.
     """
     return decoded(_answers, body, MAX_MESSAGE_BYTES)

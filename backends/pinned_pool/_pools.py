@@ -1,4 +1,7 @@
-"""The pools that an engine uses: one of a server, and one of this process, with the same methods. Blocking; any thread."""
+"""The pools that an engine uses, in a server or here.
+
+They have the same methods. Blocking; any thread.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class MemoryPool:
         """Use :class:`ServerPinnedMemoryPool` or :class:`PinnedMemoryPool` instead."""
         self._keeper = keeper
         self.dtype: Final = dtype
-        """The type that the pool was opened for. A block has its tensor's."""
+        """The type that the pool was opened for.
+
+        A block has its tensor's.
+        """
         self.device: Final = str(device)
         """The default device of ``block.to()``."""
         self._dropped: deque[int] = deque()
@@ -37,7 +43,9 @@ class MemoryPool:
         return f"<{type(self).__name__} of {self._keeper.nbytes // MIB} MiB in {where}>"
 
     def alloc_same_pin_tensor(self, tensor: torch.Tensor) -> MemoryBlock | None:
-        """A block for a tensor's bytes: of the same shape and dtype, in whole chunks. Its contents are undefined.
+        """Allocate a block for a tensor, of its shape and dtype.
+
+        It has whole chunks. Its contents are undefined.
 
         Returns:
             The block; None if not enough chunks are free. Its chunks are freed by :meth:`free`, or when the block and its views
@@ -55,7 +63,9 @@ class MemoryPool:
         return self._block(hold, like, self.device)
 
     def free(self, block: MemoryBlock) -> bool:
-        """Free a block's chunks; its views end with it. False if they were freed before.
+        """Free a block's chunks. Return False if they were freed before.
+
+        Its views end with it.
 
         Raises:
             ValueError: it is a block of another pool.
@@ -73,7 +83,9 @@ class MemoryPool:
         return True
 
     def get_usage_info(self) -> dict[str, object]:
-        """How full it is: chunks, bytes, and how its memory is reached and pinned.
+        """Return usage, size and kind of the pool's memory.
+
+        Chunks, bytes, and how the memory is reached and pinned.
 
         Raises:
             PinnedPoolError: the pool is closed or lost, or its server does not answer.
@@ -94,7 +106,10 @@ class MemoryPool:
         }
 
     def close(self) -> None:
-        """Free everything; later calls raise. Idempotent. Memory under a tensor stays mapped until that is gone."""
+        """Free everything. Idempotent.
+
+        Later calls raise. Memory under a tensor stays mapped until that is gone.
+        """
         self._keeper.close()
 
     def __enter__(self) -> Self:
@@ -123,7 +138,7 @@ class MemoryPool:
 
 
 class ServerPinnedMemoryPool(MemoryPool):
-    """A pool of pinned memory in a server (``offload pinned-pool``). Each pool has its own session.
+    """A pool in a server (``offload pinned-pool``), with its own session.
 
     On the server's host the memory is shared: blocks have addresses, and copies pass no socket.
 
@@ -198,7 +213,9 @@ def pinned_memory_pool(
     use_server_pool: bool = False,
     server: str = "127.0.0.1:8073",
 ) -> ServerPinnedMemoryPool | PinnedMemoryPool:
-    """Open a server's pool, or one of this process: one flag of an engine's configuration chooses.
+    """Open a server's pool, or one of this process.
+
+    One flag of an engine's configuration chooses.
 
     Args:
         dtype: the type that blocks mostly have.

@@ -1,12 +1,12 @@
-"""The server: keeps a pool of pinned memory for each client that is connected.
+"""The server of pinned pools, one pool per connected client.
 
-Clients of this user on this host come over a channel, as those of the page store do; with ``insecure``, all others over ZeroMQ.
-Each is read by a task that runs the same loop; a frame means the same whichever way it came.
+Clients of this user on this host come over a channel, as those of the page store do; with ``insecure``, all others over
+ZeroMQ. A task reads each of the two by the same loop; a frame means the same whichever way it came.
 
 Rule 1. A session is a connection. Its pool and blocks last exactly as long, whatever ends it.
 Rule 2. Bad input costs its sender the session at most. Everything that a client can make grow has a bound.
-Rule 3. It listens over TCP only with ``insecure``, since clients are not identified there. A pool's descriptor is handed out
-        to this user's processes only, and only for the session's own pool.
+Rule 3. It listens over TCP only with ``insecure``, since clients are not identified there. A pool's descriptor is
+        handed out to this user's processes only, and only for the session's own pool.
 """
 
 from __future__ import annotations
@@ -44,19 +44,28 @@ from ._sessions import Session, Sessions
 from ._table import ChunkTable
 
 _THREADS: Final = 4
-"""Threads for making and removing pools, which takes a moment for each GiB. Nothing else blocks."""
+"""Threads for making and removing pools.
+
+That takes a moment for each GiB. Nothing else blocks.
+"""
 _DRAIN: Final = 0.5
-"""Seconds to wait at the end for pools that are being removed. The end of the process removes them anyway."""
+"""Seconds to wait at the end for pools that are being removed.
+
+The end of the process removes them anyway.
+"""
 _UNREAD_BYTES: Final = 16 << 20
-"""Bytes of answers that may wait for one client: more than a client's requests under way can cause."""
+"""Bytes of answers that may wait for one client.
+
+More than a client's requests under way can cause.
+"""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
 _STEP_BYTES: Final = 4 << 20
-"""Bytes that are copied between two checkpoints: about a millisecond."""
+"""Bytes copied between two checkpoints: about a millisecond."""
 _LOCK_NAME: Final = "pinned-pool.lock"
 _LOCK_AGAIN: Final = 0.01
-"""Seconds between two attempts to lock it."""
+"""Seconds between two attempts to lock the directory."""
 _LOCK_PATIENCE: Final = 1.0
-"""Seconds after which a start logs whom it waits for."""
+"""Seconds after which a start logs the holder of the lock."""
 _KEEPALIVE: Final = 15.0
 """Seconds of silence after which TCP probes a client's host, four times."""
 
@@ -68,25 +77,28 @@ class PinnedPoolStatistics:
     """A snapshot of a server. Counters count from its start."""
 
     clients: int
-    """Clients that are connected."""
+    """Connected clients."""
     pools: int
-    """Clients of these that have a pool."""
+    """Connected clients that have a pool."""
     chunks: int
-    """Chunks in all."""
+    """Chunks in total."""
     chunks_left: int
     """Chunks in no pool."""
     turned_away: int
-    """Connections that were closed at once for lack of places."""
+    """Connections closed at once because all places were taken."""
     bad: int
     """Connections that ended because of a bad frame."""
 
 
 class PinnedPoolServer:
-    """A running server. Made by :func:`open_server` and :func:`serve`; belongs to one trio run.
+    """A running server. Made by :func:`open_server` and :func:`serve`.
+
+    It belongs to one trio run.
 
     Attributes:
-        address: for clients of this user: ``127.0.0.1:PORT``, or ``ipc://PATH`` with another directory than the default.
-        host: where it listens over TCP; empty without.
+        address: for clients of this user: ``127.0.0.1:PORT``, or ``ipc://PATH`` with another directory than the
+            default.
+        host: the host that it listens on over TCP; empty without.
         port: the actual port.
         descriptors_path: the Unix socket that hands out pools to this host's clients; empty without one.
     """
@@ -111,7 +123,7 @@ class PinnedPoolServer:
         return f"<PinnedPoolServer at {self.address}, {len(self._sessions)} clients>"
 
     def statistics(self) -> PinnedPoolStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         table, sessions, channel = self.table, self._sessions, self._channel.statistics()
         return PinnedPoolStatistics(
             clients=len(sessions),
@@ -123,23 +135,26 @@ class PinnedPoolServer:
         )
 
     def drain(self) -> None:
-        """Refuse new clients and new pools from now on. Those that are there go on until the server ends."""
+        """Refuse new clients and new pools from now on.
+
+        Existing sessions go on until the server ends.
+        """
         self._sessions.draining = True
 
-    # --- what descriptors need --------------------------------------------------------------------------------------
+    # --- used by the descriptor server ------------------------------------------------------------------------------
 
     def find(self, region_id: int) -> RegionFile | None:
-        """The pool of this client; None without one."""
+        """Return the pool of this client; None without one."""
         session = self._sessions.get(region_id)
         if session is None or session.memory is None:
             return None
         return RegionFile(region_id, session.memory.nbytes, "", 0)
 
     async def open_fd(self, region_id: int, write: bool) -> int:
-        """A new descriptor of this client's pool.
+        """Return a new descriptor of this client's pool.
 
         Raises:
-            CannotMap: it has none.
+            CannotMap: the client has no pool.
         """
         await trio.lowlevel.checkpoint()
         session = self._sessions.get(region_id)
@@ -151,14 +166,17 @@ class PinnedPoolServer:
             raise CannotMap(str(exc)) from exc
 
     def permits(self, request: DescriptorRequest) -> bool:
-        """Whether the request has the token of the session that owns the pool."""
+        """Return whether the request has the pool's session token."""
         session = self._sessions.get(request.region_id)
         return session is not None and hmac.compare_digest(session.token, request.session)
 
     # --- from start to end ----------------------------------------------------------------------------------------
 
     async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; started when it answers. At the end all sessions end and all pools are freed."""
+        """Serve until cancelled.
+
+        It is started when it answers. At the end all sessions end and all pools are freed.
+        """
         config = self.config
         directory = _directory(config)
         async with AsyncExitStack() as stack:
@@ -191,8 +209,8 @@ class PinnedPoolServer:
             try:
                 await trio.sleep_forever()
             finally:
-                # Before the nursery ends, which starts no task afterwards: freeing a pool runs to its end even if cancelled
-                # early.
+                # Before the nursery ends, which starts no task afterwards: freeing a pool runs to its end even if
+                # cancelled early.
                 self._sessions.end_all()
                 self._settle()
 
@@ -214,7 +232,7 @@ class PinnedPoolServer:
         self.port = int(self._router.endpoints[0].rpartition(":")[2])
 
     async def _keep_files(self, directory: str) -> None:
-        """Make again the sockets that are removed under this server.
+        """Make sockets again that are removed under this server.
 
         Raises:
             PoolUnreachable: another server has one of them by now.
@@ -265,7 +283,10 @@ class PinnedPoolServer:
                     await trio.lowlevel.checkpoint()
 
     def _send(self, peer: bytes, answer: bytes) -> None:
-        """Send an answer. For a client that has gone it is dropped; a client that does not read is disconnected."""
+        """Send an answer.
+
+        For a client that has gone it is dropped; a client that does not read is disconnected.
+        """
         if is_channel_peer(peer):
             self._channel.send(peer, answer)
         elif self._router is not None:
@@ -277,7 +298,7 @@ class PinnedPoolServer:
         self._settle()
 
     def _settle(self) -> None:
-        """Start tasks for pools that were requested, and for pools that are to be freed."""
+        """Start tasks for requested pools and for pools to be freed."""
         for session, request in self._sessions.take_wanted():
             self._nursery.start_soon(self._make_pool, session, request)
         for session in self._sessions.take_ended():
@@ -286,7 +307,10 @@ class PinnedPoolServer:
     # --- pools ------------------------------------------------------------------------------------------------------
 
     async def _make_pool(self, session: Session, request: AllocatePoolMemory) -> None:
-        """Make a pool, and answer. If the session ends meanwhile, or this is cancelled, the memory is freed."""
+        """Make a pool, and answer.
+
+        If the session ends meanwhile, or this is cancelled, the memory is freed.
+        """
         if self._sessions.get(session.client) is None:  # it has ended before this task began
             return
         nbytes = self.table.chunks_for(request.nbytes) * self.table.chunk_bytes
@@ -301,15 +325,18 @@ class PinnedPoolServer:
                     await self.workers.do(memory.close)
                 else:
                     self._send(session.peer, self._sessions.made(session, request, memory))
-        except (PoolRefused, OSError, MemoryError) as exc:  # the environment refuses this pool, and nobody else's
+        except (PoolRefused, OSError, MemoryError) as exc:  # the system refuses this pool, and no other one
             answer = self._sessions.not_made(session, request, str(exc) or "no memory is left in this process")
             if not session.is_over:
                 self._send(session.peer, answer)
 
     def _give_back(self, session: Session) -> None:
-        """Free the pool of a session that is over. In a thread, since unmapping a GiB takes a tenth of a second."""
+        """Free the pool of a session that is over.
+
+        In a thread, since unmapping a GiB takes a tenth of a second.
+        """
         session.making.cancel()
-        # Out of the session before the thread unmaps it: a frame that is handled meanwhile must not reach the memory.
+        # Out of the session before the thread unmaps it: a frame that is handled meanwhile must not access the memory.
         memory, session.memory = session.memory, None
         if memory is not None:
             self._nursery.start_soon(self.workers.do, memory.close)
@@ -322,11 +349,13 @@ class PinnedPoolServer:
 async def open_server(
     config: PinnedPoolConfig | None = None, *, make_memory: Callable[..., PoolMemory] | None = None, **knobs: Any
 ) -> AsyncIterator[PinnedPoolServer]:
-    """Run a server for the length of an ``async with`` block. Leaving it ends every session and frees every pool.
+    """Run a server while the ``async with`` block lasts.
+
+    Leaving it ends every session and frees every pool.
 
     Args:
         config: all settings; or else
-        make_memory: makes a pool's memory; replaced in tests.
+        make_memory: function that makes a pool's memory; replaced in tests.
         knobs: those of :class:`~backends.pinned_pool.PinnedPoolConfig`, one by one.
 
     Raises:
@@ -352,7 +381,9 @@ async def serve(
     task_status: trio.TaskStatus[PinnedPoolServer] = trio.TASK_STATUS_IGNORED,
     **knobs: Any,
 ) -> None:
-    """Serve pinned memory until cancelled. Started with ``nursery.start``, it returns the server.
+    """Serve pinned memory until cancelled.
+
+    Started with ``nursery.start``, it returns the server.
 
     Args:
         host: where to listen; beyond this host only with ``insecure=True``.
@@ -371,12 +402,15 @@ async def serve(
 
 
 def _open_private(path: str) -> tuple[int, str]:
-    """Open the directory of a pool, made if need be; see :func:`maru.base.private_directory.open_private_directory`."""
+    """Open the directory of a pool, making it if needed.
+
+    See :func:`maru.base.private_directory.open_private_directory`.
+    """
     return open_private_directory(path, PoolUnusable, purpose="the directory of a pool")
 
 
 def _directory(config: PinnedPoolConfig) -> str:
-    """The directory of the Unix sockets.
+    """Return the directory of the Unix sockets.
 
     Raises:
         PoolUnreachable: it cannot be made, or others may enter it.
@@ -390,7 +424,9 @@ def _directory(config: PinnedPoolConfig) -> str:
 
 
 def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], None]) -> tuple[int, ChannelServer]:
-    """Open the channel of this port, or of any free one for 0. Its directory must be locked.
+    """Open the channel of a port; 0 for any free one.
+
+    Its directory must be locked.
 
     Raises:
         PoolUnreachable: a live server has it, or it cannot be made.
@@ -416,7 +452,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
 
 @asynccontextmanager
 async def _made_and_locked(directory: str) -> AsyncIterator[None]:
-    """Hold the lock of a directory, made if it was removed."""
+    """Hold the lock of a directory, made again if it was removed."""
     os.close(_open_private(directory)[0])
     async with _locked(directory):
         yield
@@ -424,9 +460,12 @@ async def _made_and_locked(directory: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _locked(directory: str) -> AsyncIterator[None]:
-    """Hold a lock while a server checks which channels are taken, and makes its own: otherwise two could take the same."""
+    """Hold the lock while a server makes its own channel.
+
+    Otherwise two servers could find the same channel free.
+    """
     path = f"{directory}/{_LOCK_NAME}"
-    # A process that was stopped may hold it for hours, and a thread that waits for it could not be cancelled.
+    # A stopped process may hold the lock for hours, and a thread that waits for it could not be cancelled.
     patience = trio.current_time() + _LOCK_PATIENCE
     while (fd := _lock_file(path)) is None:
         if trio.current_time() > patience:
@@ -445,9 +484,11 @@ async def _locked(directory: str) -> AsyncIterator[None]:
 
 
 def _lock_file(path: str) -> int | None:
-    """Lock a file until the returned descriptor is closed. ``None`` if another process has locked it.
+    """Lock a file until the returned descriptor is closed.
 
-    A file, and not the directory itself: that one may be locked for as long as a daemon or a page store lives.
+    ``None`` if another process has locked it.
+
+    A file, and not the directory itself, which may be locked for as long as a daemon or a page store lives.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

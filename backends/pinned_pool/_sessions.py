@@ -1,10 +1,13 @@
-"""The sessions of a server: each with its pool, and one answer for each request. No sockets, no waiting.
+"""The sessions of a server, without sockets and waiting.
 
-Rule 1. A session begins with Hello and ends with its connection, or with the first frame that is no request. After that,
-        nothing more is read from the connection.
-Rule 2. A request is answered at once, except the one that makes a pool, which takes a moment for each GiB. It is passed on
-        (:meth:`Sessions.take_wanted`), and its session may end meanwhile.
-Rule 3. Bytes are copied here, in the server's loop: at most a MiB for each request, which is some tenths of a millisecond.
+Each has its pool, and one answer for each request.
+
+Rule 1. A session begins with Hello and ends with its connection, or with the first frame that is no request. After
+        that, nothing more is read from the connection.
+Rule 2. A request is answered at once, except the one that makes a pool, which takes a moment for each GiB. It is passed
+        on (:meth:`Sessions.take_wanted`), and its session may end meanwhile.
+Rule 3. Bytes are copied here, in the server's loop: at most a MiB for each request, which is some tenths of a
+        millisecond.
 """
 
 from __future__ import annotations
@@ -51,25 +54,31 @@ _log = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class Session:
-    """A client that has said Hello, and the pool that lives as long as it is connected."""
+    """A client that has sent Hello, and its pool.
+
+    The pool lives as long as the client is connected.
+    """
 
     client: int
     peer: bytes
-    """Its connection."""
+    """Peer of its connection."""
     name: str
     """Name of the client, for logs."""
     token: bytes = attrs.field(factory=lambda: secrets.token_bytes(16), repr=False)
-    """Has to be shown to get the pool's descriptor."""
+    """Secret that must be shown to get the pool's descriptor."""
     memory: PoolMemory | None = None
     making: trio.CancelScope = attrs.field(factory=trio.CancelScope, repr=False)
-    """The scope of the task that makes its pool; cancelled when the session is over."""
+    """Scope of the task that makes its pool.
+
+    Cancelled when the session is over.
+    """
     is_over: bool = False
 
     def __str__(self) -> str:
         return f"client {self.client} ({self.name or 'without a name'})"
 
     def view(self) -> memoryview:
-        """The bytes of its pool.
+        """Return the bytes of its pool.
 
         Raises:
             PoolRefused: it is still being made.
@@ -84,20 +93,23 @@ class Sessions:
 
     Args:
         table: the pools and their allocations.
-        most: sessions at once.
+        most: largest number of sessions at once.
     """
 
     def __init__(self, table: ChunkTable, most: int) -> None:
         self.descriptors_path: str = ""
-        """The path of the descriptor socket, as clients are told."""
+        """Path of the descriptor socket that is sent to clients."""
         self._wanted: list[tuple[Session, AllocatePoolMemory]] = []
         self._ended: list[Session] = []
         self.bad: int = 0
         """Sessions that ended because of a bad frame."""
         self.turned_away: int = 0
-        """Clients that were refused for lack of places."""
+        """Clients that were refused because all places were taken."""
         self.draining: bool = False
-        """Whether new clients and new pools are refused: the server is about to end."""
+        """Whether new clients and new pools are refused.
+
+        The server is about to end then.
+        """
         self._table: Final = table
         self._most = most
         self._by_peer: dict[bytes, Session | None] = {}  # None: its session has ended
@@ -108,13 +120,13 @@ class Sessions:
         return len(self._by_client)
 
     def get(self, client: int) -> Session | None:
-        """The session of this client."""
+        """Return the session of this client."""
         return self._by_client.get(client)
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def handle(self, peer: bytes, frame: bytes) -> bytes | None:
-        """The answer to one frame of this peer; None if there is none, or not yet."""
+        """Return the answer to a frame; None if there is none yet."""
         if peer in self._by_peer and self._by_peer[peer] is None:
             return None
         session = self._by_peer.get(peer)
@@ -149,7 +161,7 @@ class Sessions:
             return encode(Refused(seq, "no memory is left in this process"))
 
     def is_over(self, peer: bytes) -> bool:
-        """Whether nothing more is read from this peer."""
+        """Return whether no frame of this peer is read any more."""
         return peer in self._by_peer and self._by_peer[peer] is None
 
     def gone(self, peer: bytes) -> None:
@@ -162,12 +174,15 @@ class Sessions:
             self._end(peer)
 
     def take_wanted(self) -> list[tuple[Session, AllocatePoolMemory]]:
-        """The pools that were requested since the last call."""
+        """Return the pools that were requested since the last call."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
     def take_ended(self) -> list[Session]:
-        """The sessions that ended since the last call: their pools are to be freed."""
+        """Return the sessions that ended since the last call.
+
+        Their pools are to be freed.
+        """
         ended, self._ended = self._ended, []
         return ended
 
@@ -226,7 +241,10 @@ class Sessions:
             raise PoolRefused("this server is about to end")
 
     def made(self, session: Session, request: AllocatePoolMemory, memory: PoolMemory) -> bytes:
-        """Add the pool that was made, and answer the request. The session must not be over."""
+        """Add a pool that was made. Return the answer to its request.
+
+        The session must not be over.
+        """
         session.memory = memory
         chunk_bytes = self._table.chunk_bytes
         _log.info("%s has a pool of %d bytes, pinned: %s", session, memory.nbytes, memory.pinned)
@@ -235,7 +253,10 @@ class Sessions:
         )
 
     def not_made(self, session: Session, request: AllocatePoolMemory, why: str) -> bytes:
-        """Answer a request whose pool could not be made. The session must not be over."""
+        """Return the answer to a request whose pool could not be made.
+
+        The session must not be over.
+        """
         self._table.close_pool(session.client)
         return encode(Refused(request.seq, why[:512]))
 

@@ -1,9 +1,11 @@
-"""The pools of all clients, and the allocations in them. No bytes, no clock, no I/O.
+"""The pools of all clients, and their allocations.
+
+No bytes, no clock, no I/O.
 
 A pool is a number of chunks for one client. An allocation has as many of them as its bytes need: adjacent ones if there are
 such, otherwise the lowest free ones. So a pool does not fragment: every free chunk can be allocated.
 
-Rule 1. One pool for each client. The sum of all pools is bounded; what one client does changes nothing for another.
+Rule 1. One pool for each client. The sum of all pools is bounded; one client's actions change nothing for another.
 Rule 2. A chunk belongs to at most one allocation; free and allocated chunks are always all of them.
 Rule 3. An id is never used twice in a pool.
 Rule 4. Lack of room is an answer (``None``). An unknown client or allocation is an error.
@@ -18,13 +20,19 @@ from typing import Final
 import attrs
 
 MAX_CHUNKS: Final = 1 << 16
-"""Chunks in one pool: 256 GiB in chunks of 4 MiB. Their numbers take a quarter of a MiB in an answer then."""
+"""Most chunks in one pool: 256 GiB in chunks of 4 MiB.
+
+Their numbers then take a quarter of a MiB in an answer.
+"""
 MAX_ALLOCATIONS: Final = 1 << 16
-"""Allocations in one pool: those without bytes take no chunk, but a place in the table."""
+"""Most allocations in one pool.
+
+Those without bytes take no chunk, but a place in the table.
+"""
 
 
 class Unknown(LookupError):
-    """There is no such client or allocation, or it has fewer bytes."""
+    """No such client or allocation, or it has fewer bytes."""
 
 
 @attrs.frozen
@@ -32,11 +40,11 @@ class Allocation:
     """Chunks that were allocated together."""
 
     allocation_id: int
-    """Its id in its pool."""
+    """Id in its pool."""
     chunk_indices: Sequence[int]
-    """Its chunks, in the order of its bytes."""
+    """Chunks, in the order of the bytes."""
     nbytes: int
-    """The bytes that were requested."""
+    """Number of bytes that were requested."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -54,13 +62,19 @@ class Usage:
     allocated_chunks: int
     free_chunks: int
     allocated_bytes: int
-    """The bytes that were requested; the rest of the allocated chunks is rounding."""
+    """Number of bytes that were requested.
+
+    The rest of the allocated chunks is rounding.
+    """
 
 
 @attrs.define(eq=False)
 class _Pool:
     free: bytearray
-    """A byte for each chunk: 1 where it is free. Searched by ``bytearray.find``, at gigabytes a second."""
+    """A byte for each chunk: 1 if it is free.
+
+    Searched by ``bytearray.find``, at gigabytes a second.
+    """
     allocations: dict[int, Allocation] = attrs.field(factory=dict)
     next_id: int = 0
     n_free: int = 0
@@ -71,8 +85,8 @@ class ChunkTable:
     """The pools of all clients.
 
     Args:
-        chunks: how many there are, for all pools together.
-        chunk_bytes: the size of one.
+        chunks: number of chunks, for all pools together.
+        chunk_bytes: size of a chunk.
     """
 
     def __init__(self, chunks: int, chunk_bytes: int) -> None:
@@ -83,20 +97,22 @@ class ChunkTable:
 
     @property
     def left(self) -> int:
-        """Chunks in no pool."""
+        """Number of chunks in no pool."""
         return self._left
 
     @property
     def clients(self) -> int:
-        """The number of clients that have a pool."""
+        """Number of clients that have a pool."""
         return len(self._pools)
 
     def chunks_for(self, nbytes: int) -> int:
-        """The number of chunks that ``nbytes`` bytes take."""
+        """Return the number of chunks that ``nbytes`` bytes take."""
         return -(-nbytes // self.chunk_bytes)
 
     def open_pool(self, client: int, nbytes: int) -> int | None:
-        """Give a client its pool. Returns its chunks, or None if not enough are left, or it is too large for one pool.
+        """Open a client's pool. Return the number of its chunks.
+
+        None if not enough are left, or it is too large for one pool.
 
         Raises:
             ValueError: it has one already, or ``nbytes`` is 0.
@@ -113,7 +129,10 @@ class ChunkTable:
         return chunks
 
     def close_pool(self, client: int) -> int:
-        """Free a client's pool with all that is in it. Returns how many chunks it had; idempotent."""
+        """Free a client's pool with its allocations. Idempotent.
+
+        Return how many chunks it had.
+        """
         pool = self._pools.pop(client, None)
         if pool is None:
             return 0
@@ -121,7 +140,7 @@ class ChunkTable:
         return len(pool.free)
 
     def allocate(self, client: int, nbytes: int) -> Allocation | None:
-        """Allocate chunks for ``nbytes`` bytes, or return None if not enough are free.
+        """Allocate chunks for ``nbytes`` bytes; None if too few are free.
 
         Raises:
             Unknown: the client has no pool.
@@ -142,7 +161,9 @@ class ChunkTable:
         return allocation
 
     def free(self, client: int, allocation_ids: Iterable[int]) -> int:
-        """Free allocations. Unknown ids are skipped. Returns how many were freed.
+        """Free allocations. Return how many were freed.
+
+        Unknown ids are skipped.
 
         Raises:
             Unknown: the client has no pool.
@@ -161,7 +182,9 @@ class ChunkTable:
         return freed
 
     def spans(self, client: int, allocation_id: int, offset: int, length: int) -> list[tuple[int, int]]:
-        """The positions of these bytes of an allocation in the pool's memory: runs of ``(start, length)``.
+        """Return the runs ``(start, length)`` of these bytes of an allocation.
+
+        Positions are in the pool's memory.
 
         Raises:
             Unknown: there is no such pool or allocation, or it has fewer bytes.
@@ -172,10 +195,10 @@ class ChunkTable:
         return list(spans_of(allocation, self.chunk_bytes, offset, length))
 
     def usage(self, client: int) -> Usage:
-        """A snapshot of a client's pool.
+        """Return a snapshot of a client's pool.
 
         Raises:
-            Unknown: it has none.
+            Unknown: the client has none.
         """
         pool = self._pool(client)
         return Usage(len(pool.allocations), len(pool.free) - pool.n_free, pool.n_free, pool.nbytes)
@@ -188,10 +211,12 @@ class ChunkTable:
 
 
 def spans_of(allocation: Allocation, chunk_bytes: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
-    """The positions of bytes of an allocation: runs of ``(start, length)`` in the pool's memory; adjacent chunks are one run.
+    """Yield the runs ``(start, length)`` of bytes of an allocation.
+
+    Positions are in the pool's memory; adjacent chunks are one run.
 
     Raises:
-        Unknown: it has fewer bytes.
+        Unknown: the allocation has fewer bytes.
     """
     if not 0 <= offset <= offset + length <= allocation.nbytes:
         raise Unknown(f"bytes {offset} to {offset + length} are not in an allocation of {allocation.nbytes}")
@@ -208,12 +233,15 @@ def spans_of(allocation: Allocation, chunk_bytes: int, offset: int, length: int)
 
 
 def _take(free: bytearray, n: int) -> Sequence[int]:
-    """Take the first run of ``n`` free chunks or, without such a run, the first free ones."""
+    """Take ``n`` free chunks: the first run, or the first ones.
+
+    The second if there is no such run.
+    """
     at = free.find(b"\1" * n)
     if at >= 0:
         free[at : at + n] = bytes(n)
         return range(at, at + n)
     indices = list(islice(compress(range(len(free)), free), n))
     end = indices[-1] + 1 if indices else 0
-    free[:end] = bytes(end)  # those before the last one are all taken now
+    free[:end] = bytes(end)  # all before the last one are taken now
     return indices
