@@ -1,7 +1,7 @@
-"""Wrappers around a tier: blocks are compressed, quantized or encrypted on their way in, and back on their way out.
+"""Wrappers around a tier, which encode blocks and decode them again.
 
-:func:`wrap` puts wrappers around any tier. zstandard, cryptography and torch are imported when a wrapper that needs one of them
-is made.
+They compress, quantize or encrypt. :func:`wrap` puts wrappers around any tier. zstandard, cryptography and torch are
+imported when a wrapper that needs one of them is made.
 """
 
 from ._aes_gcm import AesGcm as AesGcm

@@ -2,14 +2,15 @@
 
     owner 8 | secret 8 | nonce 12 | ciphertext | tag 16
 
-Rule 1. A nonce is 96 new random bits from the operating system for each block. The same nonce twice under one secret would
-        reveal both blocks. Change a secret before it has encrypted 2**32 blocks: beyond that, a repeated nonce is too likely.
-Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, the tenant and the secret. A block that was
-        moved to another key, cut, or given to another tenant has a bad tag.
-Rule 3. A secret is in no text that is made here: not in a repr, not in an error. The bytes before the ciphertext show which
-        blocks have the same tenant and the same secret, and nothing more: the owner is a hash of the tenant's name under its
-        secret, so that a name cannot be confirmed without one. (Blocks of before have a hash of the name alone. They are
-        read as well, and go as all blocks do.)
+Rule 1. A nonce is 96 new random bits from the operating system for each block. The same nonce twice under one secret
+        would reveal both blocks. Change a secret before it has encrypted 2**32 blocks: beyond that, a repeated nonce is
+        too likely.
+Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, the tenant and the secret. A block
+        that was moved to another key, cut, or given to another tenant has a bad tag.
+Rule 3. A secret is in no text that is made here: not in a repr, not in an error. The bytes before the ciphertext show
+        which blocks have the same tenant and the same secret, and nothing more: the owner is a hash of the tenant's
+        name under its secret, so that a name cannot be confirmed without one. (Older blocks have a hash of the name
+        alone. They are read as well, and are evicted like all blocks.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Secrets: TypeAlias = bytes | Sequence[bytes]
-"""One secret of 16, 24 or 32 bytes; or several: the first encrypts, all of them decrypt."""
+"""One secret of 16, 24 or 32 bytes, or several.
+
+The first encrypts, all of them decrypt.
+"""
 
 _OWNER: Final = 8
 _SECRET: Final = 8
@@ -37,7 +41,7 @@ _BEFORE: Final = _OWNER + _SECRET + _NONCE
 _OVERHEAD: Final = _BEFORE + _TAG
 _SIZES: Final = (16, 24, 32)
 _CIPHERS_KEPT: Final = 256
-"""How many prepared ciphers are kept, of the secrets used last."""
+"""Most prepared ciphers that are kept, of the secrets used last."""
 
 
 class AesGcm:
@@ -72,25 +76,31 @@ class AesGcm:
 
     @property
     def id(self) -> bytes:
-        """The name of the format, the same for every secret."""
+        """Name of the format, the same for every secret."""
         return b"aes-gcm/1"
 
     @property
     def lossy(self) -> bool:
-        """False: what is decoded is what was encoded."""
+        """Whether decoded bytes may differ: False."""
         return False
 
     @property
     def seals(self) -> bool:
-        """True: it encrypts."""
+        """Whether it encrypts: True."""
         return True
 
     def bound(self, size: int) -> int:
-        """The length of an encrypted block: 44 bytes more, for tenant, secret, nonce and tag."""
+        """Return the size of an encrypted block: 44 bytes more.
+
+        These are for tenant, secret, nonce and tag.
+        """
         return size + _OVERHEAD
 
     def refusal(self, context: Context) -> Exception | None:
-        """The error of a block whose tenant has no secret, or that has several tenants; else ``None``."""
+        """Return the error of a block that cannot be encrypted, or ``None``.
+
+        Its tenant has no secret, or it has several tenants.
+        """
         try:
             self._secrets_for(context)
         except Exception as exc:  # an exception of the caller's function concerns this block only
@@ -113,11 +123,11 @@ class AesGcm:
         return made
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Decrypt, with the secret of the tenant that the block was encrypted with.
+        """Decrypt with the secret that the block was encrypted with.
 
         Raises:
-            Damaged: ``foreign``: of another tenant; ``secret``: the tenant does not have that secret any more; ``tag``: the
-                bytes were changed, or moved from another key.
+            Damaged: ``foreign``: of another tenant; ``secret``: the tenant does not have that secret any more; ``tag``:
+                the bytes were changed, or moved from another key.
         """
         if src.nbytes != dst.nbytes + _OVERHEAD:
             raise Damaged
@@ -143,13 +153,13 @@ class AesGcm:
             raise Damaged("tag") from None
 
     def _may_be_anothers(self, tenant: str, owner: bytes, wanted: bytes) -> bool:
-        """Whether the block may be another tenant's than this one: it stays then."""
-        # A secret that this tenant had once cannot be told from one of a tenant that a function has not been asked for. A
-        # tenant that forgets another's blocks is worse than one that has its own stand in the way for a while.
+        """Return whether the block may be another tenant's, and so must stay."""
+        # A former secret of this tenant cannot be distinguished from one of a tenant that a function has not been asked
+        # for. A tenant that drops another's blocks is worse than one whose own block stays in the way for a while.
         if self._mapping is None:
             return True
         for other in list(self._mapping):
-            with suppress(UnknownTenant, ValueError):  # its secrets are no business of this one
+            with suppress(UnknownTenant, ValueError):  # errors in its secrets do not concern this tenant
                 if other != tenant and (
                     owner == _old_owner_of(other) or any(_id_of(secret) == wanted for secret in self._secrets_of(other))
                 ):
@@ -187,5 +197,8 @@ def _id_of(secret: bytes) -> bytes:
 
 
 def _associated(context: Context, before: bytes, nbytes: int) -> bytes:
-    """The authenticated data besides the ciphertext: rule 2. The key is last, so that field borders cannot be shifted."""
+    """Return the authenticated data without the ciphertext: rule 2.
+
+    The key is last, so that field borders cannot be shifted.
+    """
     return context.chain + nbytes.to_bytes(8, "little") + before[: _OWNER + _SECRET] + context.key

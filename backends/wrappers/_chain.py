@@ -1,20 +1,21 @@
-"""Chains of wrappers, without bytes: the wrapper's contract, tenants of blocks, names of stored blocks, and their header.
+"""Chains of wrappers, without bytes. Pure.
 
-    magic 4 | version 2 | wrappers 2 | chain 8 | plain bytes 8 | bytes behind each wrapper, 8 each | xxh3-64 8 | body
+The wrapper's contract, tenants of blocks, names of stored blocks, and their header, all of it little-endian:
 
-All of it little-endian. Pure.
+    magic 4 | version 2 | wrappers 2 | chain 8 | plain bytes 8 | bytes after each wrapper, 8 each | xxh3-64 8 | body
 
 A wrapper encodes the bytes of a block, in a copy thread. It knows no tier and keeps no block; several copy threads call it at
 once, and it must keep no state of one block between two calls.
 
 Rule 1. Lossy wrappers come first, encrypting ones last, since encrypted bytes cannot be compressed.
-Rule 2. A chain is part of a block's name. In the tier below, a block has its key followed by the chain's id, so that a reader
-        with another chain, or with the same chain after a change, never finds it.
-Rule 3. The checksum covers the stored bytes, the header and the key. It is verified before a wrapper sees the bytes: a block
-        that was torn, overwritten or put under another key is found out without decoding it.
+Rule 2. A chain is part of a block's name. In the tier below, a block has its key followed by the chain's id, so that a
+        reader with another chain, or with the same chain after a change, never finds it.
+Rule 3. The checksum covers the stored bytes, the header and the key. It is verified before a wrapper sees the bytes: a
+        block that was torn, overwritten or put under another key is detected without decoding it.
 Rule 4. A length is accepted only within the bounds that the chain itself computes.
-Rule 5. A key belongs to the tenant that tags it, for as long as it does. If two tenants tag one key at the same time it belongs
-        to neither: a store fails, a load misses. (Keys are salted by tenant, so this takes a mistake or an attack.)
+Rule 5. A key belongs to the tenant that tags it, for as long as it does. If two tenants tag one key at the same time it
+        belongs to neither: a store fails, a load misses. (Keys are salted by tenant, so this takes a mistake or an
+        attack.)
 """
 
 from __future__ import annotations
@@ -33,55 +34,79 @@ from ..abc import Key
 
 @attrs.frozen
 class Context:
-    """The facts about a block that a wrapper gets."""
+    """Facts about a block that a wrapper is given."""
 
     key: Key
-    """Its key."""
+    """Key of the block."""
     tenant: str | None
-    """Its tenant; the empty text if none was given, None if several tenants tag it at the same time."""
+    """Tenant of the block.
+
+    The empty text if none was given, None if several tenants tag it at the same time.
+    """
     chain: bytes
-    """The id of the whole chain."""
+    """Id of the whole chain."""
 
 
 class Damaged(BackendError):
-    """The stored bytes cannot be decoded: they were changed, or belong to another tenant."""
+    """Stored bytes that cannot be decoded.
+
+    They were changed, or belong to another tenant.
+    """
 
     def __init__(self, reason: str = "damaged", *, keep: bool = False) -> None:
         super().__init__(f"the stored bytes are refused: {reason}")
         self.reason: str = reason
-        """The reason in a word, under which the miss is counted."""
+        """The reason in a word, by which the miss is counted."""
         self.keep: bool = keep
-        """Whether another tenant may be able to decode the block, so that it must not be deleted."""
+        """Whether another tenant may be able to decode the block.
+
+        Then it must not be deleted.
+        """
 
 
 class ChainError(BackendError, ValueError):
-    """The caller's wrappers cannot form a chain; the text says which would."""
+    """Wrappers of the caller that cannot form a chain.
+
+    The text names an order that can.
+    """
 
 
 class LossyNotChosen(BackendError, ValueError):
-    """The caller uses a lossy wrapper without ``lossy=True``."""
+    """A lossy wrapper that is used without ``lossy=True``."""
 
 
 class MissingExtra(BackendError, ImportError):
-    """The caller uses a wrapper whose package is not installed; the text names the extra."""
+    """A wrapper whose package is not installed.
+
+    The text names the extra.
+    """
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed: pip install 'trio-offload[{extra}]'")
         self.extra: str = extra
-        """The extra of this distribution that installs it."""
+        """Extra of this distribution that installs the package."""
 
 
 class UnknownTenant(BackendError, LookupError):
-    """A block is to be encrypted for a tenant without a secret, or for several tenants at once."""
+    """A block without one tenant's secret to encrypt it.
+
+    Its tenant has no secret, or it has several tenants.
+    """
 
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """One step of a chain. Thread-safe: called in copy threads, several at a time."""
+    """One step of a chain. Thread-safe.
+
+    It is called in copy threads, several at a time.
+    """
 
     @property
     def id(self) -> bytes:
-        """The name of the format, with all parameters that decoding depends on: another id is another format."""
+        """Name of the format, with the parameters that decoding needs.
+
+        Another id is another format.
+        """
         ...
 
     @property
@@ -90,25 +115,28 @@ class Wrapper(Protocol):
         ...
 
     def bound(self, size: int) -> int:
-        """The largest number of bytes that :meth:`encode` makes of ``size`` bytes; never smaller for a larger ``size``.
+        """Return the most bytes that :meth:`encode` makes of ``size`` bytes.
+
+        Never smaller for a larger ``size``.
 
         Raises:
-            ValueError: it cannot encode so many.
+            ValueError: it cannot encode so many bytes.
         """
         ...
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
-        """Encode ``src`` into the beginning of ``dst``, which has ``bound(len(src))`` bytes. Returns the number of bytes made.
+        """Encode ``src`` into the beginning of ``dst``. Return the encoded size.
 
-        Called in a copy thread. An exception fails the whole batch (see :class:`Sealing` for one that fails alone).
+        ``dst`` has ``bound(len(src))`` bytes. Called in a copy thread. An exception fails the whole batch (see
+        :class:`Sealing` for one that fails alone).
         """
         ...
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Decode ``src``, the result of :meth:`encode`, into ``dst``, which has the size of the original.
+        """Decode ``src``, the result of :meth:`encode`, into ``dst``.
 
-        Called in a copy thread. Whatever ``src`` holds, it writes nothing but ``dst``, and allocates no more than a small
-        multiple of its length.
+        ``dst`` has the size of the original. Called in a copy thread. Whatever ``src`` holds, it writes only to
+        ``dst``, and allocates no more than a small multiple of its length.
 
         Raises:
             Damaged: ``src`` was changed, or is of another tenant. The content of ``dst`` is undefined then.
@@ -118,7 +146,10 @@ class Wrapper(Protocol):
 
 @runtime_checkable
 class Sealing(Wrapper, Protocol):
-    """A wrapper that encrypts: the last one of its chain, since its output cannot be compressed."""
+    """A wrapper that encrypts: the last one of its chain.
+
+    Its output cannot be compressed.
+    """
 
     @property
     def seals(self) -> bool:
@@ -126,7 +157,10 @@ class Sealing(Wrapper, Protocol):
         ...
 
     def refusal(self, context: Context) -> Exception | None:
-        """The error for which a block with this context cannot be encoded, or None; it then fails alone. In a copy thread."""
+        """Return the error of a block that cannot be encoded, or None.
+
+        Such a block fails alone. In a copy thread.
+        """
         ...
 
 
@@ -135,7 +169,7 @@ NO_TENANT: Final = ""
 
 
 class TenantTags:
-    """The tenants that keys are tagged with now: rule 5."""
+    """The tenants of tagged keys: rule 5."""
 
     def __init__(self) -> None:
         self._claims: dict[Key, dict[str, int]] = {}
@@ -144,7 +178,10 @@ class TenantTags:
         return len(self._claims)
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with this tenant until the returned function is called. Calling that again does nothing."""
+        """Tag these keys with a tenant until the returned function is called.
+
+        Calling that again does nothing.
+        """
         carried: list[Key] = list(keys)
         for key in carried:
             claims = self._claims.setdefault(key, {})
@@ -157,7 +194,10 @@ class TenantTags:
         return end
 
     def of(self, key: Key) -> str | None:
-        """The tenant of a key: :data:`NO_TENANT` without a tag, None with tags of several tenants."""
+        """Return the tenant of a key.
+
+        :data:`NO_TENANT` without a tag, None with tags of several tenants.
+        """
         claims = self._claims.get(key)
         if claims is None:
             return NO_TENANT
@@ -180,10 +220,12 @@ _SUM: Final = struct.Struct("<Q")
 
 
 class Chain:
-    """Wrappers in order, with the sizes and names that follow from them for blocks of one size.
+    """Wrappers in order, for blocks of one size.
+
+    Sizes and names follow from them.
 
     Args:
-        wrappers: from the plain block to the stored one.
+        wrappers: in order from the plain block to the stored one.
         block_bytes: size of every plain block.
 
     Raises:
@@ -200,30 +242,33 @@ class Chain:
         for wrapper in wrappers:
             bounds.append(wrapper.bound(bounds[-1]))
         self.bounds: tuple[int, ...] = tuple(bounds)
-        """The size of a plain block, and the largest size after each wrapper."""
+        """Size of a plain block, and the largest size after each wrapper."""
         self._lengths = struct.Struct(f"<{len(wrappers)}Q")
         self._summed = _FIXED.size + self._lengths.size
         self.header_bytes: int = self._summed + _SUM.size
-        """The size of a header."""
+        """Size of a header, in bytes."""
 
     def __repr__(self) -> str:
         return f"<chain {' > '.join(map(repr, self.wrappers))}>"
 
     @property
     def slot_bytes(self) -> int:
-        """The largest size of a stored block."""
+        """Largest size of a stored block, in bytes."""
         return self.header_bytes + self.bounds[-1]
 
     def name(self, key: Key) -> Key:
-        """The block's key in the tier below: rule 2."""
+        """Return the block's key in the tier below: rule 2."""
         return key + self.id
 
     def key(self, name: Key) -> Key:
-        """The key of the block with this name in the tier below."""
+        """Return the key of the block with this name below."""
         return name[: -len(self.id)]
 
     def write_header(self, key: Key, lengths: Sequence[int], page: memoryview) -> int:
-        """Write the header before the body that is in ``page`` already. Returns the number of used bytes."""
+        """Write the header before the body. Return the number of used bytes.
+
+        The body is in ``page`` already.
+        """
         head = _FIXED.pack(_MAGIC, FORMAT, len(self.wrappers), self.id, self.block_bytes) + self._lengths.pack(*lengths)
         used = self.header_bytes + lengths[-1]
         page[: self._summed] = head
@@ -231,10 +276,12 @@ class Chain:
         return used
 
     def read_header(self, key: Key, page: memoryview) -> tuple[int, ...]:
-        """The sizes after each wrapper, once all of the stored bytes have been verified: rules 3 and 4.
+        """Return the sizes after each wrapper, after verifying the stored bytes.
+
+        Rules 3 and 4.
 
         Raises:
-            Damaged: these are not the bytes that were stored under this key through this chain.
+            Damaged: the bytes are not those stored under this key through this chain.
         """
         head = page[: self._summed]
         lengths: tuple[int, ...] = self._lengths.unpack_from(head, _FIXED.size)
@@ -247,7 +294,10 @@ class Chain:
         return lengths
 
     def used_bytes(self, page: memoryview) -> int:
-        """The number of used bytes of a page that was written here, by its header."""
+        """Return the number of used bytes of a page, by its header.
+
+        For a page that was written here.
+        """
         last: int = self._lengths.unpack_from(page, _FIXED.size)[-1]
         return self.header_bytes + last
 
@@ -258,7 +308,10 @@ class Chain:
 
 
 def chain_id(wrappers: Sequence[Wrapper]) -> bytes:
-    """A digest that is equal for equal wrappers in equal order only."""
+    """Return a digest of the wrappers and their order.
+
+    It is equal for equal wrappers in equal order only.
+    """
     digest = blake2b(bytes([FORMAT]), digest_size=ID_BYTES, person=b"offload.chain")
     for wrapper in wrappers:
         digest.update(len(wrapper.id).to_bytes(8, "little") + wrapper.id)
@@ -266,7 +319,10 @@ def chain_id(wrappers: Sequence[Wrapper]) -> bytes:
 
 
 def check_order(wrappers: Sequence[Wrapper]) -> None:
-    """Raise ChainError unless the order follows rule 1, with each wrapper once."""
+    """Raise ChainError unless the order follows rule 1.
+
+    Each wrapper must occur once.
+    """
     if not wrappers:
         raise ChainError("a chain needs at least one wrapper")
     for wrapper in wrappers:
@@ -286,7 +342,7 @@ def check_order(wrappers: Sequence[Wrapper]) -> None:
 
 
 def seals(wrapper: Wrapper) -> bool:
-    """Whether this wrapper encrypts."""
+    """Return whether this wrapper encrypts."""
     return bool(getattr(wrapper, "seals", False))
 
 

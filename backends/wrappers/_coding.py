@@ -1,13 +1,14 @@
-"""Encodes blocks of a store and decodes those of a load, in copy threads: a source and a destination for the tier below.
+"""Encoding of stores and decoding of loads, in copy threads.
 
-The tier below copies as always; the bytes are encoded or decoded during its copy. So a block is encoded straight into its slot
-or page, and decoded straight out of it, if these are in host memory.
+This is a source and a destination for the tier below, which copies as always; the bytes are encoded or decoded during
+its copy. So a block is encoded straight into its slot or page, and decoded straight out of it, if these are in host
+memory.
 
-Rule 1. Unused bytes of a slot are zero: nothing of an earlier block remains there.
+Rule 1. Unused bytes of a slot are zero: no byte of an earlier block remains there.
 Rule 2. The destination of a block that is refused is zeroed: bytes that could not be verified do not remain there.
 Rule 3. A block that is damaged in its source is not encoded: with a new checksum it would count as correct.
-Rule 4. The memory that a copy works with belongs to one thread at a time, which gives it back itself: an abandoned copy still
-        writes to it.
+Rule 4. The memory that a copy works with belongs to one thread at a time, which gives it back itself: an abandoned copy
+        still writes to it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ from ._chain import Chain, Context, Damaged, seals
 T = TypeVar("T")
 
 _KEPT: Final = 4
-"""The most idle objects that are kept: as many as copies run at once in common configurations."""
+"""Most idle objects that are kept.
+
+As many as copies run at once in common configurations.
+"""
 
 
 class Pool(Generic[T]):
-    """Objects that are expensive to make and are used by one thread at a time.
+    """Objects that are expensive to make.
 
-    The thread that works with a thing gives it back itself when its work is over, whatever became of the task that waits for
-    it: so an abandoned copy never writes to what another copy uses. What a copy has used that may still go on
+    Each is used by one thread at a time.
+
+    The thread that uses an object gives it back itself when its work is over, even if the waiting task was cancelled:
+    so an abandoned copy never writes to an object that another copy uses. An object whose copy may still go on
     (:class:`Unproven`) is not used again.
     """
 
@@ -46,11 +52,11 @@ class Pool(Generic[T]):
         self._make = make
         self._idle: list[T] = []  # `pop` and `append` are atomic, so threads need no lock
         self.made: int = 0
-        """How many were made, in all."""
+        """Number of objects made in total."""
 
     @contextmanager
     def take(self) -> Iterator[T]:
-        """One of them, for the time that this thread is in the block. Any thread."""
+        """Take an object for this thread while the block lasts. Any thread."""
         try:
             thing = self._idle.pop()
         except IndexError:
@@ -71,11 +77,14 @@ class Pool(Generic[T]):
 
 
 PORTION_BYTES: Final = 4 << 20
-"""Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
+"""Bytes of blocks outside of host memory that are staged at once.
+
+A larger block is staged alone.
+"""
 
 
 class Scratch(Bounce):
-    """The buffers of one copy thread. Allocated when they are first needed."""
+    """The buffers of one copy thread, allocated when needed."""
 
     def __init__(self, between_bytes: int) -> None:
         super().__init__(PORTION_BYTES)
@@ -83,7 +92,10 @@ class Scratch(Bounce):
         self._between: tuple[memoryview, memoryview] | None = None
 
     def between(self, step: int) -> memoryview:
-        """The buffer between two wrappers; two buffers are used in turn, by the number of the step."""
+        """Return the buffer between two wrappers.
+
+        Two buffers are used in turn, by the number of the step.
+        """
         if self._between is None:
             first, second = new_pages(2, self._between_bytes)
             self._between = (first, second)
@@ -91,7 +103,10 @@ class Scratch(Bounce):
 
 
 class BrokenWrapper(BackendError):
-    """A wrapper reports more bytes than its bound, or a negative number."""
+    """A wrapper that reports an impossible size.
+
+    More bytes than its bound, or a negative number.
+    """
 
 
 class Coder:
@@ -105,13 +120,16 @@ class Coder:
         self.seals: bool = seals(chain.wrappers[-1])
 
     def refusals(self, contexts: Sequence[Context]) -> dict[int, Exception]:
-        """The errors of blocks that cannot be encrypted, by position."""
+        """Return the errors of blocks that cannot be encrypted, by position."""
         last = self.chain.wrappers[-1]
         refused = {at: last.refusal(context) for at, context in enumerate(contexts)}  # type: ignore[attr-defined]
         return {at: refusal for at, refusal in refused.items() if refusal is not None}
 
     def encode(self, context: Context, plain: memoryview, page: memoryview, scratch: Scratch) -> int:
-        """Encode a plain block with its header into the beginning of a page. Returns the stored size."""
+        """Encode a plain block with its header. Return the stored size.
+
+        It is encoded into the beginning of ``page``.
+        """
         chain = self.chain
         head, last = chain.header_bytes, len(chain.wrappers) - 1
         src, lengths = plain, list[int]()
@@ -129,7 +147,8 @@ class Coder:
         """Decode a stored block.
 
         Raises:
-            Damaged: it is not what was stored, or not for this tenant. ``plain`` may hold anything then.
+            Damaged: the bytes are not the stored ones, or not for this tenant. The content of ``plain`` is undefined
+                then.
         """
         chain = self.chain
         lengths = chain.read_header(context.key, page)
@@ -142,22 +161,24 @@ class Coder:
 
 @attrs.define(eq=False)
 class Encoding:
-    """The encoding of one transfer: a :class:`~backends.abc.Source` of encoded blocks, whose refs are positions.
+    """The encoding of one transfer.
 
-    Made on the trio thread for one transfer; its numbers are read there again when that is over.
+    It is a :class:`~backends.abc.Source` of encoded blocks, whose refs are positions.
+
+    Made on the trio thread for one transfer; its figures are read there again when that is over.
     """
 
     coder: Coder
     copy: StoreCopy
-    """The plain blocks, with what their source knows of them."""
+    """The plain blocks, with the checksums that their source knows."""
     contexts: Sequence[Context]
     plain_bytes: dict[int, int] = attrs.Factory(dict)
-    """The original size of each block that has been encoded, by position."""
+    """Original size of each encoded block, by position."""
     stored_bytes: dict[int, int] = attrs.Factory(dict)
-    """The stored size of each, with its header."""
+    """Stored size of each encoded block, with its header."""
 
     def as_source(self) -> EncodedSource:
-        """The source that the tier below copies from."""
+        """Return the source that the tier below copies from."""
         return EncodedSource(self)
 
     def encode(self, positions: Sequence[int], pages: Pages) -> None:
@@ -181,7 +202,10 @@ class Encoding:
 
 
 class EncodedSource(Source):
-    """The encoded blocks as a source for the tier below: not in host memory, but encoded when they are copied."""
+    """The encoded blocks as a source for the tier below.
+
+    They are not in host memory, but encoded when they are copied.
+    """
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
@@ -191,11 +215,11 @@ class EncodedSource(Source):
 
     @property
     def block_bytes(self) -> int:
-        """The largest size of a stored block."""
+        """Largest size of a stored block, in bytes."""
         return self._encoding.coder.slot_bytes
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """The refs as given: the transfer holds the blocks already."""
+        """Return the refs as given: the transfer holds the blocks already."""
         chain = self._encoding.coder.chain
         position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
         return [position[key] for key in keys]
@@ -205,7 +229,12 @@ class EncodedSource(Source):
         self._encoding.encode(refs, pages)
 
     def used_bytes(self, page: memoryview) -> int:
-        """The number of used bytes of a page that :meth:`copy_out` has filled; the others are zero."""
+        """Return the number of used bytes of a page.
+
+        The others are zero.
+
+        :meth:`copy_out` has filled the page.
+        """
         return self._encoding.coder.chain.used_bytes(page)
 
 
@@ -220,16 +249,19 @@ class Decoding(Destination):
         self._there = there
         self._contexts = contexts
         self.bad: dict[int, Exception] = {}
-        """The errors of blocks that could not be decoded, by position: :class:`Damaged`, or another error."""
+        """Errors of blocks that could not be decoded, by position.
+
+        :class:`Damaged`, or another error.
+        """
         self.stored_bytes: list[int] = [0] * len(contexts)
-        """The stored size of each block, if it could be decoded."""
+        """Stored size of each block, if it could be decoded."""
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     @property
     def block_bytes(self) -> int:
-        """The largest size of a stored block."""
+        """Largest size of a stored block, in bytes."""
         return self._coder.slot_bytes
 
     @property
@@ -238,7 +270,7 @@ class Decoding(Destination):
         return self._destination.on_device
 
     def views(self) -> None:
-        """None: blocks are decoded in :meth:`copy_in`."""
+        """Return ``None``: blocks are decoded in :meth:`copy_in`."""
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -268,7 +300,7 @@ def decode_pages(coder: Coder, contexts: Sequence[Context], stored: Pages, plain
     """Decode all of these pages.
 
     Raises:
-        Undecodable: one could not be; with its position. Its page is zeroed.
+        Undecodable: a block could not be decoded; with its position. Its page is zeroed.
     """
     for at, (context, page, block) in enumerate(zip(contexts, stored, plain, strict=True)):
         try:
@@ -279,7 +311,7 @@ def decode_pages(coder: Coder, contexts: Sequence[Context], stored: Pages, plain
 
 
 class Undecodable(Exception):
-    """One of several blocks could not be decoded."""
+    """A block that could not be decoded, with its position."""
 
     def __init__(self, at: int, why: Damaged) -> None:
         super().__init__(at, why)

@@ -1,4 +1,6 @@
-"""Quantization to 8-bit floats: half the size of 16-bit floats and a quarter of that of 32-bit floats, with rounded values.
+"""Quantization to 8-bit floats, with rounded values.
+
+Half the size of 16-bit floats and a quarter of that of 32-bit floats.
 
     one scale for each row, 4 bytes each | one e4m3 value for each value
 
@@ -26,26 +28,40 @@ _ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
 _SCALE_BYTES: Final = 4
 _LARGEST: Final = 448.0
 _SMALLEST_SCALE: Final = 2.0**-126
-"""The smallest normal number: the scale of a row of zeros, and of one that is hardly more."""
+"""The smallest normal number.
+
+The scale of a row of zeros, and of one with values next to zero.
+"""
 _COARSE_SCALE: Final = 2.0**-13
-"""Of float16, below this scale: the smallest e4m3 values are then closer to each other than float16 is near zero."""
+"""Scale below which float16 is coarser than e4m3 near zero.
+
+The smallest e4m3 values are then closer to each other than float16 values.
+"""
 _ROUNDS: Final = 8
-"""Of rounding to and fro, at most: each comes closer, and two have always been enough."""
+"""Most rounds of rounding back and forth.
+
+Each comes closer, and two have always been enough.
+"""
 _AT_ONCE: Final = (1 << 15) - 1
-"""Values at a time. From 2**15 on torch spreads an operation over all cores, but a copy thread is to take one, and what is
-between, in 32 bits, is to stay in its cache."""
+"""Values at a time.
+
+From 2**15 on torch spreads an operation over all cores, but a copy thread should use one, and its intermediate 32-bit
+values should stay in the cache.
+"""
 
 
 class Fp8:
-    """Lossy quantization of 16- or 32-bit floats to e4m3, row by row. The one wrapper that makes fixed slots smaller.
+    """Lossy quantization of 16- or 32-bit floats to e4m3.
+
+    Row by row. The only wrapper that makes fixed slots smaller.
 
     Infinities and NaN are decoded as NaN. Use separate keys for blocks that pass through it (:func:`layout_of`), since their
     values differ from the computed ones.
 
     Args:
         dtype: the type of the values: ``float16``, ``bfloat16`` or ``float32``; also as a torch dtype.
-        row: how many neighbouring values share a scale; the size of a head, for example. Fewer need more room and lose
-            less.
+        row: number of neighbouring values that share a scale; the size of a head, for example. Fewer need more room and
+            lose less.
         lossy: must be True, to confirm that values are rounded.
 
     Raises:
@@ -67,9 +83,9 @@ class Fp8:
         except ImportError as exc:
             raise MissingExtra("Fp8", "torch", "torch") from exc
         self.dtype: str = name
-        """The type of the values."""
+        """Type of the values."""
         self.row: int = row
-        """The number of values that share a scale."""
+        """Number of values that share a scale."""
         self._item_bytes = _ITEM_BYTES[name]
         # A table lookup is three times as fast as a conversion.
         self._meaning: Any = _meanings(self._torch)
@@ -80,16 +96,19 @@ class Fp8:
 
     @property
     def id(self) -> bytes:
-        """The name of the format, with dtype and row length."""
+        """Name of the format, with dtype and row length."""
         return f"fp8-e4m3/1:{self.dtype}:{self.row}".encode()
 
     @property
     def lossy(self) -> bool:
-        """True: values are rounded."""
+        """Whether decoded bytes may differ: True, values are rounded."""
         return True
 
     def bound(self, size: int) -> int:
-        """The exact size of a quantized block: a byte for each value and four for each row."""
+        """Return the exact size of a quantized block.
+
+        A byte for each value and four for each row.
+        """
         values, rest = divmod(size, self._item_bytes)
         if rest:
             raise ValueError(f"{size} bytes are no whole number of {self.dtype} values")
@@ -103,7 +122,7 @@ class Fp8:
             values = self._values(src)
             with self._rooms.take() as room:
                 self._quantize(values, scales, small, room)
-                if not math.isfinite(scales.max().item()):  # seldom: what is not finite must not scale its row
+                if not math.isfinite(scales.max().item()):  # rare: infinite values and NaN must not scale their row
                     self._quantize_finite(values, scales, small, room)
                 if self.dtype == "float16" and self._coarse(scales):
                     self._settle(values, scales, small, room)
@@ -128,7 +147,10 @@ class Fp8:
                     part.copy_(wide.view(part.shape).mul_(scales[rows, None]))
 
     def _quantize(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
-        """Each row by its largest value. By the quotient none is larger than 448, but for a rounding that e4m3 rounds away."""
+        """Quantize each row by its largest value.
+
+        By the quotient none is larger than 448, except for a rounding that e4m3 rounds away.
+        """
         torch = self._torch
         for rows, span, part in self._parts(values):
             wide, sizes = room.shaped(part.shape)
@@ -139,7 +161,10 @@ class Fp8:
             small[span].copy_(wide.div_(scale[:, None]).view(-1))
 
     def _quantize_finite(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
-        """The same, but that what is not finite becomes NaN and counts for nothing."""
+        """Quantize each row, with infinite values and NaN as NaN.
+
+        They do not count for the scale.
+        """
         torch = self._torch
         for rows, span, part in self._parts(values):
             wide, sizes = room.shaped(part.shape)
@@ -152,11 +177,14 @@ class Fp8:
             small[span].copy_(torch.where(finite, wide, torch.nan).div_(scale[:, None]).view(-1))
 
     def _coarse(self, scales: Any) -> bool:
-        """Whether there is a row that is hardly more than zeros, and more."""
+        """Return whether a row is nearly zero, but not all zeros."""
         return bool(((scales < _COARSE_SCALE) & (scales > _SMALLEST_SCALE)).any().item())
 
     def _settle(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
-        """Near zero float16 is coarser than e4m3, so decoding rounds once more: choose what is left as it is by that."""
+        """Choose values that decoding leaves unchanged near zero.
+
+        There float16 is coarser than e4m3, so decoding rounds once more.
+        """
         torch = self._torch
         for rows, span, part in self._parts(values):
             wide, _ = room.shaped(part.shape)
@@ -170,7 +198,10 @@ class Fp8:
                     break
 
     def _parts(self, values: Any) -> Iterator[tuple[slice, slice, Any]]:
-        """Whole rows, as many at a time as are worth it: which rows, which values, and these; the last one may be shorter."""
+        """Yield portions of whole rows: row slice, value slice, values.
+
+        A portion has as many rows as are worth one operation. The last row may be shorter.
+        """
         row, n = self.row, values.numel()
         whole, step = n // row, max(1, _AT_ONCE // row)
         for start in range(0, whole, step):
@@ -185,20 +216,26 @@ class Fp8:
         return self._over(plain).view(getattr(self._torch, self.dtype))
 
     def _stored(self, stored: memoryview) -> tuple[Any, Any]:
-        """The scales and the values of what is stored."""
+        """Return the scales and the values of a stored block."""
         rows = -(-stored.nbytes // (self.row + _SCALE_BYTES))
         tensor = self._over(stored)
         cut = rows * _SCALE_BYTES
         return tensor[:cut].view(self._torch.float32), tensor[cut:].view(self._torch.float8_e4m3fn)
 
     def _over(self, memory: memoryview) -> Any:
-        """A tensor over memory, which stays the caller's. What is read-only is copied: torch knows no such thing."""
+        """Return a tensor over memory, which stays the caller's.
+
+        Read-only memory is copied, since torch does not support it.
+        """
         buffer = bytearray(memory) if memory.readonly else memory
         return self._torch.frombuffer(buffer, dtype=self._torch.uint8)
 
 
 class _Room:
-    """What one thread works in. Fresh memory for each operation would cost more than the operation."""
+    """The working memory of one thread.
+
+    Fresh memory for each operation would cost more than the operation.
+    """
 
     def __init__(self, torch: Any, n: int) -> None:
         self.wide = torch.empty(n, dtype=torch.float32)
@@ -208,7 +245,10 @@ class _Room:
         self._shaped: tuple[Any, Any] = (None, None)
 
     def shaped(self, shape: Any) -> tuple[Any, Any]:
-        """Room for two tensors of this shape, which mostly is that of the last call."""
+        """Return two tensors of this shape in the working memory.
+
+        It mostly is the shape of the last call.
+        """
         if shape != self._shape:
             n = shape.numel()
             self._shape, self._shaped = shape, (self.wide[:n].view(shape), self.sizes[:n].view(shape))
@@ -216,5 +256,5 @@ class _Room:
 
 
 def _meanings(torch: Any) -> Any:
-    """What each of the 256 bytes means, as 32-bit floats."""
+    """Return the values of the 256 bytes, as 32-bit floats."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)

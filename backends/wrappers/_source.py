@@ -1,8 +1,11 @@
-"""A wrapped tier as a source: its blocks are decoded while they are copied to another tier.
+"""A wrapped tier as a source of decoded blocks.
 
-Rule 1. The tenant of a block is decided when it is upgraded; a block held for several tenants at once cannot be decrypted.
-Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its ref is released: so
-        the tier below drops the block that was read, and not a new one under the same key.
+Blocks are decoded while they are copied to another tier.
+
+Rule 1. The tenant of a block is decided when it is upgraded; a block held for several tenants at once cannot be
+        decrypted.
+Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its ref is
+        released: so the tier below drops the block that was read, and not a new one under the same key.
 """
 
 from __future__ import annotations
@@ -24,20 +27,23 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class _Guarded:
-    """A held block of the tier below, with the count of its refs."""
+    """A held block of the tier below, with its ref count."""
 
     context: Context
     count: int = 0
 
 
 class DecodedSource(Source):
-    """The blocks of a wrapped tier as a :class:`~backends.abc.Source` of plain blocks."""
+    """A wrapped tier's blocks as a source of plain blocks.
+
+    See :class:`~backends.abc.Source`.
+    """
 
     def __init__(self, tier: WrappedTier, inner: Source) -> None:
         self._tier = tier
         self._inner = inner
         self.guarded: dict[int, _Guarded] = {}
-        """The held blocks of the tier below, by ref."""
+        """Held blocks of the tier below, by ref."""
         self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by ref: found in a copy thread
 
     def __repr__(self) -> str:
@@ -79,7 +85,10 @@ class DecodedSource(Source):
         self._inner.release(refs)
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> bool:
-        """Drop the damaged blocks of these refs: they are no longer found under these keys."""
+        """Drop the damaged blocks of these refs.
+
+        They are no longer found under these keys.
+        """
         self._forget([self.guarded[ref].context for ref in refs], refs)
         return True
 
@@ -109,7 +118,10 @@ class DecodedSource(Source):
                 done = end
 
     def handle_undecodable(self) -> None:
-        """Count and drop the blocks that copy threads could not decode: rule 2. On the trio thread."""
+        """Count and drop blocks that could not be decoded: rule 2.
+
+        Copy threads have found them. On the trio thread.
+        """
         while self._undecodable:
             ref, (context, error) = self._undecodable.popitem()
             self._tier.counters.miss(error.reason)

@@ -1,15 +1,15 @@
-"""A tier in wrappers: keeps the contract of the tier below, over encoded blocks.
+"""A wrapped tier: the contract of the tier below, over encoded blocks.
 
-Room, waiting and eviction are those of the tier below. This module gives its blocks other names and other bytes, knows the
-tenant of each block, and turns blocks that cannot be decoded into misses.
+Room, waiting and eviction are those of the tier below. This module gives its blocks other names and other bytes, knows
+the tenant of each block, and turns blocks that cannot be decoded into misses.
 
-Rule 1. A slot of the tier below has the largest size that a block can become. So a tier of fixed slots does not hold more
-        blocks by compression (by quantization it does); a tier that writes only the used bytes writes less.
-Rule 2. A block that cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any more. A
-        block of another tenant is the exception: it stays, since that tenant can decode it. The tier below is told while the
-        block is held, if it can be; otherwise see :meth:`WrappedTier.purge`.
-Rule 3. The tenant of a block is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the upgrade
-        of a copy to another tier.
+Rule 1. A slot of the tier below has the largest size that a block can become. So a tier of fixed slots does not hold
+        more blocks by compression (by quantization it does); a tier that writes only the used bytes writes less.
+Rule 2. A block that cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any
+        more. A block of another tenant is the exception: it stays, since that tenant can decode it. The tier below is
+        notified while the block is held, if it can drop it; otherwise see :meth:`WrappedTier.purge`.
+Rule 3. The tenant of a block is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the
+        upgrade of a copy to another tier.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ from ._transfers import Counters, WrappedLease, WrappedReservation, WrapperStati
 
 
 def wrap(tier: Tier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
-    """Put wrappers around a tier: blocks pass through them on their way in, and back on their way out.
+    """Put wrappers around a tier.
+
+    Blocks are encoded on their way in, and decoded on their way out.
 
     The result has the abilities of the tier, but for reads in other threads.
 
@@ -77,7 +79,9 @@ def wrap(tier: Tier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
 
 
 def slot_bytes(block_bytes: int, *wrappers: Wrapper) -> int:
-    """The size of slots that hold any block of this size in these wrappers.
+    """Return the size of slots that hold any wrapped block.
+
+    It is for blocks of this size in these wrappers.
 
     Raises:
         ChainError: as :func:`wrap`.
@@ -87,10 +91,12 @@ def slot_bytes(block_bytes: int, *wrappers: Wrapper) -> int:
 
 
 def layout_of(layout: str, wrappers: Sequence[Wrapper]) -> str:
-    """A name for the layout of blocks that pass through these wrappers, for their keys or fingerprints.
+    """Return a layout name for blocks that pass through these wrappers.
 
-    What a lossy wrapper gives back is not what was computed, so it needs keys of its own, made with this as layout or salt. The
-    same layout as before, if they lose nothing.
+    It is for their keys or fingerprints.
+
+    A lossy wrapper returns other bytes than the computed ones, so it needs keys of its own, made with this as layout or
+    salt. The same layout as before, if no wrapper is lossy.
 
     Raises:
         ChainError: as :func:`wrap`.
@@ -101,7 +107,7 @@ def layout_of(layout: str, wrappers: Sequence[Wrapper]) -> str:
 
 
 def _slot_of(tier: Tier, needed: int) -> int:
-    """The size of the tier's slots; of one that takes any size, what is needed."""
+    """Return the size of the tier's slots, or ``needed`` for any size."""
     has = tier.block_bytes
     if has in (0, needed):
         return needed
@@ -129,13 +135,13 @@ class _NamesWatcher:
 
 
 class WrappedTier(ForwardingTier):
-    """A tier of encoded blocks. Made by :func:`wrap` only.
+    """A tier of encoded blocks. Only :func:`wrap` makes one.
 
     Attributes:
-        chain: what blocks pass through.
+        chain: the chain that blocks pass through.
         coder: encodes and decodes them.
-        damaged: what could not be decoded, and is to be deleted.
-        counters: the numbers behind :meth:`wrapper_statistics`.
+        damaged: blocks that could not be decoded, and are to be deleted.
+        counters: the figures of :meth:`wrapper_statistics`.
     """
 
     def __init__(self, inner: Tier, chain: Chain, slot_bytes: int) -> None:
@@ -147,9 +153,14 @@ class WrappedTier(ForwardingTier):
         self.off_thread: Callable[..., Awaitable[Any]] = (
             inner.off_thread if isinstance(inner, SlotTier | WrappedTier) else run_in_thread
         )
-        """How work is done that is left at once when it is cancelled: as the tier below does it."""
+        """Function that runs work in a thread.
+
+        Cancelled, it returns at once.
+
+        The tier below runs its work in the same way.
+        """
         self._tags = TenantTags()
-        # The three below correct the statistics of the tier below, which counts what this tier does for itself:
+        # The three below correct the statistics of the tier below, which counts calls of this tier's own:
         self._undecoded = 0  # loaded there, and not decoded here
         self._purged = 0  # deleted there, not by request
         self._missed_again: dict[str, int] = {}  # missed there when a damaged block was read once more
@@ -172,20 +183,26 @@ class WrappedTier(ForwardingTier):
 
     @property
     def slot_bytes(self) -> int:
-        """The largest size of a block in the tier below."""
+        """Largest size of a block in the tier below, in bytes."""
         return self.coder.slot_bytes
 
     # --- abilities of the tier below, in keys and plain blocks ----------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the tier below. If a wrapper encrypts, here or below, tenants are needed."""
+        """The capabilities of the tier below.
+
+        If a wrapper encrypts, here or below, tenants are needed.
+        """
         below: Capabilities = self.inner.capabilities
         return attrs.evolve(below, needs_tenants=below.needs_tenants or self.coder.seals)
 
     @property
     def source(self) -> DecodedSource | None:
-        """The blocks as a source that decodes them, if the tier below has one."""
+        """The blocks as a source that decodes them, or ``None``.
+
+        ``None`` if the tier below is no source.
+        """
         return self._source
 
     @property
@@ -194,12 +211,12 @@ class WrappedTier(ForwardingTier):
         return
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """Return the depth of each block, where the tier below knows it."""
+        """Return the depth of each block, if the tier below knows it."""
         depths: Sequence[int | None] | None = self.inner.depths_of(self.names(keys))
         return depths
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
+        """Call ``listener`` with evicted keys until the returned function is called."""
         end: Callable[[], None] = self.inner.on_evicted(lambda names: listener(self._keys(names)))
         return end
 
@@ -222,35 +239,38 @@ class WrappedTier(ForwardingTier):
         return self._keys(self.inner.list_keys())
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Report every change to ``watcher`` from now on, until the returned function is called."""
+        """Report every change to ``watcher`` until the returned function is called."""
         end: Callable[[], None] = self.inner.watch_keys(_NamesWatcher(watcher, self._keys))
         return end
 
     def _keys(self, names: Sequence[Key]) -> list[Key]:
-        """Return the keys of these names, without those that were stored through another chain, or without one."""
+        """Return the keys of these names that were stored through this chain."""
         chain = self.chain
         return [chain.key(name) for name in names if name.endswith(chain.id)]
 
     # --- names and tenants ----------------------------------------------------------------------------------------
 
     def stored_key(self, key: Key) -> Key:
-        """The name of this block in the tier below."""
+        """Return the name of this block in the tier below."""
         return self.chain.name(key)
 
     def names(self, keys: Iterable[Key]) -> list[Key]:
-        """The names of these blocks in the tier below."""
+        """Return the names of these blocks in the tier below."""
         return [self.chain.name(key) for key in keys]
 
     def context(self, key: Key) -> Context:
-        """The facts about a block for the wrappers, with its tenant at this moment: rule 3."""
+        """Return a block's facts for the wrappers, with its tenant: rule 3."""
         return Context(key, self._tags.of(key), self.chain.id)
 
     def contexts(self, keys: Sequence[Key]) -> list[Context]:
-        """The facts about these blocks for the wrappers, with their tenants at this moment: rule 3."""
+        """Return these blocks' facts for the wrappers, with their tenants: rule 3."""
         return [self.context(key) for key in keys]
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with their tenant, here and below; see :meth:`backends.abc.Tier.carry`."""
+        """Tag these keys with their tenant, here and below.
+
+        See :meth:`backends.abc.Tier.carry`.
+        """
         end = self._tags.carry(keys, tenant)
         if not self.inner.capabilities.needs_tenants:
             return end
@@ -265,7 +285,9 @@ class WrappedTier(ForwardingTier):
     # --- room -----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> WrappedReservation:
-        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Cancelled, it holds nothing.
+        """Take room for a request; see :class:`backends.abc.TransferExecutor`.
+
+        Cancelled, it holds nothing.
 
         Raises:
             BlockSizeError: this tier holds blocks of another size.
@@ -285,7 +307,7 @@ class WrappedTier(ForwardingTier):
         return WrappedReservation(self, request.keys[: len(inner.granted)], inner)
 
     def _below(self, request: RoomRequest) -> RoomRequest:
-        """The same request, as the tier below knows its blocks."""
+        """Return the same request with the names of the tier below."""
         return RoomRequest(self.names(request.keys), self.slot_bytes, request.when_full)
 
     def check_size(self, block_bytes: int) -> None:
@@ -296,12 +318,18 @@ class WrappedTier(ForwardingTier):
     # --- writing: for reservations --------------------------------------------------------------------------------
 
     def encoding(self, source: Source, refs: Sequence[int], contexts: Sequence[Context]) -> Encoding:
-        """Make the encoding for the blocks of a source, which encodes them while they are copied."""
+        """Return an encoding for the blocks of a source.
+
+        It encodes them while they are copied.
+        """
         copy = StoreCopy(source, [context.key for context in contexts], refs, summed=False)
         return Encoding(self.coder, copy, contexts)
 
     def note_stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
-        """Count a copy that is over, and correct the outcomes of duplicates of damaged blocks."""
+        """Count a copy that is over.
+
+        Correct the outcomes of duplicates of damaged blocks.
+        """
         counters = self.counters
         counters.encoded += outcomes.count(STORED)
         counters.plain_bytes += sum(encoding.plain_bytes.values())
@@ -312,22 +340,31 @@ class WrappedTier(ForwardingTier):
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that the tier below had when it was asked. An exception is no miss."""
+        """Return those of ``keys`` that the tier below has.
+
+        An exception is no miss.
+        """
         await self.purge()
         return self._found(keys, await self.inner.contains(self.names(keys)))
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now. Never blocks."""
+        """Return those of ``keys`` that can be found now. Never blocks."""
         self._handle_undecodable()
         return self._found(keys, self.inner.contains_nowait(self.names(keys)))
 
     def _found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` whose names were found below, and that could be decoded as far as is known."""
+        """Return those of ``keys`` that were found below and are not damaged.
+
+        Not damaged as far as is known.
+        """
         name, damaged = self.chain.name, self.damaged
         return {key for key in keys if name(key) in names and key not in damaged}
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
-        """Pin the longest prefix of ``keys`` that is there, and fix the tenant of each block. Cancelled, it pins nothing."""
+        """Pin the longest present prefix of ``keys``. Cancelled, it pins nothing.
+
+        The tenant of each block is fixed.
+        """
         contexts = self.contexts(keys)
         await self.purge()
         keys = self.damaged.prefix_before(keys) if self.damaged else keys
@@ -335,17 +372,17 @@ class WrappedTier(ForwardingTier):
         return WrappedLease(self, contexts[: len(inner.keys)], inner)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Decode the leased blocks into the first places of ``destination``, once they are verified.
+        """Verify and decode the leased blocks into ``destination``.
 
-        What cannot be decoded is :class:`~backends.abc.Missed` with a reason of :class:`WrapperStatistics`, and its place is
-        zeroed. An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves only when
-        the copy is over.
+        They are decoded into its first places. A block that cannot be decoded is :class:`~backends.abc.Missed` with a
+        reason of :class:`WrapperStatistics`, and its place is zeroed. An exception of the destination makes every block
+        :class:`~backends.abc.Failed`. Cancelled, it returns only when the copy is over.
 
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
             RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so.
+            Unproven: the destination raised it.
         """
         held = WrappedLease.held_in(self, lease)
         there = places_for(self, len(held.keys), self.block_bytes, destination)
@@ -355,7 +392,7 @@ class WrappedTier(ForwardingTier):
         damaged: list[int] = []
         for at, outcome in enumerate(outcomes):
             if outcome != LOADED:
-                continue  # the tier below refused it, and has counted it: whatever was decoded of it means nothing
+                continue  # the tier below refused and counted it: its decoded bytes are meaningless
             error = decoding.bad.get(at)
             if error is None:
                 counters.decoded += 1
@@ -374,7 +411,10 @@ class WrappedTier(ForwardingTier):
         return outcomes
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
-        """Drop these damaged blocks: they are not found any more. Called by leases."""
+        """Drop these damaged blocks: they are not found any more.
+
+        Leases call this.
+        """
         if not lease.inner.forget(positions):
             self.damaged.add([lease.contexts[at] for at in positions])
 
@@ -388,19 +428,22 @@ class WrappedTier(ForwardingTier):
         return answers
 
     async def purge(self) -> None:
-        """Delete the blocks that could not be decoded and are not held. No checkpoint if there are none.
+        """Delete undecodable blocks that are not held.
 
-        A tier that deletes nothing is not asked to: there it is only no longer found. Only where the tier below could not be
-        told while the block was held is there anything to do: its key is all that can be deleted there, and what lies under it
-        may have been stored anew. So right before, each is read once more, for the tenant it was read for before: what can
-        be decoded now stays, and so does what belongs to another tenant now. What is stored anew between that reading and the
-        deletion is deleted, and costs a miss.
+        No checkpoint if there are none.
+
+        A tier that cannot delete is not asked: there a block is only no longer found. There is work only if the tier
+        below could not drop the block while it was held: then it can only be deleted by its key, under which a new
+        block may be stored by now. So right before, each is read once more, for the tenant it was read for before: a
+        block that can be decoded now stays, and so does one that belongs to another tenant now. A block that is stored
+        between that reading and the deletion is deleted, and costs a miss.
         """
         self._handle_undecodable()
         if self.damaged and self.capabilities.deletes:
-            # As many as are worth one copy: a caller must not wait for a long reading of what is of no use.
+            # As many as one copy reads: a caller must not wait for a long reading of useless blocks.
             most = max(1, PORTION_BYTES // max(1, self.slot_bytes))
-            # An error of this housekeeping is not the caller's: if the tier does not work, the caller's own call says so.
+            # An error of this housekeeping is not the caller's: if the tier does not work, the caller's own call
+            # raises.
             with contextlib.suppress(Exception), self.damaged.claim(most) as damaged:
                 bad = [context for context in damaged if not await self._is_other_now(context)]
                 if bad:
@@ -409,7 +452,10 @@ class WrappedTier(ForwardingTier):
                     self.damaged.note_purged(bad, answers)
 
     async def _is_other_now(self, context: Context) -> bool:
-        """Read a damaged block once more: whether it is gone, or was stored anew. Then it is damaged no longer."""
+        """Read a damaged block again. Return whether it is damaged no more.
+
+        It is gone, or was stored again.
+        """
         pages = new_pages(1, self.block_bytes)
         decoding = Decoding(self.coder, PagesDestination(pages), pages, [context])
         async with await self.inner.pin(self.names([context.key])) as lease:
@@ -436,19 +482,22 @@ class WrappedTier(ForwardingTier):
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot: room and blocks as the tier below counts them, in slots of its size."""
+        """Return an immutable snapshot.
+
+        Room and blocks are those of the tier below, in slots of its size.
+        """
         self._handle_undecodable()
         below: TierStatistics = self.inner.statistics()
         missed = dict(below.missed)
         for reason, count in self.counters.missed.items():
             missed[reason] = missed.get(reason, 0) + count
-        for reason, count in self._missed_again.items():  # as far as the tier below counts what it misses
+        for reason, count in self._missed_again.items():  # as far as the tier below counts its misses
             missed[reason] = max(0, missed.get(reason, 0) - count)
         return attrs.evolve(
             below, missed=missed, loaded=below.loaded - self._undecoded, deleted=below.deleted - self._purged
         )
 
     def wrapper_statistics(self) -> WrapperStatistics:
-        """An immutable snapshot of the work of the wrappers."""
+        """Return an immutable snapshot of the work of the wrappers."""
         self._handle_undecodable()
         return self.counters.snapshot(self.coder.staging.made)

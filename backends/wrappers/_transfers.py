@@ -1,4 +1,7 @@
-"""What a wrapped tier gives out: a lease, a reservation whose copy encodes its blocks, and the numbers of its chain."""
+"""Leases, reservations and statistics of a wrapped tier.
+
+The copy of a reservation encodes its blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +24,47 @@ class WrapperStatistics:
     """A snapshot of one wrapped tier; counters count since it was made."""
 
     encoded: int
-    """Blocks that were encoded and are in the tier now, or were when they were told to be."""
+    """Blocks that were encoded and stored."""
     plain_bytes: int
-    """Bytes that were encoded, of those that were a duplicate in the end, too."""
+    """Bytes that were encoded, including those of duplicates."""
     stored_bytes: int
-    """Bytes they became, headers included. What of its slot a block leaves unused is not counted."""
+    """Encoded size of these bytes, headers included.
+
+    The unused part of a slot is not counted.
+    """
     decoded: int
     """Blocks that were decoded and verified."""
     read_bytes: int
-    """Stored bytes they were decoded from, as far as a load has read them."""
+    """Stored bytes that loads have decoded them from."""
     missed: Mapping[str, int]
-    """Blocks that the tier below had, and that could not be decoded, by reason: ``damaged``: not what was stored; ``tag``: not
-    what was encrypted, or not under this key; ``foreign``: of another tenant; ``secret``: encrypted with a secret that is not
-    here any more."""
+    """Blocks of the tier below that could not be decoded, by reason.
+
+    ``damaged``: not the stored bytes; ``tag``: not the encrypted bytes, or not under this key; ``foreign``: of another
+    tenant; ``secret``: encrypted with a secret that is not here any more.
+    """
     staging: int
-    """Working memories taken from the system, in all: as many as copies have run at the same time."""
+    """Working memories allocated in total.
+
+    As many as copies have run at the same time.
+    """
 
     @property
     def ratio(self) -> float:
-        """Stored bytes for each plain one; 1.0 as long as nothing was encoded."""
+        """Stored bytes per plain byte; 1.0 until a block is encoded."""
         return self.stored_bytes / self.plain_bytes if self.plain_bytes else 1.0
 
     @property
     def bad_tags(self) -> int:
-        """Blocks whose authentication failed, since their encrypted bytes were changed."""
+        """Blocks whose authentication failed.
+
+        Their encrypted bytes were changed.
+        """
         return self.missed.get("tag", 0)
 
 
 @attrs.define
 class Counters:
-    """The numbers, on the trio thread."""
+    """The counters, on the trio thread."""
 
     encoded: int = 0
     plain_bytes: int = 0
@@ -60,11 +74,11 @@ class Counters:
     missed: dict[str, int] = attrs.Factory(dict)
 
     def miss(self, reason: str) -> None:
-        """One block could not be decoded."""
+        """Count one block that could not be decoded."""
         self.missed[reason] = self.missed.get(reason, 0) + 1
 
     def snapshot(self, staging: int) -> WrapperStatistics:
-        """An immutable copy."""
+        """Return an immutable copy."""
         return WrapperStatistics(
             self.encoded,
             self.plain_bytes,
@@ -77,21 +91,27 @@ class Counters:
 
 
 class WrappedLease(TierLease["WrappedTier"]):
-    """A hold on the prefix of some keys. Made by :meth:`WrappedTier.pin`."""
+    """A hold on the prefix of some keys.
+
+    Made by :meth:`WrappedTier.pin`.
+    """
 
     __slots__ = ("contexts", "inner")
 
     def __init__(self, tier: WrappedTier, contexts: Sequence[Context], inner: ReadLease) -> None:
-        """Not to be called: a tier makes them."""
+        """Use :meth:`WrappedTier.pin` instead."""
         super().__init__(tier, [context.key for context in contexts])
         self.contexts: Sequence[Context] = contexts
-        """What is needed to decode each block, the tenant included: later claims change nothing for this read."""
+        """Facts to decode each block, including its tenant.
+
+        Later tags change nothing for this read.
+        """
         self.inner: ReadLease = inner
-        """The hold on the encoded blocks."""
+        """The lease of the encoded blocks."""
 
     @property
     def is_held(self) -> bool:
-        """Always true: the tier below refuses to load blocks that are not held."""
+        """Always true: the tier below refuses loads of released blocks."""
         return True
 
     def forget(self, positions: Sequence[int]) -> bool:
@@ -105,16 +125,17 @@ class WrappedLease(TierLease["WrappedTier"]):
 
 
 class WrappedReservation(TierReservation["WrappedTier"]):
-    """Slots of the tier below for some keys: a transfer encodes the blocks into them. Made by :meth:`WrappedTier.reserve`.
+    """Slots of the tier below for some keys.
 
-    A block that its source knows to be damaged, or that cannot be encrypted, fails alone. Cancelled, a transfer leaves at once,
-    even with blocks still being encoded in a copy thread: a caller that quarantines it must not release it.
+    :meth:`WrappedTier.reserve` makes it. A transfer encodes the blocks into the slots. A block that its source knows to
+    be damaged, or that cannot be encrypted, fails alone. Cancelled, a transfer returns at once, even with blocks still
+    being encoded in a copy thread: a caller that quarantines it must not release it.
     """
 
     __slots__ = ("_contexts", "_inner", "_refs", "_source")
 
     def __init__(self, tier: WrappedTier, keys: Sequence[Key], inner: Reservation) -> None:
-        """Not to be called: a tier makes them."""
+        """Use :meth:`WrappedTier.reserve` instead."""
         super().__init__(tier, keys, tier.block_bytes)
         self._inner = inner
         self._source: Source | None = None
@@ -126,12 +147,15 @@ class WrappedReservation(TierReservation["WrappedTier"]):
         self._inner.hold()
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Pass the depths on to the tier below, if it takes them."""
+        """Pass the depths to the tier below."""
         names = zip(self.granted, self._tier.names(self.granted), strict=True)
         self._inner.note_depths({name: depths[key] for key, name in names if key in depths})
 
     def release(self) -> None:
-        """Give back the room that was not published. Idempotent; never blocks, never raises."""
+        """Give back the room of unpublished blocks.
+
+        Idempotent; never blocks, never raises.
+        """
         self._inner.release()
 
     def _size(self) -> int:
@@ -145,8 +169,8 @@ class WrappedReservation(TierReservation["WrappedTier"]):
             self._contexts = [self._contexts[at] for at in positions]
 
     async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
-        # Only what cannot be encrypted, since it is not known whose it is. All else the tier below copies, and registers in
-        # the same transfer: the bytes of a copy are made while it is made.
+        # Only blocks that cannot be encrypted, since their tenant is unknown. The tier below copies all others, and
+        # registers them in the same transfer: the bytes of a copy are made while it is made.
         tier = self._tier
         self._source, self._refs, self._contexts = source, refs, tier.contexts(keys)
         if not tier.coder.seals:

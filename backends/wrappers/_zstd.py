@@ -1,6 +1,7 @@
-"""Compression with zstd: a frame where that is smaller, and the bytes as they were where it is not.
+"""Compression with zstd, if that makes a block smaller.
 
-One byte before says which of the two, so that what cannot be compressed costs one byte and no time to decode.
+One byte before a block marks it as a zstd frame or as raw bytes, so that an incompressible block costs one byte and no
+time to decode.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _RAW: Final = 0
 _FRAME: Final = 1
 _SMALLEST: Final = 32
-"""Bytes: what is shorter is not tried."""
+"""Least size in bytes of a block that is compressed."""
 _LEVELS: Final = range(-7, 23)
 _SMALLEST_WINDOW: Final = 1 << 10  # zstd's own
 
@@ -24,11 +25,11 @@ _SMALLEST_WINDOW: Final = 1 << 10  # zstd's own
 class Zstd:
     """Lossless compression with Zstandard.
 
-    In a tier of fixed slots it gains no room: a slot must hold what cannot be compressed. It gains what is moved and written
-    where a place writes only what is used, as :class:`backends.file.FileTier` does.
+    In a tier of fixed slots it gains no room: a slot must hold an incompressible block. It saves bytes to move and
+    write if a tier writes only used bytes, as :class:`backends.file.FileTier` does.
 
     Args:
-        level: from -7 (fastest) to 22 (smallest). Any level decodes what any other has made.
+        level: from -7 (fastest) to 22 (smallest). Any level decodes the blocks of any other.
 
     Raises:
         MissingExtra: zstandard is not installed.
@@ -44,7 +45,7 @@ class Zstd:
             raise ValueError(f"level is {level}, but must be from {_LEVELS[0]} to {_LEVELS[-1]}")
         self._zstd = zstandard
         self.level: int = level
-        """How much work is put into it."""
+        """The effort of compression."""
         self._compressors: Pool[zstandard.ZstdCompressor] = Pool(
             lambda: zstandard.ZstdCompressor(level=self.level, write_checksum=False)
         )
@@ -55,16 +56,19 @@ class Zstd:
 
     @property
     def id(self) -> bytes:
-        """The name of the format, the same for every level."""
+        """Name of the format, the same for every level."""
         return b"zstd/1"
 
     @property
     def lossy(self) -> bool:
-        """False: what is decoded is what was encoded."""
+        """Whether decoded bytes may differ: False."""
         return False
 
     def bound(self, size: int) -> int:
-        """The largest size of a compressed block: one byte more than the block."""
+        """Return the largest size of a compressed block.
+
+        One byte more than the block.
+        """
         return size + 1
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
@@ -94,7 +98,7 @@ class Zstd:
             raise Damaged
         try:
             frame = self._zstd.get_frame_parameters(body)
-            # A frame may ask for a window of gigabytes: no more than what is expected of it.
+            # A frame may ask for a window of gigabytes: allow no more than the expected size.
             if frame.content_size != dst.nbytes or frame.window_size > max(_SMALLEST_WINDOW, dst.nbytes):
                 raise Damaged
             with self._decompressors.take() as decompressor:
@@ -106,7 +110,10 @@ class Zstd:
 
 
 def _fill(reader: zstandard.ZstdCompressionReader | zstandard.ZstdDecompressionReader, dst: memoryview) -> int | None:
-    """Read to the end. Returns how many bytes that were, or None if there are more than ``dst`` has room for."""
+    """Read to the end. Return the number of bytes.
+
+    None if there are more than ``dst`` has room for.
+    """
     made = 0
     while made < dst.nbytes:
         n = reader.readinto(dst[made:])
