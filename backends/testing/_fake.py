@@ -1,4 +1,7 @@
-"""A place with a dial for every failure, and one that does nothing. Neither starts a thread."""
+"""A tier with a dial for every failure, and a null executor.
+
+Neither starts a thread.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,14 @@ from ..memory import HostPages
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_PERIOD = 509  # a prime, so that a block shifted by a round number of bytes does not look right
+_PERIOD = 509  # a prime, so that a block shifted by a round number of bytes looks wrong
 
 
 def payload_of(key: Key, n: int) -> bytes:
-    """The ``n`` bytes that a block with this key contains. Different keys differ within the first bytes."""
+    """Return the ``n`` bytes of the block with this key.
+
+    Different keys differ within the first bytes.
+    """
     period = _period(key, min(n, _PERIOD))
     return (period * (n // _PERIOD + 1))[:n]
 
@@ -41,34 +47,48 @@ def _period(key: Key, n: int) -> bytes:
 
 @attrs.define
 class Faults:
-    """The faults of a :class:`FakeTier`: set one, and calls that begin from then on have it."""
+    """The faults of a :class:`FakeTier`.
+
+    A fault that is set takes effect for calls that begin from then on.
+    """
 
     gate: trio.Event | None = None
-    """Transfers wait for it before a byte is moved."""
+    """Event that transfers wait for before a byte is moved."""
     room: trio.Event | None = None
-    """No request is granted room before it is set: ``partial`` and ``fail`` grant nothing, the others wait."""
+    """Event before which no request is granted room.
+
+    ``partial`` and ``fail`` grant nothing, the others wait.
+    """
     error: BaseException | None = None
-    """What a transfer raises instead of copying: an ordinary exception, a ``BaseException``, or ``Unproven``."""
+    """Exception that a transfer raises instead of copying.
+
+    An ordinary exception, a ``BaseException``, or ``Unproven``.
+    """
     hang: bool = False
-    """A transfer never ends."""
+    """Whether a transfer never ends."""
     failing: dict[Key, Exception] = attrs.field(factory=dict)
     """Blocks whose transfer fails, each with its error."""
     extra_outcomes: int = 0
-    """How many outcomes a transfer answers too many, or, negative, too few."""
+    """Number of outcomes that a transfer returns too many.
+
+    Negative: too few.
+    """
     missing: dict[Key, str] = attrs.field(factory=dict)
     """Blocks whose load misses, each with its reason."""
     load_error: Exception | None = None
-    """What a load raises instead of copying."""
+    """Exception that a load raises instead of copying."""
 
 
 class FakeTier(SlotTier):
-    """A real tier over a little host memory, whose copies take modelled time and fail as told. Starts no thread.
+    """A tier over a little host memory, with modelled times and faults.
+
+    It is a real tier. Starts no thread.
 
     Args:
-        capacity: how many blocks.
+        capacity: number of blocks.
         block_bytes: size of every block.
-        latency: how long each copy takes at least, in seconds of trio's clock.
-        bytes_per_second: what each copy's bytes take on top.
+        latency: least time of each copy, in seconds of trio's clock.
+        bytes_per_second: speed of a copy, whose time is added to the latency.
         synchronous: copies take no time and pass no checkpoint; for benchmarks.
         checksums: as in :class:`~backends.base.slots.SlotTier`.
         eviction: as in :class:`~backends.base.slots.SlotTier`.
@@ -77,7 +97,7 @@ class FakeTier(SlotTier):
         faults: the dials.
         batches: the keys of each transfer that began, in order.
         copied: the keys of each block that was copied in, in order.
-        copying: how many transfers are under way.
+        copying: number of transfers under way.
     """
 
     inline_bytes = -1  # every copy goes through off_thread or to_the_end below
@@ -149,7 +169,7 @@ class FakeTier(SlotTier):
         return fn(*args)
 
     def _grantable(self, request: RoomRequest) -> RoomRequest:
-        """The request, or one for nothing where all room is withheld."""
+        """Return the request, or an empty one if all room is withheld."""
         room = self.faults.room
         return request if room is None or room.is_set() else RoomRequest((), request.block_bytes, request.when_full)
 
@@ -166,7 +186,7 @@ class FakeTier(SlotTier):
 
 
 class _FakeReservation(PooledReservation):
-    """Room in a fake: its transfer obeys the dials, then does what the real one does."""
+    """Room in a fake, whose transfer obeys the dials."""
 
     __slots__ = ()
     _tier: FakeTier
@@ -205,7 +225,7 @@ class _FakeReservation(PooledReservation):
 
 
 class _NullReservation(Reservation):
-    """Room in nothing."""
+    """Room in a place that stores nothing."""
 
     __slots__ = ("_present", "granted")
 
@@ -225,9 +245,10 @@ class _NullReservation(Reservation):
 
 
 class NullExecutor(TransferExecutor):
-    """An executor that accepts everything, copies nothing and remembers which keys it was given.
+    """An executor that accepts everything and copies nothing.
 
-    Passes no checkpoint where it need not, so that what is measured with it is what is around it.
+    It remembers the keys it was given. It passes no checkpoint that it need not, so that a measurement with it is of
+    the code around it.
 
     Attributes:
         present: the keys it was given.
@@ -238,7 +259,7 @@ class NullExecutor(TransferExecutor):
 
     @property
     def capabilities(self) -> Capabilities:
-        """It knows which keys it was given."""
+        """Capabilities: it answers at once which keys it was given."""
         return Capabilities(answers_at_once=True)
 
     def __repr__(self) -> str:
@@ -254,5 +275,5 @@ class NullExecutor(TransferExecutor):
         return _NullReservation(self.present, request.keys)
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that it was given before."""
+        """Return those of ``keys`` that it was given before."""
         return self.present.intersection(keys)

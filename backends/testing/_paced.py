@@ -1,4 +1,4 @@
-"""A tier in front of another one, whose loads take as long as told. It copies what the other one does."""
+"""A tier in front of another one, with slower loads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..base.forwarding import ForwardingTier
 
 
 class PacedTier(ForwardingTier):
-    """Loads from ``tier`` at the pace of a slower one, on trio's clock: in virtual time, or for real.
+    """Loads from ``tier`` at the pace of a slower one.
 
-    It waits, and then has the inner tier load. A cancel ends the wait at once, or the inner load as that tier does. Not read in
-    other threads, whatever the inner tier allows, and its blocks are no source.
+    The pace is on trio's clock: in virtual time, or for real. It waits, and then has the inner tier load. A cancel ends
+    the wait at once, or the inner load as that tier does. It cannot be read in other threads, even if the inner tier
+    can, and its blocks are no source.
 
     Args:
-        tier: where the blocks are.
+        tier: the tier that has the blocks.
         latency: seconds that each load waits, whatever its size.
         seconds_per_block: seconds for each block; ``inf``: it hangs.
 
@@ -34,7 +35,7 @@ class PacedTier(ForwardingTier):
 
     @property
     def source(self) -> None:
-        """``None``: a copy out of the inner tier would pass by the pace."""
+        """``None``: a copy out of the inner tier would bypass the pace."""
         return
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:

@@ -1,7 +1,9 @@
-"""The contract of a place as a test, for every place: what :mod:`backends.abc` promises, tried one promise at a time.
+"""The contract of a place as a test.
+
+There is one check per promise of :mod:`backends.abc`.
 
 Each check gets a tier of its own, stores blocks whose bytes follow from their keys, and ends with the tier at rest: no
-room is reserved and no block is held. No check sleeps or races: what must come first is waited for.
+room is reserved and no block is held. No check sleeps or races: each waits for the state that it needs.
 """
 
 from ._checking import MakeTier as MakeTier

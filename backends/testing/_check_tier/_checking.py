@@ -13,8 +13,11 @@ from . import _storing as storing
 from ._trying import BLOCKS, Case
 
 MakeTier: TypeAlias = Callable[[int, int], Tier]
-"""``make_tier(blocks, block_bytes)``: an empty tier for so many blocks of this size. Entered if it is an async context manager,
-closed if it has a ``close``."""
+"""Function that makes an empty tier: ``make_tier(blocks, block_bytes)``.
+
+It is for so many blocks of this size. The tier is entered if it is an async context manager, closed if it has a
+``close``.
+"""
 
 _PROMISES: Final[tuple[Callable[[Case], Awaitable[None]], ...]] = (
     storing.stores_and_loads,
@@ -53,32 +56,33 @@ async def check_tier(
     any_block_size: bool = False,
     threads: bool = True,
 ) -> None:
-    """Test every promise of :class:`backends.abc.Tier` on a tier of yours, and of :class:`backends.abc.Source` if it is one.
+    """Test every promise of :class:`backends.abc.Tier` on a tier.
 
-    One that has no ``contains_nowait`` is no :class:`backends.abc.Tier`: it may have to ask before it grants room, and what it
-    is told may take a moment to arrive. All else it promises as well.
+    If it has a :attr:`~backends.abc.Tier.source`, the promises of :class:`backends.abc.Source` are tested, too. A tier
+    that does not declare ``answers_at_once`` may have to ask before it grants room, and changes may take a moment to
+    arrive there.
 
-    A tier that declares ``capabilities`` (:class:`backends.abc.Capabilities`) is tried for what it declares, and for what
-    it then answers instead.
+    The abilities that a tier declares in ``capabilities`` (:class:`backends.abc.Capabilities`) are tested, and the
+    answers that are required without the others.
 
-    A tier that forgets a waiter makes it wait for ever: bound it with :func:`trio.fail_after`.
+    A tier that forgets a waiter makes this wait for ever: bound it with :func:`trio.fail_after`.
 
     Args:
         make_tier: called as ``make_tier(blocks, block_bytes)`` for each promise: an empty tier for exactly so many blocks
             of this size. It is entered, if it is an async context manager, and closed by its ``close``, if it has one.
         block_bytes: the size of the blocks to try it with.
-        damage: called as ``damage(tier, key)``, and awaited if that makes sense: change a byte of a stored block behind the
-            tier's back. Without it, what a tier does with a damaged block is not tried.
-        spoil: the same: have storing this key fail, from now on. Without it, what a tier does then is not tried.
-        take_away: the same: delete a stored block as another client would, which respects pins. Without it, what a
-            hit is worth is not tried.
+        damage: called as ``damage(tier, key)``, and awaited if it is async: it changes a byte of a stored block without
+            the tier. Without it, damaged blocks are not tested.
+        spoil: likewise: it makes the store of this key fail, from now on. Without it, failing stores are not tested.
+        take_away: likewise: it deletes a stored block as another client would, which respects pins. Without it, pins
+            are not tested against other clients.
         any_block_size: the tier takes blocks of any size.
-        threads: the tier copies in threads, or otherwise waits for copies so that it can leave them. Say ``False`` of one
-            that copies in place. A copy that was left counts as over when the source is, and with it every copy thread of
-            :mod:`backends.base.threads`: threads of your own must not write to a slot after that.
+        threads: the tier copies in threads, or otherwise waits for copies so that it can leave them. Pass ``False`` for
+            one that copies in place. A copy that was left counts as over when the source is, and with it every copy
+            thread of :mod:`backends.base.threads`: threads of your own must not write to a slot after that.
 
     Raises:
-        AssertionError: a promise is not kept, and which.
+        AssertionError: a promise is not kept; the text names it.
     """
     for promise in _PROMISES:
         tier = make_tier(BLOCKS, block_bytes)

@@ -1,4 +1,4 @@
-"""Promises about reading: what a hit means, and what a load brings."""
+"""Promises about reading: pins and loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ async def a_pin_holds(case: Case) -> None:
 
 
 async def a_hit_is_loaded_or_missed(case: Case) -> None:
-    """Another client deletes what is held. With pins it cannot; without, the block is missed, and nothing wrong is loaded."""
+    """Check a load of a held block that another client deletes.
+
+    With pins it cannot; without, the block is missed, and no wrong block is loaded.
+    """
     if case.take_away is None:
         return
     keys = await case.fill(3)

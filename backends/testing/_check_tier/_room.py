@@ -1,4 +1,4 @@
-"""Promises about room: which request gets it, in which order, and which blocks make it."""
+"""Promises about room: granting, order and eviction."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def evicts_what_nobody_holds(case: Case) -> None:
 
 
 async def _stays_full(case: Case, keys: Sequence[Key]) -> None:
-    """Where nothing can be deleted, no request waits for room that will never come."""
+    """Check that no request waits in vain if nothing can be deleted."""
     whens: tuple[WhenFull, ...] = ("wait", "evict")
     for when_full in whens:
         with trio.move_on_after(PATIENCE):

@@ -1,4 +1,4 @@
-"""Promises about storing: what is there afterwards, and what is not."""
+"""Promises about storing: the blocks that are there afterwards."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def a_cancelled_store_leaves_nothing(case: Case) -> None:
     if source.go_on is not None:
         source.go_on.set()
         await trio.to_thread.run_sync(source.copied.wait)  # noqa: TID251
-        await wait_abandoned()  # what the thread does behind the source, encoding perhaps, still writes there
+        await wait_abandoned()  # the thread's work after the source, such as encoding, still writes there
     reservation.release()
     if cut_off:
         must(await case.room() == BLOCKS, "then it is given back")
@@ -219,7 +219,7 @@ async def knows_the_depths_that_were_said(case: Case) -> None:
 
 
 class _Told:
-    """What a watcher holds by what it was told."""
+    """A watcher that keeps the reported keys."""
 
     def __init__(self, book: KeyBook[Key]) -> None:
         self.book = book

@@ -1,4 +1,7 @@
-"""What a tier is tried with: blocks whose bytes follow from their keys, places to look at, and what is done again and again."""
+"""The parts of a check: blocks, places, and one tier's case.
+
+The bytes of blocks follow from their keys.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,17 @@ from ...base.pages import Pages, copy_pages, pages_of
 from .._fake import payload_of
 
 BLOCKS: Final = 8
-"""How many blocks the tier of a check holds."""
+"""Number of blocks that the tier of a check holds."""
 
 PATIENCE: Final = 5.0
-"""Seconds until what a tier has to ask for should have come."""
+"""Seconds within which an answer of a tier's server must come."""
 
 
 def must(holds: bool, promise: str, *details: object) -> None:
-    """Not an ``assert``, which ``python -O`` would drop."""
+    """Raise if a promise is broken.
+
+    An ``assert`` would be dropped by ``python -O``.
+    """
     if not holds:
         raise AssertionError(" ".join([promise, *map(repr, details)]))
 
@@ -48,7 +54,10 @@ def _first_difference(block: bytes, expected: bytes) -> str:
 
 
 class Bytes(Source):
-    """A source of blocks whose bytes follow from their keys; a ref is the number of the key."""
+    """A source of blocks whose bytes follow from their keys.
+
+    A ref is the number of the key.
+    """
 
     def __init__(self, block_bytes: int, *, in_host: bool = True) -> None:
         self._block_bytes = block_bytes
@@ -86,7 +95,10 @@ class Bytes(Source):
 
 
 class KnownBytes(Bytes):
-    """A source of the same blocks that knows their checksums; some blocks have one bit flipped."""
+    """A source of the same blocks, with their checksums.
+
+    Some blocks have one bit flipped.
+    """
 
     def __init__(self, block_bytes: int, damaged: Sequence[Key] = (), *, in_host: bool = True) -> None:
         super().__init__(block_bytes, in_host=in_host)
@@ -108,7 +120,7 @@ class KnownBytes(Bytes):
 
 
 class Places(Destination):
-    """A destination that can be looked at."""
+    """A destination whose places can be inspected."""
 
     def __init__(self, n: int, block_bytes: int, *, in_host: bool = True) -> None:
         self._block_bytes = block_bytes
@@ -139,7 +151,7 @@ class Places(Destination):
 
 @attrs.define
 class Case:
-    """One tier, and what the checks do with it again and again."""
+    """One tier, and the steps that the checks share."""
 
     tier: Any
     block_bytes: int
@@ -151,36 +163,39 @@ class Case:
 
     @property
     def remote(self) -> bool:
-        """Whether it is no :class:`~backends.abc.Tier`: others change it, and it must be asked."""
+        """Whether the tier must be asked, and others may change it."""
         return not self.tier.capabilities.answers_at_once
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the tier declares; all, if nothing."""
+        """The declared capabilities; all if the tier declares none."""
         declared: Capabilities = self.tier.capabilities
         return declared
 
     async def behind_its_back(self, hook: Callable[[Any, Key], object], key: Key) -> None:
-        """Something happens to a block that the tier is not told of."""
+        """Change a block without the tier, by a function of the caller."""
         happening = hook(self.tier, key)
         if isinstance(happening, Awaitable):
             await happening
 
     def keys(self, n: int, name: str = "a") -> list[Key]:
-        """Keys for ``n`` blocks."""
+        """Return keys for ``n`` blocks."""
         return [f"{name}{number}".encode() * 4 for number in range(n)]
 
     def request(self, keys: Sequence[Key], when_full: WhenFull) -> RoomRequest:
-        """What the tier is asked for to get room for these."""
+        """Return a request for room for these keys."""
         return RoomRequest(keys, self.block_bytes, when_full)
 
     async def reserve(self, keys: Sequence[Key], when_full: WhenFull = "fail") -> Reservation:
-        """Room for these, or what there is of it."""
+        """Take room for these keys, or for a prefix."""
         reservation: Reservation = await self.tier.reserve(self.request(keys, when_full))
         return reservation
 
     async def reserve_now(self, keys: Sequence[Key], when_full: WhenFull) -> Reservation:
-        """What fits now. Only a tier that must be asked may say that this cannot be told without waiting."""
+        """Take the room that there is now.
+
+        Only a tier that must be asked may raise :class:`trio.WouldBlock` here.
+        """
         try:
             reservation: Reservation = self.tier.reserve_nowait(self.request(keys, when_full))
         except trio.WouldBlock:
@@ -189,18 +204,18 @@ class Case:
         return reservation
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those that the tier says it has."""
+        """Return those of ``keys`` that the tier has."""
         found: AbstractSet[Key] = await self.tier.contains(keys)
         if not self.remote:
             must(found == self.tier.contains_nowait(keys), "contains and contains_nowait say the same", found)
         return found
 
     async def until(self, holds: Callable[[], bool], promise: str, *details: object) -> None:
-        """Wait until it holds, at once in a tier that asks no server."""
+        """Wait until the condition holds; at once without a server."""
         await trio.testing.wait_all_tasks_blocked()
         if self.remote:
             with trio.move_on_after(PATIENCE):
-                while not holds():  # noqa: ASYNC110  # what comes to hold is the tier's own affair
+                while not holds():  # noqa: ASYNC110  # the condition depends on the tier alone
                     await trio.sleep(0.001)
         must(holds(), promise, *details)
 
@@ -212,7 +227,7 @@ class Case:
         in_host: bool = True,
         source: Bytes | None = None,
     ) -> list[Outcome]:
-        """Store these, for which there must be room."""
+        """Store these keys, for which there must be room."""
         reservation = await self.reserve(keys, when_full)
         must(list(reservation.granted) == list(keys), "there must be room for", keys, reservation.granted)
         source = Bytes(self.block_bytes, in_host=in_host) if source is None else source
@@ -229,13 +244,13 @@ class Case:
         return keys
 
     async def occupy(self, n: int = BLOCKS) -> Occupied:
-        """Take ``n`` places, in a way that they can be made free again."""
+        """Take ``n`` places so that they can be freed again."""
         occupied = Occupied(self)
         await occupied.more(self.keys(n))
         return occupied
 
     async def load(self, keys: Sequence[Key], *, in_host: bool = True) -> list[bytes | None]:
-        """What is loaded for these keys, all of which are there; ``None`` for a miss."""
+        """Load these keys, which must be there; ``None`` for a miss."""
         places = Places(len(keys), self.block_bytes, in_host=in_host)
         async with await self.tier.pin(keys) as lease:
             must(list(lease.keys) == list(keys), "a lease must hold all that is there", keys, lease.keys)
@@ -245,7 +260,7 @@ class Case:
         return [bytes(b) if o == LOADED else None for b, o in zip(places.buffers, outcomes, strict=True)]
 
     async def holds(self, keys: Sequence[Key]) -> None:
-        """These keys are there, with their bytes."""
+        """Check that these keys are there, with their bytes."""
         must(await self.contains(keys) == set(keys), "what is stored must be found", keys)
         wrong = {}
         for key, block in zip(keys, await self.load(keys), strict=True):
@@ -255,13 +270,13 @@ class Case:
         must(not wrong, "what is loaded must be what was stored", wrong)
 
     async def room(self) -> int:
-        """How many blocks there is room for without evicting one."""
+        """Return the number of blocks that fit without an eviction."""
         reservation = await self.reserve_now(self.keys(BLOCKS, "room"), "partial")
         reservation.release()
         return len(reservation.granted)
 
     def at_rest(self) -> None:
-        """Nothing is reserved or held."""
+        """Check that nothing is reserved or held."""
         statistics = self.tier.statistics()
         must(statistics.reserved_blocks == 0, "no room may be left reserved", statistics)
         must(statistics.held_blocks == 0, "no block may be left held", statistics)
@@ -269,7 +284,10 @@ class Case:
 
 
 class Occupied:
-    """Places that are taken: by blocks, which are deleted to make room, or by reservations where nothing can be deleted."""
+    """Places that are taken.
+
+    By blocks, which are deleted to make room, or by reservations if nothing can be deleted.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -277,7 +295,7 @@ class Occupied:
         self.keys: list[Key] = []
 
     async def more(self, keys: Sequence[Key]) -> None:
-        """Take a place for each of these."""
+        """Take a place for each of these keys."""
         self.keys += keys
         if self._case.capabilities.deletes:
             must(await self._case.store(keys) == [STORED] * len(keys), "new blocks must be STORED")
@@ -286,7 +304,7 @@ class Occupied:
             self._reserved[key] = await self._case.reserve([key])
 
     async def free(self, keys: Sequence[Key]) -> None:
-        """The places of these are free again."""
+        """Free the places of these keys."""
         if self._case.capabilities.deletes:
             answers = await self._case.tier.delete(keys)
             must(answers == [Deletion.DELETED] * len(keys), "what nobody holds can be deleted", answers)
@@ -295,6 +313,6 @@ class Occupied:
                 self._reserved.pop(key).release()
 
     def end(self) -> None:
-        """Nothing stays reserved."""
+        """Release all reservations."""
         for reservation in self._reserved.values():
             reservation.release()
