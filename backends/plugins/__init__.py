@@ -1,8 +1,9 @@
-"""Tiers from other packages: by name, by module and class, or as a connector or adapter written for another system.
+"""Tiers from other packages.
 
-:func:`make_tier` makes a tier from a specification. An object that keeps the contract of :mod:`backends.abc` is used as it is;
-a native connector (six methods) and an L2 adapter of LMCache (three event descriptors) get a host, which keeps the contract for
-them as far as they allow.
+A tier is found by its name, by module and class, or as a connector or adapter written for another system.
+:func:`make_tier` makes a tier from a specification. A :class:`backends.abc.Tier` is used as it is; a native connector
+(six methods) and an L2 adapter of LMCache (three event descriptors) get a host, which keeps the contract for them as
+far as they allow.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,11 @@
-"""Deletions of one host, by request and of what is hidden: what each asks of the plugin, and what an answer means.
+"""Deletions of one host, by request and of hidden keys.
 
-Rule 1. A plugin that deletes by an operation says of each key whether it did. One that deletes by a call says nothing: so it
-        is asked before and after, and what is still there was locked. An unlock may take a moment to arrive there, so a key
-        that is still there is tried again, a few times.
-Rule 2. What was found damaged may have been deleted and stored anew meanwhile, by another process. So it is read once more
-        right before it is purged, a few blocks at a time: what is right by then stays. What is stored anew behind that goes,
-        and costs a miss.
+Rule 1. A plugin that deletes by an operation reports for each key whether it did. One that deletes by a call reports
+        nothing: so it is asked before and after, and a key that is still there was locked. An unlock may take a moment
+        to arrive there, so a key that is still there is tried again, a few times.
+Rule 2. A damaged block may have been deleted and stored again meanwhile, by another process. So it is read once more
+        right before it is purged, a few blocks at a time: a block that is right by then stays. A block that is stored
+        after that is deleted, and costs a miss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from ._host_state import HostState
 from ._operations import Kind, Operation, Plugin
 
 _AT_A_TIME = 16
-"""The number of damaged blocks that are read once more at a time: a caller that is about to store waits for that."""
+"""Number of damaged blocks that are read again at a time.
+
+A caller that is about to store waits for that.
+"""
 
 _AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
 """Seconds before each further try."""
@@ -33,10 +36,10 @@ class Deleter:
     """The deletions of one host.
 
     Args:
-        state: the host.
-        sums_of: says what lies under some keys now.
-        deletes: whether its plugin can.
-        by_call: whether it does by a call.
+        state: the state of the host.
+        sums_of: returns the checksums of the blocks under some keys.
+        deletes: whether its plugin can delete.
+        by_call: whether it deletes by a call.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class Deleter:
         self.deleted: int = 0
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys. What a lease of this process holds, or a store writes, is ``PINNED``.
+        """Delete these keys.
+
+        A key that a lease of this process holds, or a store writes, is ``PINNED``.
 
         Raises:
-            NoAnswer, PluginFault: it is not known which are gone.
+            NoAnswer, PluginFault: it is unknown which are gone.
         """
         state = self._state
         answers = [Deletion.MISSING if key in state.tombstones.to_purge else Deletion.DELETED for key in keys]
@@ -74,10 +79,14 @@ class Deleter:
         return answers
 
     async def purge(self, mine: AbstractSet[Key]) -> None:
-        """Delete what is to be purged, as far as it is not held and the plugin answers. No checkpoint if there is nothing.
+        """Delete the keys to be purged that are not held.
+
+        Keys of a plugin that does not answer stay to be purged.
+
+        No checkpoint if there are none.
 
         Args:
-            mine: keys that the caller is about to write: to be deleted first, since some plugins keep what they have.
+            mine: keys that the caller is about to write: deleted first, since some plugins do not overwrite.
         """
         state = self._state
         if not self._deletes:
@@ -107,7 +116,10 @@ class Deleter:
         ]
 
     async def _look_again(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Read these, which were found damaged, and clear what is right by now. Returns the others; none without an answer."""
+        """Read damaged blocks again, and clear those that are right by now.
+
+        Return the others; none without an answer.
+        """
         if not keys:
             return frozenset()
         tombstones = self._state.tombstones
@@ -143,7 +155,10 @@ class Deleter:
             deleting.difference_update(keys)
 
     def _late(self, operation: Operation) -> None:
-        """A deletion that was not waited for any more has ended: what it deleted is no longer registered."""
+        """Remove the keys that a late deletion has deleted.
+
+        No task waited for it any more.
+        """
         self._state.registry.note_gone(
             key for key, bit in zip(operation.keys, operation.bits or (), strict=False) if bit
         )

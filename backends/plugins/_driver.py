@@ -1,16 +1,19 @@
-"""Drives one plugin: submits operations and collects their completions, each in bounded time.
+"""A driver of one plugin, which bounds the time of each operation.
 
-Rule 1. One task for each descriptor, and no other, waits for it (see :class:`Descriptor`); closing a descriptor wakes no
-        task. So at the end the tasks are stopped first, and then the plugin is closed.
-Rule 2. Wake up, reset, collect: what is signalled after the reset wakes the task again. A plugin that does not signal is polled
-        every ``rescue_interval`` while something is outstanding; each answer found so is a *rescue*.
-Rule 3. A caller waits until the deadline. If it leaves before the answer, its operation stays outstanding, with the memory it
-        uses, and with what must be undone if the answer comes after all. An answer is either used or undone, never both.
-Rule 4. A fault of a plugin does not affect other tiers. A plugin whose descriptor cannot be waited for any more is *broken*:
-        all callers get an error at once, and so do later ones.
-Rule 5. The task waits for a duplicate of the descriptor. So a plugin that closes its own meanwhile does not affect another
-        file, which may get the same number at once.
-Rule 6. One host waits for a descriptor. Of two hosts with the same descriptor each would take the other's answers.
+It submits operations and collects their completions.
+
+Rule 1. One task for each descriptor, and no other, waits for it (see :class:`Descriptor`); closing a descriptor wakes
+        no task. So at the end the tasks are stopped first, and then the plugin is closed.
+Rule 2. Wake up, reset, collect: a signal after the reset wakes the task again. A plugin that does not signal is polled
+        every ``rescue_interval`` while an operation is outstanding; each answer found in this way is a *rescue*.
+Rule 3. A caller waits until the deadline. If it leaves before the answer, its operation stays outstanding, with the
+        memory it uses, and with the effects to be undone if the answer comes after all. An answer is either used or
+        undone, never both.
+Rule 4. A fault of a plugin does not affect other tiers. A plugin whose descriptor cannot be waited for any more is
+        *broken*: all callers get an error at once, and so do later ones.
+Rule 5. The task waits for a duplicate of the descriptor. So a plugin that closes its own meanwhile does not affect
+        another file, which may get the same number at once.
+Rule 6. One host waits for a descriptor. If two hosts had the same descriptor, each would take the other's answers.
 """
 
 from __future__ import annotations
@@ -43,14 +46,14 @@ from ._operations import Completion, Correlation, Kind, Operation, Plugin
 _Identity: TypeAlias = tuple[int, int, int]
 
 _listened: set[_Identity] = set()
-"""The descriptors that this process waits for."""
+"""Descriptors that this process waits for."""
 
 
 class Descriptor:
     """A descriptor of a plugin, until :meth:`close`.
 
     Args:
-        fd: the plugin's.
+        fd: descriptor of the plugin.
 
     Raises:
         OSError: it is closed, or another host waits for it already.
@@ -65,16 +68,22 @@ class Descriptor:
         _listened.add(self._identity)
 
     async def wait(self) -> None:
-        """Wait until it is readable."""
+        """Wait until the descriptor is readable."""
         await trio.lowlevel.wait_readable(self._mine)
 
     def check(self) -> None:
-        """Raise :class:`OSError` if the plugin has closed it: then it wakes no task any more."""
+        """Raise :class:`OSError` if the plugin has closed the descriptor.
+
+        It wakes no task any more then.
+        """
         if _identity_of(self._fd) != self._identity:
             raise OSError(f"descriptor {self._fd} was closed, and is another file now")
 
     def reset(self) -> bool:
-        """Read what can be read, so that it is not readable any more. Never blocks. Returns whether there was anything."""
+        """Read the descriptor, so that it is not readable any more.
+
+        Never blocks. Return whether there was anything to read.
+        """
         poll = select.poll()
         poll.register(self._mine, select.POLLIN)
         if not poll.poll(0):
@@ -84,14 +93,20 @@ class Descriptor:
         return True
 
     def close(self) -> None:
-        """Stop waiting for it. Call it in the trio run that waited."""
+        """Stop waiting for the descriptor.
+
+        Call this in the trio run that waited.
+        """
         _listened.discard(self._identity)
         trio.lowlevel.notify_closing(self._mine)
         os.close(self._mine)
 
 
 def _identity_of(fd: int) -> _Identity:
-    """The identity of a descriptor's file. All eventfds have one inode, but separate ids."""
+    """Return the identity of a descriptor's file.
+
+    All eventfds have one inode, but separate ids.
+    """
     behind = os.fstat(fd)
     with contextlib.suppress(OSError):  # not Linux
         for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
@@ -102,7 +117,7 @@ def _identity_of(fd: int) -> _Identity:
 
 
 SLOW = 0.05
-"""Seconds; a longer submit has delayed the trio thread, and is counted."""
+"""Seconds; a longer submit delays the trio thread and is counted."""
 
 
 @attrs.define
@@ -110,11 +125,14 @@ class DriverCounts:
     """Faults of the plugin that did not make a caller fail."""
 
     rescues: int = 0
-    """Answers that were there although the descriptor did not signal for a whole ``rescue_interval``."""
+    """Answers found without a signal for a whole ``rescue_interval``."""
     empty_wakes: int = 0
     """Signals of the descriptor without an answer."""
     resets: int = 0
-    """Signals of these after which the driver had to reset the descriptor, since the plugin had not."""
+    """Empty wakes after which the driver had to reset the descriptor.
+
+    The plugin had not done so.
+    """
     raised: int = 0
     """Exceptions of the plugin while its completions were collected."""
     slow_submits: int = 0
@@ -124,7 +142,7 @@ class DriverCounts:
 
 
 class PluginDriver:
-    """Submits the operations of one plugin, and collects their completions.
+    """A driver that submits operations and collects completions.
 
     Attributes:
         plugin: the plugin.
@@ -157,19 +175,21 @@ class PluginDriver:
 
     @property
     def was_open(self) -> bool:
-        """Whether it was opened, or closed without: it cannot be opened again."""
+        """Whether it was opened or closed; it cannot be opened again."""
         return self._was_open
 
     # --- opening and closing --------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Collect completions as long as this is entered; then close the plugin, each in bounded time.
+        """Collect completions while entered; then close the plugin.
+
+        Each in bounded time.
 
         Raises:
             PluginTypeError: the plugin's descriptors make no sense.
             PluginFault: its ``close`` raised.
-            NoAnswer: its ``close`` did not return. It goes on in a thread that is not waited for.
+            NoAnswer: its ``close`` did not return. It goes on in a thread that is not awaited.
         """
         self._was_open = True
         error: BaseException | None = None
@@ -186,7 +206,7 @@ class PluginDriver:
                 try:
                     yield
                 except BaseException as exc:
-                    error = exc  # the body's own: it is raised as it is
+                    error = exc  # the body's own: it is raised unchanged
                 finally:
                     self._is_open = False
                     await self._end()
@@ -200,7 +220,10 @@ class PluginDriver:
             del error  # its traceback holds this frame
 
     async def _end(self) -> None:
-        """Wait for answers that no caller waits for any more: their locks must be released."""
+        """Wait for answers that no caller awaits any more.
+
+        Their locks must be released.
+        """
         for operation in list(self._waiting):
             self._give_up(operation)
         if len(self.correlation) and self._broken is None:
@@ -223,7 +246,10 @@ class PluginDriver:
             error.add_note(str(failure))
 
     def close(self) -> None:
-        """Close a plugin that was never opened. Waits for it in bounded time; for any thread."""
+        """Close a plugin that was never opened.
+
+        Waits for it in bounded time; for any thread.
+        """
         if self._was_open:
             return
         self._was_open = self._is_closed = True
@@ -260,7 +286,10 @@ class PluginDriver:
         *,
         undo: Callable[[Operation], None] | None = None,
     ) -> list[bool]:
-        """Run an operation without buffers, and return a bit for each key: see :meth:`operation` and :meth:`run`."""
+        """Run an operation without buffers. Return a bit for each key.
+
+        See :meth:`operation` and :meth:`run`.
+        """
         return await self.run(self.operation(kind, keys, undo=undo))
 
     def operation(
@@ -276,24 +305,26 @@ class PluginDriver:
         Args:
             kind: the kind of operation.
             keys: its keys; not empty.
-            touches: kept alive until it is over.
-            undo: called if the answer comes when it is not waited for any more.
+            touches: object that is kept alive until the operation is over.
+            undo: called if the answer comes when it is not awaited any more.
         """
         operation = Operation(kind, self.plugin.channel_of(kind), keys, touches)
         operation.on_over = partial(self._on_over, undo)
         return operation
 
     async def run(self, operation: Operation, buffers: Sequence[memoryview] = ()) -> list[bool]:
-        """Submit an operation, and wait for its answer: a bit for each key. A checkpoint.
+        """Submit an operation, and wait for its answer. A checkpoint.
 
-        Cancelled or not answered in time, the operation stays outstanding, which ``may_go_on`` tells.
+        Return a bit for each key.
+
+        Cancelled or not answered in time, the operation stays outstanding, as ``may_go_on`` shows.
 
         Args:
             operation: submitted once.
-            buffers: for each key, the memory to read or write.
+            buffers: the memory to read or write, one for each key.
 
         Raises:
-            NoAnswer: not within the deadline, or not before the plugin broke down or was closed. It may go on.
+            NoAnswer: no answer within the deadline, or before the plugin broke down or was closed. It may go on.
             PluginFault: it failed as a whole, and is over; or it could not be submitted.
             PlaceClosed: the tier is not open.
         """
@@ -320,7 +351,9 @@ class PluginDriver:
         return operation.bits
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Unlock keys that were found. An exception of it is counted, since no caller could handle it.
+        """Unlock keys that were found.
+
+        An exception of the plugin is counted, since no caller could handle it.
 
         A closed plugin has released everything, and is not called.
         """
@@ -347,7 +380,7 @@ class PluginDriver:
         if self.config.submit_in_thread:
             try:
                 await run_in_thread(self._submit_in_thread, operation, buffers)
-            except Exception as exc:  # there was no thread to be had
+            except Exception as exc:  # no thread could be started
                 self._register(operation, None, exc)
             self._register_submitted()
             if operation.may_go_on:
@@ -369,7 +402,10 @@ class PluginDriver:
             self._register(operation, returned, None)
 
     def _submit_in_thread(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
-        """Submit in a thread, which may be abandoned: the trio thread registers what it returns. Raises nothing."""
+        """Submit in a thread, which may be abandoned. Raise nothing.
+
+        The trio thread registers the returned id.
+        """
         try:
             returned = self.plugin.submit(operation.kind, operation.keys, buffers)
         except BaseException as exc:
@@ -383,9 +419,10 @@ class PluginDriver:
         self._note_quiet()
 
     def _register(self, operation: Operation, returned: object, error: BaseException | None) -> None:
-        """Handle the end of a submit: it has returned an id or something else, or has raised and started nothing.
+        """Handle the end of a submit.
 
-        Without an id its completion cannot be recognised, so it is not waited for: it may go on for ever.
+        It has returned an id or another object, or has raised and started nothing. Without an id its completion cannot
+        be recognised, so it is not waited for: it may go on for ever.
         """
         if error is not None:
             self.correlation.not_submitted()
@@ -445,7 +482,10 @@ class PluginDriver:
     # --- listening ------------------------------------------------------------------------------------------------
 
     def _limit_wait(self, channel: str) -> None:
-        """Wait for the descriptor with a timeout from now on, since something is outstanding."""
+        """Wait for the descriptor with a timeout from now on.
+
+        An operation is outstanding.
+        """
         scope = self._waits.get(channel)
         if scope is not None:
             scope.deadline = min(scope.deadline, trio.current_time() + self.config.rescue_interval)
@@ -471,12 +511,12 @@ class PluginDriver:
             self._break(f"{self.plugin.name}: its descriptor {fd} cannot be waited for ({channel}): {exc!r}")
 
     def _collect(self, channel: str, *, woken: bool, expected: bool = False) -> bool:
-        """Collect the completed operations. Returns whether the plugin allowed it.
+        """Collect the completed operations. Return whether the plugin allowed it.
 
         Args:
             channel: the descriptor's name.
-            woken: its descriptor is readable.
-            expected: it is not readable, which is no fault of the plugin here.
+            woken: whether its descriptor is readable.
+            expected: the descriptor is not readable, which is no fault of the plugin here.
         """
         self._register_submitted()
         completions: list[Completion] = []
@@ -496,7 +536,7 @@ class PluginDriver:
             self.counts.empty_wakes += 1
             if self._descriptors[channel].reset():
                 self.counts.resets += 1
-                # What was signalled before the reset does not wake again, so it is collected now.
+                # A signal before the reset does not wake again, so its answers are collected now.
                 self._collect(channel, woken=False, expected=True)
         self._note_quiet()
         return answered or bool(completions)

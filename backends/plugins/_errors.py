@@ -1,7 +1,8 @@
-"""The exceptions of plugins. Each says who must act: the author of the specification, or of the plugin.
+"""Exceptions of plugins. Each names who must act.
 
-Three say what was looked for and where, and derive from what Python raises for it: ``ImportError``, ``AttributeError``,
-``TypeError``. The author of the specification must act. The others are raised for a plugin at work: its author must act.
+That is the author of the specification, or of the plugin. Three name a missing object and the place that was searched,
+and derive from Python's own exceptions for it: ``ImportError``, ``AttributeError``, ``TypeError``. The author of the
+specification must act. The others are raised for a plugin at work: its author must act.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PluginModuleError(BackendError, ImportError):
 
 
 class PluginClassError(BackendError, AttributeError):
-    """A module has no such name."""
+    """A name that its module does not have."""
 
     def __init__(self, module_path: str, name: str, what: str) -> None:
         super().__init__(f"module {module_path!r} has no {name!r}, which was looked for as {what}")
@@ -31,17 +32,20 @@ class PluginClassError(BackendError, AttributeError):
 
 
 class PluginTypeError(BackendError, TypeError):
-    """An object is not what the specification needs, or cannot be called as a plugin."""
+    """An object that the specification cannot use.
+
+    It is not of the needed kind, or cannot be called as a plugin.
+    """
 
 
 class TierParameterError(PluginTypeError, ValueError):
-    """A parameter of a tier is missing, unknown or wrong.
+    """A parameter of a tier that is missing, unknown or wrong.
 
     Attributes:
         tier: the kind of tier.
         parameter: the parameter.
         value: its value; ``None`` if it is missing.
-        why: what it must be, or the most similar name.
+        why: the requirement, or the most similar name.
     """
 
     def __init__(self, tier: str, parameter: str, value: object, why: str) -> None:
@@ -53,7 +57,10 @@ class TierParameterError(PluginTypeError, ValueError):
 
 
 class UnknownTier(BackendError, LookupError):
-    """No kind of tier has this name. The text lists the names, and where they were looked for."""
+    """A name that no kind of tier has.
+
+    The text lists the names, and the places that were searched.
+    """
 
     def __init__(self, name: str, known: Sequence[str], group: str) -> None:
         super().__init__(
@@ -64,12 +71,21 @@ class UnknownTier(BackendError, LookupError):
 
 
 class PluginFault(BackendError):
-    """The plugin has failed, or has broken its contract. The text says how."""
+    """A failure of the plugin, or a break of its contract.
+
+    The text describes it.
+    """
 
 
 class NoAnswer(BackendError):
-    """The plugin did not answer within its deadline. Whether the operation took place is unknown: this is no miss."""
+    """A plugin that did not answer within its deadline.
+
+    Whether the operation took place is unknown: this is no miss.
+    """
 
 
 class HostConfigError(BackendError, KnobError):
-    """The caller set a knob of a plugin's host to a value out of range; the text names the knob, the value, and the bound."""
+    """A value of a host's knob that is out of range.
+
+    The text names the knob, the value, and the bound.
+    """

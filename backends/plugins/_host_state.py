@@ -1,11 +1,12 @@
-"""What one host keeps for its plugin: an order of use, room in turn, holds, checksums, and the memory that the plugin works in.
+"""The state of one host: order of use, room, holds, checksums, buffers.
 
-The plugin knows what it has. No connector keeps the rest; here it lies in this process's memory, and ends with it.
+The plugin knows its blocks. No connector keeps the rest; here it lies in this process's memory, and ends with it.
 
-Rule 1. A plugin never sees a source, nor a destination: it reads and writes *staging buffers*, which are the host's own. One
-        that does not answer may do so for ever.
-Rule 2. A buffer is used again once the plugin has said that it is done, and never before. One whose end is not proven stays in
-        quarantine, mapped, also when its tier is gone: memory that is given back while the plugin uses it would be another's.
+Rule 1. A plugin never sees a source or a destination: it reads and writes *staging buffers*, which are the host's own.
+        A plugin that does not answer may use them for ever.
+Rule 2. A buffer is used again once the plugin has reported the end, and never before. A buffer whose end is not proven
+        stays in quarantine, mapped, even when its tier is gone: memory that is freed while the plugin uses it would be
+        another's.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from ._tombstones import Tombstones
 
 
 class HostRegistry(Registry):
-    """Blocks that were stored through one host. A slot is a number, never used again.
+    """Blocks that were stored through one host.
+
+    A slot is a number, never used again.
 
     Args:
-        capacity: how many blocks; ``None`` where the plugin knows.
+        capacity: number of blocks; ``None`` if the plugin knows.
         deletes: whether a victim can be deleted. Otherwise none is chosen.
-        most_known: without a capacity, so many are remembered; what is forgotten is not deleted.
+        most_known: without a capacity, the number of remembered blocks; a forgotten block is not deleted.
         eviction: chooses the victims.
     """
 
@@ -47,7 +50,10 @@ class HostRegistry(Registry):
         self.sums: dict[Key, int] = {}
         """The xxh3-64 of each registered block."""
         self.registrations: int = 0
-        """How often something was entered; a clock for :meth:`gone_by`, which other threads may read."""
+        """Number of registrations; a clock for :meth:`note_gone_by`.
+
+        Other threads may read it.
+        """
         self._entered: dict[Key, int] = {}
         self._deletes = deletes
         self._most_known = most_known
@@ -63,28 +69,28 @@ class HostRegistry(Registry):
 
     @property
     def taken(self) -> int:
-        """How many blocks are there or have room."""
+        """Number of blocks that are stored or have room."""
         return len(self._taken)
 
     @property
     def evicted(self) -> int:
-        """How many made room."""
+        """Number of blocks that were evicted."""
         return 0 if self.capacity is None else self._evicted
 
     # --- room -----------------------------------------------------------------------------------------------------
 
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether ``n`` blocks fit once all has gone that can go."""
+        """Return whether ``n`` blocks fit after all possible evictions."""
         if self.capacity is None:
             return True
         return n <= self.capacity - (0 if self._deletes else len(self))
 
     def fitting(self, n: int, size: int = 1) -> int:
-        """How many fit now."""
+        """Return how many of ``n`` blocks fit now."""
         return n if self.capacity is None else min(n, self.capacity - len(self._taken))
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """Numbers for ``n`` blocks."""
+        """Return numbers for ``n`` blocks; ``None`` if there is no room."""
         if self.fitting(n) < n:
             return None
         slots = list(range(self._next, self._next + n))
@@ -94,7 +100,7 @@ class HostRegistry(Registry):
         return slots
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Numbers for these blocks, with victims for what is missing."""
+        """Return numbers for these blocks, evicting for missing room."""
         missing = len(keys) - self.fitting(len(keys))
         if missing and not self._deletes:
             return None
@@ -114,7 +120,7 @@ class HostRegistry(Registry):
         hold: list[int] | None = None,
         depths: Sequence[int | None] | None = None,
     ) -> list[int]:
-        """These were stored."""
+        """Register blocks that were stored."""
         self._key_of.update(zip(slots, keys, strict=True))
         self.registrations += 1
         self._entered.update(dict.fromkeys(keys, self.registrations))
@@ -131,35 +137,44 @@ class HostRegistry(Registry):
                 self.sums.pop(key, None)
                 self._entered.pop(key, None)
 
-    # --- what the plugin says -------------------------------------------------------------------------------------
+    # --- reports of the plugin ------------------------------------------------------------------------------------
 
     def strangers(self, keys: Sequence[Key]) -> list[int]:
-        """The positions of keys that were not stored through this host."""
+        """Return the positions of keys that were not stored here."""
         return [at for at, key in enumerate(keys) if key not in self._slot_of]
 
     def note_gone(self, keys: Iterable[Key]) -> None:
-        """The plugin does not have these any more: nothing was stored since it said so."""
+        """Remove blocks that the plugin does not have any more.
+
+        Nothing was stored since its report.
+        """
         known = [key for key in keys if key in self._slot_of]
         if known:
             self.forget(known, self.slots(known))
 
     def note_gone_by(self, keys: Iterable[Key], moment: int) -> None:
-        """It did not have these any more when so much was entered. What was stored anew since then is there."""
+        """Remove blocks that the plugin did not have at an earlier moment.
+
+        The moment is a value of :attr:`registrations`. Blocks that were stored again since then stay.
+        """
         self.note_gone(key for key in keys if self._entered.get(key, moment) <= moment)
 
     # --- holding --------------------------------------------------------------------------------------------------
 
     @property
     def leased_keys(self) -> int:
-        """How many keys are held by leases, registered or not."""
+        """Number of keys held by leases, registered or not."""
         return len(self._leased)
 
     def is_leased(self, key: Key) -> bool:
-        """Whether a lease of this process holds it."""
+        """Return whether a lease of this process holds a key."""
         return key in self._leased
 
     def lease(self, keys: Sequence[Key]) -> list[int]:
-        """Hold these, of which not all need be registered. Returns what :meth:`unlease` takes."""
+        """Hold these keys. Return the refs for :meth:`unlease`.
+
+        Not all of them need be registered.
+        """
         self._leased.update(keys)
         known = [key for key in keys if key in self._slot_of]
         if known:
@@ -167,7 +182,7 @@ class HostRegistry(Registry):
         return self.upgrade(keys)
 
     def unlease(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Let go."""
+        """Release these keys and refs."""
         for key in keys:
             self._leased[key] -= 1
             if not self._leased[key]:
@@ -177,7 +192,7 @@ class HostRegistry(Registry):
 
 _MARK_BYTES: Final = 8
 _quarantine: set[StagingBuffer] = set()
-"""Of this process. Keeps what is in it mapped."""
+"""Quarantined buffers of this process, which keeps them mapped."""
 
 
 class StagingBuffer:
@@ -191,28 +206,37 @@ class StagingBuffer:
         self._mark = b""
         self._marked: Sequence[int] = ()
         self.pages: Pages = pages
-        """As many as were asked for."""
+        """The pages in use, as many as were asked for."""
         self.is_over: Callable[[], bool] | None = None
-        """In quarantine: whether it may be used again by now. ``None``: :meth:`give_back` will be called."""
+        """Function that returns whether a quarantined buffer is free again.
+
+        ``None``: :meth:`give_back` will be called.
+        """
 
     def __repr__(self) -> str:
         return f"<buffer of {len(self._all)} pages>"
 
     def use(self, n: int) -> StagingBuffer:
-        """The first ``n`` pages of it."""
+        """Use the first ``n`` pages. Return this buffer."""
         self.pages = self._all.part(0, n)
         return self
 
     def capacity(self) -> int:
-        """How many pages it has."""
+        """Return the number of pages."""
         return len(self._all)
 
     def buffers(self, positions: Sequence[int] | None = None) -> list[memoryview]:
-        """Some of its pages, or all, as writable buffers that keep the memory mapped."""
+        """Return some pages, or all, as writable buffers.
+
+        They keep the memory mapped.
+        """
         return [self.pages[at] for at in (range(len(self.pages)) if positions is None else positions)]
 
     def mark(self, positions: Sequence[int]) -> None:
-        """Write a random mark to the end of these pages, by which :meth:`unfinished` knows a read that did not get there."""
+        """Write a random mark to the end of these pages.
+
+        By it :meth:`unfinished` recognises a read that did not get there.
+        """
         self._marked = positions if self.staging.page_bytes >= _MARK_BYTES else ()
         if self._marked:
             self._mark = os.urandom(_MARK_BYTES)
@@ -221,8 +245,9 @@ class StagingBuffer:
                 ctypes.memmove(self.pages.addresses[at] + end, self._mark, _MARK_BYTES)
 
     def unfinished(self) -> list[int]:
-        """The positions of marked pages whose last bytes are still those of the mark."""
-        # Half of it: an end that is short by a part of the mark is found, too, and a block ends like that once in 2**32.
+        """Return the positions of marked pages that still end with the mark."""
+        # Half of the mark: an end that is short by a part of the mark is found, too, and a block ends like that once in
+        # 2**32.
         end = self._mark[_MARK_BYTES // 2 :]
         behind = self.staging.page_bytes - len(end)
         return [at for at in self._marked if ctypes.string_at(self.pages.addresses[at] + behind, len(end)) == end]
@@ -233,18 +258,21 @@ class StagingBuffer:
             ctypes.memset(self.pages.addresses[at], 0, self.staging.page_bytes)
 
     def give_back(self) -> None:
-        """It is proven that it is not used any more."""
+        """Return the buffer to the pool: it is proven to be unused."""
         _quarantine.discard(self)
         self.staging.take_back(self)
 
     def quarantine(self, is_over: Callable[[], bool] | None = None) -> None:
-        """It may still be used: until ``is_over``, or until it is given back."""
+        """Quarantine the buffer, which may still be used.
+
+        Until ``is_over``, or until it is given back.
+        """
         self.is_over = is_over
         _quarantine.add(self)
         self.staging.quarantined.add(self)
 
     def free(self) -> None:
-        """Its use is over: it need not stay mapped for that. Called in any thread."""
+        """Let the buffer be unmapped: its use is over. Any thread."""
         _quarantine.discard(self)
 
 
@@ -253,8 +281,8 @@ class StagingPool:
 
     Args:
         page_bytes: size of every page.
-        most_quarantined_bytes: how much may be in quarantine.
-        spare: how many buffers to keep for the next operation. The first touch of fresh memory costs ten times a copy.
+        most_quarantined_bytes: most bytes in quarantine.
+        spare: number of buffers to keep for the next operation. The first touch of fresh memory costs ten times a copy.
     """
 
     def __init__(self, page_bytes: int, most_quarantined_bytes: int, spare: int = 4) -> None:
@@ -263,19 +291,19 @@ class StagingPool:
         self._spare: list[StagingBuffer] = []
         self._most = spare
         self.quarantined: set[StagingBuffer] = set()
-        """In quarantine."""
+        """Buffers in quarantine."""
 
     @property
     def quarantined_bytes(self) -> int:
-        """How much memory is in quarantine."""
+        """Bytes in quarantine."""
         self._sweep()
         return sum(buffer.capacity() for buffer in self.quarantined) * self.page_bytes
 
     def take(self, n: int) -> StagingBuffer:
-        """A buffer of ``n`` pages, whatever is in them.
+        """Take a buffer of ``n`` pages with undefined content.
 
         Raises:
-            PluginFault: the plugin has been left too much memory that it has not given back.
+            PluginFault: too much memory is left to the plugin, which has not given it back.
         """
         if self.quarantined_bytes + n * self.page_bytes > self._most_quarantined_bytes and self.quarantined:
             raise PluginFault(
@@ -290,7 +318,7 @@ class StagingPool:
         return buffer.use(n)
 
     def take_back(self, buffer: StagingBuffer) -> None:
-        """It may be used again."""
+        """Add a buffer to the spare ones."""
         self.quarantined.discard(buffer)
         buffer.is_over = None
         self._spare.append(buffer)
@@ -298,39 +326,43 @@ class StagingPool:
             self._spare.remove(min(self._spare, key=StagingBuffer.capacity))
 
     def _sweep(self) -> None:
-        """Take back what may be used again by now."""
+        """Take back quarantined buffers that are free again."""
         for buffer in [buffer for buffer in self.quarantined if buffer.is_over is not None and buffer.is_over()]:
             buffer.give_back()
 
 
 @attrs.define(eq=False)
 class HostState:
-    """What the stores, reads and deletions of one host share."""
+    """The shared state of one host's stores, reads and deletions."""
 
     name: str
-    """For errors."""
+    """Name of the plugin, for errors."""
     block_bytes: int
     """Size of every block."""
     checksums: bool
     """Whether blocks are summed and verified."""
     driver: PluginDriver
-    """Asks the plugin."""
+    """Driver that asks the plugin."""
     registry: HostRegistry
-    """What was stored through it."""
+    """Blocks that were stored through the host."""
     staging: StagingPool
-    """What it reads from and writes into."""
+    """Buffers that the plugin reads and writes."""
     tombstones: Tombstones = attrs.field(factory=Tombstones)
-    """What is not to be found."""
+    """Keys that must not be found."""
 
     async def find(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these the plugin has, hidden or not. It may have locked them: the caller unlocks.
+        """Return which of these keys the plugin has, hidden or not.
 
-        Cancelled, or without an answer, they are unlocked when the answer comes.
+        It may have locked them: the caller unlocks. Cancelled, or without an answer, they are unlocked when the answer
+        comes.
         """
         return await self.driver.ask(Kind.FIND, keys, undo=self.unlock_found)
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """The same, and nothing stays locked; what the plugin does not have is no longer registered."""
+        """Return which of these keys the plugin has, leaving nothing locked.
+
+        A key that it does not have is no longer registered.
+        """
         asked_at = self.registry.registrations
         bits = await self.find(keys)
         self.driver.unlock([key for key, bit in zip(keys, bits, strict=True) if bit])
@@ -338,5 +370,5 @@ class HostState:
         return bits
 
     def unlock_found(self, operation: Operation) -> None:
-        """Unlock what was found for a caller that has left."""
+        """Unlock keys that were found for a caller that has left."""
         self.driver.unlock([key for key, bit in zip(operation.keys, operation.bits or (), strict=False) if bit])

@@ -1,8 +1,8 @@
-"""A plugin as a tier: the common base of hosts, whatever the plugin's contract.
+"""A plugin as a tier: the common base of hosts.
 
-The plugin has to be asked, so this is a :class:`~backends.abc.Tier`. The host keeps in this process what a plugin does
-not: room granted in order, an order of use, checksums, holds. Bytes pass through the host's own memory, so that a plugin that
-never answers keeps no caller waiting, and cannot write to other memory.
+The plugin has to be asked, so this tier does not answer at once. The host keeps in this process the parts of the
+contract that a plugin does not keep: room granted in order, an order of use, checksums, holds. Bytes pass through the
+host's own memory, so that a plugin that never answers keeps no caller waiting, and cannot write to other memory.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from ._transfers import Reader, Writer
 
 
 class HostedLease(TierLease["HostedTier"]):
-    """A hold on the prefix of some keys: this process neither evicts nor deletes them, and the plugin locks them, if it can.
+    """A hold on the prefix of some keys.
 
-    Made by :meth:`HostedTier.pin`, once the plugin has answered that it has these keys.
+    This process neither evicts nor deletes them, and the plugin locks them, if it can. :meth:`HostedTier.pin` makes it,
+    once the plugin has answered that it has these keys.
     """
 
     __slots__ = ("_held", "_refs")
 
-    # It cannot forget: a host can only delete a key, later. So a wrapped tier keeps its damaged blocks itself, and reads each
-    # once more before it deletes it.
+    # It cannot forget: a host can only delete a key, later. So a wrapped tier keeps its damaged blocks itself, and
+    # reads each once more before it deletes it.
 
     def __init__(self, tier: HostedTier, keys: Sequence[Key]) -> None:
         """Use a tier's ``pin`` instead."""
@@ -83,27 +84,34 @@ class HostedLease(TierLease["HostedTier"]):
 
 
 NOT_ADMITTED: Final = Rejected("not admitted")
-"""The eviction policy rates the block lower than the one it would evict."""
+"""Outcome of a block that the eviction policy does not admit.
+
+The policy rates it lower than the block that it would evict.
+"""
 
 
 class HostedReservation(TierReservation["HostedTier"]):
-    """Room for some blocks in a hosted plugin. Made by :meth:`HostedTier.reserve`.
+    """Room for some blocks in a hosted plugin.
 
-    The host copies, asks and registers in one step, :meth:`HostedTier.store`. Cancelled, that leaves at once, and nothing is
-    found until the plugin has said what became of it. Without an answer it raises ``NoAnswer`` where nothing was stored, and
-    ``Unproven`` where it may still go on: the source is free all the same, the keys are not.
+    :meth:`HostedTier.reserve` makes it. The host copies, asks and registers in one step, :meth:`HostedTier.store`.
+    Cancelled, that returns at once, and no block is found until the plugin has reported its end. Without an answer it
+    raises ``NoAnswer`` if nothing was stored, and ``Unproven`` if it may still go on: the source is free all the same,
+    the keys are not.
     """
 
     __slots__ = ("_slots", "_source")
 
     def __init__(self, tier: HostedTier, keys: Sequence[Key], slots: list[int]) -> None:
-        """Not to be called: a tier makes them."""
+        """Use :meth:`HostedTier.reserve` instead."""
         super().__init__(tier, keys, tier.block_bytes)
         self._slots = slots
         self._source: tuple[Source, Sequence[int]] | None = None
 
     def release(self) -> None:
-        """Give back the room of what was not stored. Idempotent; never blocks, never raises."""
+        """Give back the room of blocks that were not stored.
+
+        Idempotent; never blocks, never raises.
+        """
         slots, self._slots = self._slots, []
         if slots:
             self._tier.registry.give_back(slots)
@@ -133,27 +141,35 @@ class HostedReservation(TierReservation["HostedTier"]):
 
 @attrs.frozen
 class HostStatistics:
-    """A snapshot of what a host added to its plugin; counters since it was made."""
+    """A snapshot of the work of a host around its plugin.
+
+    Counters count since the host was made.
+    """
 
     outstanding: int
     """Operations that the plugin has not answered."""
     in_doubt: int
-    """Of these, the ones that are not waited for any more."""
+    """Operations among them that are not waited for any more."""
     quarantined_bytes: int
-    """Memory that the plugin may still use, and that is used for nothing else."""
+    """Bytes that the plugin may still use, without other use."""
     hidden_keys: int
-    """Keys that are not found, whatever the plugin says: being written or deleted, in doubt, or to be purged."""
+    """Keys that are not found, even if the plugin has them.
+
+    They are being written or deleted, in doubt, or to be purged.
+    """
     unverified: int
     """Blocks that were loaded without a checksum to verify them by."""
     rescues: int
-    """Answers that were there although the descriptor did not say so."""
+    """Answers that were there without a signal of the descriptor."""
     empty_wakes: int
-    """Times that the descriptor said that there was an answer, and there was none. Some are normal: an answer may be taken
-    together with an earlier one, before its own signal."""
+    """Signals of the descriptor without an answer.
+
+    Some are normal: an answer may be collected together with an earlier one, before its own signal.
+    """
     resets: int
-    """Times that the descriptor had to be reset for the plugin."""
+    """Times that the host had to reset the descriptor for the plugin."""
     raised: int
-    """Exceptions where answers are collected."""
+    """Exceptions of the plugin while answers were collected."""
     unknown: int
     """Completions of operations that were never submitted."""
     twice: int
@@ -167,11 +183,13 @@ class HostStatistics:
     slow_submits: int
     """Submits that delayed the trio thread."""
     failed_unlocks: int
-    """Exceptions where the plugin was told to let go."""
+    """Exceptions of the plugin when keys were unlocked."""
 
 
 class HostedTier(Tier):
-    """A plugin in its host: ``async with NativeTier(connector, block_bytes) as tier``. See the subclasses.
+    """A plugin in its host; see the subclasses.
+
+    Open it by ``async with NativeTier(connector, block_bytes) as tier``.
 
     Entering it starts to wait for the plugin's completions; the task that entered it first leaves last, and closes the
     plugin, in bounded time. It is opened once.
@@ -188,7 +206,7 @@ class HostedTier(Tier):
     """
 
     name: str = ""
-    """The name of the plugin's class."""
+    """Name of the plugin's class."""
     capabilities: Capabilities = Capabilities()
     """The parts of the contract that the plugin lets its host keep."""
 
@@ -242,7 +260,7 @@ class HostedTier(Tier):
     # --- opening and closing --------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> HostedTier:
-        """Listen to the plugin.
+        """Start to wait for the plugin's completions.
 
         Raises:
             PlaceClosed: it was entered, or closed, before.
@@ -258,9 +276,10 @@ class HostedTier(Tier):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Wait for what is outstanding, stop listening, close the plugin; each in bounded time, also when cancelled.
+        """Finish outstanding operations, and close the plugin.
 
-        That is done by the task that entered it first: without an exception, and not cancelled, when all others have left.
+        Each in bounded time, also when cancelled. The task that entered first does it: without an exception, and not
+        cancelled, when all others have left.
 
         Raises:
             PluginFault: the plugin's ``close`` raised.
@@ -276,9 +295,10 @@ class HostedTier(Tier):
         return await self._life.__aexit__(kind, error, trace)
 
     def close(self) -> None:
-        """Close a plugin that was not entered, which may have threads and a descriptor already. Idempotent.
+        """Close a plugin that was not entered. Idempotent.
 
-        It waits for that, ``close_deadline`` at most. One that was entered is closed when it is left, and not by this.
+        It may have threads and a descriptor already. This waits for it, ``close_deadline`` at most. A plugin that was
+        entered is closed when it is left, and not by this.
 
         Raises:
             PluginFault: the plugin's ``close`` raised.
@@ -289,13 +309,18 @@ class HostedTier(Tier):
     # --- tenants --------------------------------------------------------------------------------------------------
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with their tenant, whose salt they get; see :meth:`backends.abc.Tier.carry`."""
+        """Tag these keys with their tenant, which is their salt.
+
+        See :meth:`backends.abc.Tier.carry`.
+        """
         return super().carry(keys, tenant) if self._salts is None else self._salts.carry(keys, tenant)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> HostedReservation:
-        """Take room; see :class:`backends.abc.TransferExecutor`. Always a checkpoint; the plugin is not asked.
+        """Take room; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
+
+        The plugin is not asked.
 
         Raises:
             BlockSizeError: this tier holds blocks of another size.
@@ -318,10 +343,13 @@ class HostedTier(Tier):
             raise self._too_many(request.keys) from None
         return HostedReservation(self, request.keys[: len(slots)], slots)
 
-    # --- what a reservation does ----------------------------------------------------------------------------------
+    # --- used by reservations -------------------------------------------------------------------------------------
 
     async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
-        """Have the plugin store blocks there is room for. For reservations."""
+        """Store blocks through the plugin. For reservations.
+
+        There must be room for them.
+        """
         self._apply_news()
         return await self._writer.store(keys, source, refs)
 
@@ -332,7 +360,7 @@ class HostedTier(Tier):
         outcomes: Sequence[Outcome],
         depths: Sequence[int | None] | None = None,
     ) -> None:
-        """Register what was stored, and give back the room of everything else. For reservations."""
+        """Register stored blocks, and give back other room. For reservations."""
         stored = [at for at, outcome in enumerate(outcomes) if outcome is STORED]
         others = [slot for at, slot in enumerate(slots) if outcomes[at] is not STORED]
         self.registry.note_duplicates(outcomes.count(DUPLICATE))
@@ -344,16 +372,16 @@ class HostedTier(Tier):
         self.registry.give_back(others)
 
     def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
-        """The depth of each of these blocks that this process has stored, where it was said; ``None`` where none was."""
+        """Return the depth of each block stored by this process, if known."""
         return self.registry.depths(keys)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the plugin was asked. Does not count as a use.
+        """Return those of ``keys`` that the plugin has. Not a use.
 
         Raises:
-            NoAnswer, PluginFault: there was no answer. That is not to say that it has none of them.
+            NoAnswer, PluginFault: there was no answer, so nothing is known of the keys.
         """
         self._apply_news()
         found = await self._reader.contains(keys)
@@ -361,12 +389,14 @@ class HostedTier(Tier):
         return found
 
     async def pin(self, keys: Sequence[Key]) -> HostedLease:
-        """Hold the longest prefix of ``keys`` that is there, which counts as a use. Cancelled, it holds nothing.
+        """Hold the longest present prefix of ``keys``, which counts as a use.
 
-        Where the plugin has no locks (``capabilities.pins``), another process may take the blocks away all the same.
+        Cancelled, it holds nothing. If the plugin has no locks (``capabilities.pins``), another process may delete the
+        blocks all the same.
 
         Raises:
-            NoAnswer, PluginFault: there was no answer. What the plugin may have locked is unlocked when its answer comes.
+            NoAnswer, PluginFault: there was no answer. Keys that the plugin may have locked are unlocked when its
+            answer comes.
         """
         self._apply_news()
         await trio.lowlevel.checkpoint()
@@ -374,16 +404,17 @@ class HostedTier(Tier):
         return HostedLease(self, prefix)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks into the first places of ``destination`` and verify them.
+        """Copy the leased blocks into the first places of ``destination``.
 
-        A block that the plugin does not have (any more) is missed, ``gone``; one whose checksum differs is missed, ``damaged``,
-        and purged. Cancelled, it leaves at once, unless the destination is being written: then once that is over.
+        They are verified. A block that the plugin does not have (any more) is missed, ``gone``; one whose checksum
+        differs is missed, ``damaged``, and purged. Cancelled, it returns at once, unless the destination is being
+        written: then once that is over.
 
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
             NoAnswer, PluginFault: there was no answer, or it failed as a whole. The destination was not touched.
-            Unproven: the destination says so.
+            Unproven: the destination raised it.
         """
         keys = HostedLease.held_in(self, lease).keys
         there = places_for(self, len(keys), self.block_bytes, destination)
@@ -393,12 +424,13 @@ class HostedTier(Tier):
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys. One that this process holds or writes, or that the plugin has locked, is ``PINNED`` and stays.
+        """Delete these keys.
 
-        A plugin that cannot delete is only asked: what it has is ``UNAVAILABLE``.
+        A key that this process holds or writes, or that the plugin has locked, is ``PINNED`` and stays. A plugin that
+        cannot delete is only asked: its blocks are ``UNAVAILABLE``.
 
         Raises:
-            NoAnswer, PluginFault: it is not known which are gone.
+            NoAnswer, PluginFault: it is unknown which are gone.
         """
         self._apply_news()
         await trio.lowlevel.checkpoint()
@@ -407,9 +439,9 @@ class HostedTier(Tier):
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot of what went through this host; the plugin itself may have more.
+        """Return an immutable snapshot of the work of this host.
 
-        Without a capacity, ``capacity_bytes`` is the largest number there is.
+        The plugin itself may have more blocks. Without a capacity, ``capacity_bytes`` is the largest number there is.
         """
         registered = self.registry.statistics()
         size, capacity = self.block_bytes, self.registry.capacity
@@ -428,7 +460,7 @@ class HostedTier(Tier):
         )
 
     def host_statistics(self) -> HostStatistics:
-        """An immutable snapshot of what the host added to its plugin."""
+        """Return an immutable snapshot of the host's work around its plugin."""
         counts, correlation = self.driver.counts, self.driver.correlation
         return HostStatistics(
             outstanding=len(correlation),
@@ -452,7 +484,7 @@ class HostedTier(Tier):
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _apply_news(self) -> None:
-        """What the plugin has told meanwhile, from whatever thread."""
+        """Apply the plugin's reports, which may come in any thread."""
 
     def _check(self, block_bytes: int) -> None:
         if block_bytes != self.block_bytes:

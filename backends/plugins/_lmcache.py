@@ -1,24 +1,28 @@
-"""An L2 adapter of LMCache as a tier: three descriptors, submit and query.
+"""An L2 adapter of LMCache as a tier.
 
-What is relied on of its L2AdapterInterface, and no more:
+It has three descriptors, and is used by submit and query.
 
-* ``submit_store_task``, ``submit_lookup_and_lock_task`` and ``submit_load_task`` return an id at once, and read or write
-  the objects that they are given until the task is complete.
-* ``pop_completed_store_tasks`` and ``query_..._result`` tell of each task once, and say nothing of one that is not complete.
-* A result is there before its descriptor is signalled. So: woken, reset the descriptor, ask for all that is outstanding. An
-  adapter that signals first is asked again after ``rescue_interval``, and the rescue is counted.
-* A lookup locks what it finds until ``submit_unlock``. What is found behind the first gap is unlocked at once; what is
-  found for a caller that has left is unlocked when the answer comes.
+The parts of its L2AdapterInterface that are relied on, and no more:
+
+* ``submit_store_task``, ``submit_lookup_and_lock_task`` and ``submit_load_task`` return an id at once, and read or
+  write the objects that they are given until the task is complete.
+* ``pop_completed_store_tasks`` and ``query_..._result`` report each task once, and do not report one that is not
+  complete.
+* A result is there before its descriptor is signalled. So: woken, reset the descriptor, ask for all outstanding tasks.
+  An adapter that signals first is asked again after ``rescue_interval``, and the rescue is counted.
+* A lookup locks the keys that it finds until ``submit_unlock``. Keys found after the first gap are unlocked at once;
+  keys found for a caller that has left are unlocked when the answer comes.
 * A store task fails as a whole.
-* ``delete``, where an adapter has its own, returns nothing: it is asked before and after. It may block, so it runs in a thread.
+* ``delete``, if an adapter has its own, returns nothing: it is asked before and after. It may block, so it runs in a
+  thread.
 
-Methods are called by what their signatures take: ``group_layout_descs`` comes and goes between versions. No
-``l1_memory_desc`` is offered: the host's memory is not one arena, so an adapter that must register one (RDMA, NIXL)
-cannot be hosted.
+Methods are called with the arguments that their signatures take: ``group_layout_descs`` comes and goes between
+versions. No ``l1_memory_desc`` is offered: the host's memory is not one arena, so an adapter that must register one
+(RDMA, NIXL) cannot be hosted.
 
-Adapters are handed keys, memory objects and layouts. Where LMCache is loaded, as it is if the adapter's module imports it,
-these are its own classes, since adapters may compare types and copy metadata. Elsewhere they are look-alikes with the same
-names and meanings, and nothing of LMCache need be installed.
+Adapters are given keys, memory objects and layouts. If LMCache is loaded, as it is if the adapter's module imports it,
+these are its own classes, since adapters may compare types and copy metadata. Otherwise they are look-alikes with the
+same names and meanings, and LMCache need not be installed.
 """
 
 from __future__ import annotations
@@ -44,23 +48,26 @@ from .finding import L2_METHODS, accepted, check_call, missing_methods
 
 @attrs.frozen
 class ObjectKey:
-    """The name of an object, as adapters know it."""
+    """The name of an object in an adapter."""
 
     chunk_hash: bytes
-    """The content hash: our key."""
+    """Content hash of the object: the block's key."""
     model_name: str
-    """Whose blocks these are; without an ``@``, which adapters join keys with."""
+    """Name of the model; without an ``@``, which adapters join keys with."""
     kv_rank: int
-    """Which part of the cache, of several ranks."""
+    """Rank of this part of the cache."""
     object_group_id: int = 0
-    """Which group of layers."""
+    """Group of layers."""
     cache_salt: str = ""
-    """Whose: the tenant, where ``cache_salts`` of the host says so. Our keys are salted already."""
+    """Tenant, if ``cache_salts`` of the host is set; else empty.
+
+    Keys are salted already.
+    """
 
 
 @attrs.frozen
 class Layout:
-    """What an object looks like."""
+    """Layout of an object."""
 
     shapes: list[tuple[int, ...]]
     """One shape: the number of bytes."""
@@ -70,62 +77,62 @@ class Layout:
 
 @attrs.frozen
 class ObjectMetadata:
-    """What is said of an object besides its bytes."""
+    """Facts about an object without its bytes."""
 
     address: int
-    """Where it starts."""
+    """Address of the first byte."""
     phy_size: int
-    """How many bytes it takes."""
+    """Number of bytes it takes."""
     shape: tuple[int, ...]
-    """The number of its bytes."""
+    """Number of its bytes."""
     dtype: str = "uint8"
-    """Bytes."""
+    """Type of the items: bytes."""
     ref_count: int = 1
-    """It lives as long as the operation that it was made for."""
+    """Reference count; the object lives as long as its operation."""
     pin_count: int = 0
-    """It is not pinned."""
+    """Pin count; the object is not pinned."""
 
 
 class MemoryObject:
     """One page of a host's memory.
 
-    Adapters read ``byte_array``, or write into it; it is theirs until their task is complete.
+    Adapters read ``byte_array``, or write into it; it belongs to them until their task is complete.
     """
 
     def __init__(self, page: memoryview, address: int) -> None:
-        """Over one page."""
+        """Make an object over one page."""
         self.byte_array: memoryview = page
         """The bytes, writable."""
         self.raw_data: memoryview = page
         """The bytes, writable."""
         self.data_ptr: int = address
-        """Where they start."""
+        """Address of the first byte."""
         self.meta: ObjectMetadata = ObjectMetadata(address, page.nbytes, (page.nbytes,))
-        """What is said of them."""
+        """Metadata of the object."""
         self.metadata: ObjectMetadata = self.meta
-        """What is said of them."""
+        """Metadata of the object."""
 
     def __repr__(self) -> str:
         return f"<object of {self.byte_array.nbytes} bytes>"
 
     def get_size(self) -> int:
-        """How many bytes."""
+        """Return the number of bytes."""
         return self.byte_array.nbytes
 
     def get_physical_size(self) -> int:
-        """How many bytes."""
+        """Return the number of bytes."""
         return self.byte_array.nbytes
 
     def get_shape(self) -> tuple[int, ...]:
-        """The number of bytes."""
+        """Return the shape: the number of bytes."""
         return self.meta.shape
 
     def get_shapes(self) -> list[tuple[int, ...]]:
-        """The number of bytes."""
+        """Return the only shape."""
         return [self.meta.shape]
 
     def is_valid(self) -> bool:
-        """It is, as long as the operation lasts."""
+        """Return True: the object is valid as long as its operation."""
         return True
 
     @property
@@ -137,18 +144,18 @@ class MemoryObject:
 
     @property
     def raw_tensor(self) -> Any:
-        """The same."""
+        """The bytes as a tensor, like :attr:`tensor`."""
         return self.tensor
 
     def ref_count_up(self) -> None:
-        """It lives as long as the operation."""
+        """Do nothing: the object lives as long as its operation."""
 
     def ref_count_down(self) -> None:
-        """It lives as long as the operation."""
+        """Do nothing: the object lives as long as its operation."""
 
 
 def key_maker(model_name: str, kv_rank: int, salts: CacheSalts | None) -> Callable[[Key], Any]:
-    """Makes adapters' keys of ours."""
+    """Return a function that makes an adapter's key of a block's key."""
     api: Any = sys.modules.get("lmcache.v1.distributed.api")
     make: Any = ObjectKey if api is None else api.ObjectKey
     if salts is None:
@@ -158,7 +165,7 @@ def key_maker(model_name: str, kv_rank: int, salts: CacheSalts | None) -> Callab
 
 
 def object_maker() -> Callable[[memoryview, int], Any]:
-    """Makes adapters' memory objects of pages and their addresses."""
+    """Return a function that makes adapters' memory objects of pages."""
     management: Any = sys.modules.get("lmcache.v1.memory_management")
     if management is None:
         return MemoryObject
@@ -176,7 +183,7 @@ def object_maker() -> Callable[[memoryview, int], Any]:
 
 
 def layouts(block_bytes: int) -> dict[int, Any]:
-    """What objects look like, by their group: there is one."""
+    """Return the layouts of objects by group: there is one."""
     api: Any = sys.modules.get("lmcache.v1.distributed.api")
     described: Any = getattr(api, "MemoryLayoutDesc", None)
     if described is None:
@@ -188,7 +195,9 @@ def layouts(block_bytes: int) -> dict[int, Any]:
 
 
 def bits_of(bitmap: Any) -> list[bool]:
-    """A bitmap as a column: what has ``test`` and a length (or ``size``), or any sequence.
+    """Return a bitmap as a list.
+
+    A bitmap has ``test`` and a length (or ``size``), or is a sequence.
 
     Raises:
         TypeError: it is neither.
@@ -200,7 +209,10 @@ def bits_of(bitmap: Any) -> list[bool]:
 
 
 _NEWS: Final = 4096
-"""How many notifications are kept until the tier is used. What is dropped then is found out when it is looked for."""
+"""Notifications that are kept until the tier is used.
+
+The effects of dropped ones are noticed when their keys are looked up.
+"""
 
 _CHANNELS: Final = {Kind.SET: "store", Kind.FIND: "lookup", Kind.GET: "load"}
 _DESCRIPTORS: Final = {
@@ -211,18 +223,21 @@ _DESCRIPTORS: Final = {
 
 
 class LMCacheTier(HostedTier):
-    """An L2 adapter as a :class:`~backends.abc.Tier`: ``async with LMCacheTier(adapter, 4096) as tier``.
+    """An L2 adapter as a :class:`~backends.abc.Tier`.
+
+    Open it by ``async with LMCacheTier(adapter, 4096) as tier``.
 
     Args:
-        adapter: an object with the methods of LMCache's L2AdapterInterface. It is this tier's: it is closed in the end.
+        adapter: an object with the methods of LMCache's L2AdapterInterface. This tier owns it, and closes it in the
+            end.
         block_bytes: size of every block.
-        config: what else the host may be told.
-        model_name: in the adapter's keys, beside ours.
-        kv_rank: in the adapter's keys, beside ours.
+        config: settings of the host.
+        model_name: model name in the adapter's keys.
+        kv_rank: rank in the adapter's keys.
         eviction: chooses the victims if there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` by default.
 
     Raises:
-        PluginTypeError: it lacks a method, or one cannot be called.
+        PluginTypeError: the adapter lacks a method, or one cannot be called.
         ValueError: a size or name that makes no sense.
     """
 
@@ -247,10 +262,10 @@ class LMCacheTier(HostedTier):
 
     @property
     def tells(self) -> bool:
-        """Whether the adapter takes a listener, and so can report its own deletions.
+        """Whether the adapter takes a listener for its own deletions.
 
-        It does where it has called its base class's ``__init__``; whether it then notifies is its own affair. Where it
-        does not, what is gone is found out when it is looked for.
+        It does if it has called its base class's ``__init__``; it may still not notify. Without a listener, deleted
+        keys are noticed when they are looked up.
         """
         return self._plugin.tells
 
@@ -261,7 +276,7 @@ class LMCacheTier(HostedTier):
 
 
 class L2Plugin:
-    """What a host needs of an adapter: see :class:`~backends.plugins._plugin.Plugin`."""
+    """An adapter as a :class:`~backends.plugins._operations.Plugin`."""
 
     deletes_by_call = True
     resets = False
@@ -280,16 +295,22 @@ class L2Plugin:
         self._lookup_more = accepted(look_up, {"group_layout_descs": layouts(block_bytes)})
         check_call(look_up, f"{self.name}.submit_lookup_and_lock_task", [], **self._lookup_more)
         self.moment: Callable[[], int] = lambda: 0
-        """When something is told: see :meth:`HostRegistry.gone_by`."""
+        """Function that returns the moment of a notification.
+
+        See :meth:`HostRegistry.note_gone_by`.
+        """
         self.gone: deque[tuple[list[Key], int]] = deque(maxlen=_NEWS)
-        """What it says that it has deleted, and when; appended to in its own threads."""
+        """Keys that the adapter reports as deleted, and when.
+
+        Its own threads append to it.
+        """
         self.tells: bool = self._listen()
 
     def channels(self) -> Mapping[str, int]:
-        """Its three descriptors.
+        """Return the adapter's three descriptors.
 
         Raises:
-            PluginTypeError: they are not three different ones.
+            PluginTypeError: they are not three different descriptors.
         """
         fds = {channel: getattr(self._adapter, method)() for channel, method in _DESCRIPTORS.items()}
         for channel, fd in fds.items():
@@ -300,11 +321,11 @@ class L2Plugin:
         return fds
 
     def channel_of(self, kind: Kind) -> str:
-        """There are three."""
+        """Return the channel of this kind of operation."""
         return _CHANNELS[kind]
 
     def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
-        """Ask, without waiting."""
+        """Submit an operation, without waiting."""
         names = [self._key_of(key) for key in keys]
         if kind is Kind.FIND:
             return self._adapter.submit_lookup_and_lock_task(names, **self._lookup_more)
@@ -315,13 +336,16 @@ class L2Plugin:
         return self._adapter.submit_load_task(names, objects)
 
     def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
-        """What is complete. The descriptor was reset before: what is signalled behind that wakes again."""
+        """Append the completions.
+
+        The descriptor was reset before: a signal after that wakes again.
+        """
         if channel == "store":
             unreadable: Exception | None = None
             for number, result in self._adapter.pop_completed_store_tasks().items():
                 try:
                     completions.append(Completion(channel, int(number), *_succeeded(result)))
-                except Exception as exc:  # what bears no id loses no other that was told of with it
+                except Exception as exc:  # an item without an id must not lose the others that came with it
                     unreadable = exc
             if unreadable is not None:
                 raise PluginFault(f"{self.name}: pop_completed_store_tasks has something without an id") from unreadable
@@ -331,7 +355,7 @@ class L2Plugin:
         for number in outstanding:
             try:
                 bitmap = query(number)
-            except Exception as exc:  # one that cannot be asked for holds up no other
+            except Exception as exc:  # a task that cannot be asked for must not hold up the others
                 failure = exc
                 continue
             if bitmap is None:
@@ -344,15 +368,15 @@ class L2Plugin:
             raise failure
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Let go of what a lookup has locked."""
+        """Release the locks of a lookup."""
         self._adapter.submit_unlock([self._key_of(key) for key in keys])
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Delete. In a thread: some adapters wait for it."""
+        """Delete keys. In a thread: some adapters wait for it."""
         self._adapter.delete([self._key_of(key) for key in keys])
 
     def close(self) -> None:
-        """End it. In a thread."""
+        """Close the adapter. In a thread."""
         self._adapter.close()
 
     def _listen(self) -> bool:
@@ -367,30 +391,39 @@ class L2Plugin:
 
 
 class _Listener:
-    """Told by an adapter, in its threads, what it stores, uses and deletes."""
+    """A listener that an adapter calls in its own threads."""
 
     def __init__(self, plugin: L2Plugin) -> None:
         self._plugin = plugin
 
     def on_l2_keys_stored(self, keys: Sequence[Any], *more: object) -> None:
-        """Known already, if it was this host's."""
+        """Do nothing: the host knows the keys it has stored."""
 
     def on_l2_keys_accessed(self, keys: Sequence[Any], *more: object) -> None:
-        """The host has an order of use of its own."""
+        """Do nothing: the host has an order of use of its own."""
 
     def on_l2_keys_deleted(self, keys: Sequence[Any], *more: object) -> None:
-        """By request, or by itself. It may be handled late, when the same key was stored anew."""
+        """Record the keys that were deleted, by request or not.
+
+        It may be handled late, when the same key was stored again.
+        """
         self._plugin.gone.append(([key.chunk_hash for key in keys], self._plugin.moment()))
 
 
 def _deletes(adapter: object) -> bool:
-    """Whether it has a ``delete`` of its own: that of LMCache's base class does nothing."""
+    """Return whether an adapter has a ``delete`` of its own.
+
+    That of LMCache's base class does nothing.
+    """
     delete = getattr(type(adapter), "delete", None)
     return callable(delete) and getattr(delete, "__qualname__", "") != "L2AdapterInterface.delete"
 
 
 def _succeeded(result: Any) -> tuple[bool, str]:
-    """Of a store task: an object with ``is_successful``, or a plain truth, as versions have it; and why it is neither."""
+    """Return whether a store task succeeded, and an error text.
+
+    A result is an object with ``is_successful``, or a plain truth value, depending on the version.
+    """
     try:
         is_successful = getattr(result, "is_successful", None)
         return bool(is_successful() if callable(is_successful) else result), ""

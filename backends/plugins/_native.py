@@ -1,16 +1,16 @@
 """A native connector as a tier: six methods, one descriptor.
 
-The contract, as LMCache publishes it for connectors in C++ and Rust, and as it is relied on here:
+The contract, as LMCache publishes it for connectors in C++ and Rust, and as it is used here:
 
-* ``submit_batch_get(keys, buffers)``, ``submit_batch_set(keys, buffers)``, ``submit_batch_exists(keys)`` and, where there
-  is one, ``submit_batch_delete(keys)`` return an id at once. Keys are strings, never none of them; buffers are writable
-  and of one size. One that raises has started nothing.
-* ``event_fd()`` becomes readable when something is complete.
-* ``drain_completions()`` resets it, and returns what is complete: tuples ``(id, ok, error, bits)``. Never blocks.
+* ``submit_batch_get(keys, buffers)``, ``submit_batch_set(keys, buffers)``, ``submit_batch_exists(keys)`` and, if there
+  is one, ``submit_batch_delete(keys)`` return an id at once. Keys are strings, at least one; buffers are writable
+  and of one size. A method that raises has started nothing.
+* ``event_fd()`` becomes readable when an operation is complete.
+* ``drain_completions()`` resets it, and returns the completions: tuples ``(id, ok, error, bits)``. Never blocks.
 * ``close()`` ends it.
 
-A connector has no lock, and says of a *set* as a whole whether it worked: :attr:`~backends.plugins.HostedTier.capabilities` has
-neither pins nor outcomes per key, and deletes where there is a ``submit_batch_delete``.
+A connector has no lock, and reports success of a *set* as a whole: :attr:`~backends.plugins.HostedTier.capabilities`
+has neither pins nor outcomes per key, and deletes if there is a ``submit_batch_delete``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ _CHANNEL: Final = "completions"
 
 
 class NativeTier(HostedTier):
-    """A connector with six methods as a tier: ``async with NativeTier(connector, 4096) as tier``.
+    """A connector with six methods as a tier.
+
+    Open it by ``async with NativeTier(connector, 4096) as tier``.
 
     Args:
-        connector: the object with the six methods, or seven. It is this tier's: it is closed in the end.
+        connector: the object with the six methods, or seven. This tier owns it, and closes it in the end.
         block_bytes: size of every block.
-        config: what else the host may be told.
-        name_of: the connector's name for a key. By default as LMCache names objects for its connectors, some of which insist on
-            that form: ``model@rank@group@hash``, with the key's hexadecimal digits as the hash.
+        config: settings of the host.
+        name_of: the connector's name for a key. By default as LMCache names objects for its connectors, some of which
+            require that form: ``model@rank@group@hash``, with the key's hexadecimal digits as the hash.
         eviction: chooses the victims if there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` by default.
 
     Raises:
-        PluginTypeError: it lacks one of the six.
+        PluginTypeError: the connector lacks one of the six.
         ValueError: a size that makes no sense.
     """
 
@@ -64,12 +66,15 @@ class NativeTier(HostedTier):
 
 
 def published_name(key: Key) -> str:
-    """A key as LMCache names objects for native connectors."""
+    """Return a key's name as LMCache names objects for native connectors."""
     return f"trio-offload@00000000@0@{key.hex()}"
 
 
 def salted(name_of: Callable[[Key], str], salts: CacheSalts | None) -> Callable[[Key], str]:
-    """The same names, with the salt behind them of those that have one, as LMCache writes it."""
+    """Return a function that appends a key's salt to its name.
+
+    As LMCache writes it; a key without a salt keeps its name.
+    """
     if salts is None:
         return name_of
 
@@ -81,10 +86,10 @@ def salted(name_of: Callable[[Key], str], salts: CacheSalts | None) -> Callable[
 
 
 class NativePlugin:
-    """What a host needs of a connector: see :class:`~backends.plugins._operations.Plugin`."""
+    """A connector as a :class:`~backends.plugins._operations.Plugin`."""
 
     deletes_by_call = False
-    resets = True  # as drain_completions is to do
+    resets = True  # as drain_completions does
 
     def __init__(self, connector: object, name_of: Callable[[Key], str]) -> None:
         missing = missing_methods(connector, NATIVE_METHODS)
@@ -98,10 +103,10 @@ class NativePlugin:
         )
 
     def channels(self) -> Mapping[str, int]:
-        """Its one descriptor.
+        """Return the connector's one descriptor.
 
         Raises:
-            PluginTypeError: it is none.
+            PluginTypeError: it is no descriptor.
         """
         fd = self._connector.event_fd()
         if isinstance(fd, bool) or not isinstance(fd, int) or fd < 0:
@@ -109,11 +114,11 @@ class NativePlugin:
         return {_CHANNEL: fd}
 
     def channel_of(self, kind: Kind) -> str:
-        """There is one."""
+        """Return the only channel."""
         return _CHANNEL
 
     def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
-        """Ask, without waiting."""
+        """Submit an operation, without waiting."""
         names = [self._name_of(key) for key in keys]
         if kind is Kind.GET:
             return self._connector.submit_batch_get(names, list(buffers))
@@ -124,10 +129,10 @@ class NativePlugin:
         return self._connector.submit_batch_exists(names)
 
     def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
-        """What is complete. The connector resets its descriptor.
+        """Append the completions. The connector resets its descriptor.
 
         Raises:
-            PluginFault: something of it is no completion. The others are completions.
+            PluginFault: an item is no completion. The others are appended.
         """
         failure: PluginFault | None = None
         for item in self._connector.drain_completions():
@@ -141,12 +146,12 @@ class NativePlugin:
             raise failure
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Nothing is locked."""
+        """Do nothing: a connector has no locks."""
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """It deletes by an operation."""
+        """Raise: a connector deletes by an operation."""
         raise AssertionError("a native connector deletes by an operation")
 
     def close(self) -> None:
-        """End it. In a thread."""
+        """Close the connector. In a thread."""
         self._connector.close()

@@ -1,13 +1,15 @@
-"""What a host and a plugin say to each other: operations, completions, and the contract of a plugin. Pure.
+"""The protocol of a host and a plugin: operations and completions. Pure.
 
-Rule 1. A completion belongs to the operation with its id (a channel, and the number that submitting returned), or to none.
-        Completions without an operation are counted: *twice* if that operation is over, *unknown* if there never was one.
-Rule 2. A completion may come before its id is known here, where submitting runs in a thread. So as long as something is being
-        submitted, a completion of an unknown id is kept, and judged when the last of these ids is known.
-Rule 3. An operation that is not waited for any more stays known until its completion comes: what it touches is touched until
+Rule 1. A completion belongs to the operation with its id (a channel, and the number that submitting returned), or to
+        none. Completions without an operation are counted: *twice* if that operation is over, *unknown* if there never
+        was one.
+Rule 2. A completion may come before its id is known here, if submitting runs in a thread. So as long as an operation is
+        being submitted, a completion of an unknown id is kept, and judged when the last of these ids is known.
+Rule 3. An operation that is not waited for any more stays known until its completion comes: its memory is in use until
         then.
-Rule 4. What a completion says depends on what was asked. Bits of a wrong number mean nothing, and the operation has failed.
-        With ``ok`` false, bits of a *get* are a partial success, and bits of an *exists* are not to be believed.
+Rule 4. The meaning of a completion depends on the operation. Bits of a wrong number mean nothing, and the operation has
+        failed. With ``ok`` false, bits of a *get* are a partial success, and bits of an *exists* are not to be
+        believed.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ OperationId: TypeAlias = tuple[str, int]
 """A channel and the id of an operation in it."""
 
 REMEMBERED = 1024
-"""So many operations that are over are remembered, to tell a completion that comes twice from one of an unknown id; and so
-many completions are kept for ids that are not known yet."""
+"""Most ended operations that are remembered.
+
+They distinguish a completion that comes twice from one of an unknown id. As many completions are kept for ids that are
+not known yet.
+"""
 
 
 class Kind(enum.Enum):
-    """What a plugin is asked."""
+    """The kinds of operations."""
 
     FIND = "find"
     GET = "get"
@@ -41,48 +46,63 @@ class Kind(enum.Enum):
 
 @attrs.frozen
 class Completion:
-    """What a plugin says of one operation."""
+    """A plugin's report of the end of one operation."""
 
     channel: str
-    """Where it was said: a connector has one channel, an adapter one for each descriptor."""
+    """Channel of the report.
+
+    A connector has one channel, an adapter one for each descriptor.
+    """
     id: int
-    """The id that submitting returned."""
+    """Id that submitting returned."""
     ok: bool
     """Whether the operation as a whole succeeded."""
     error: str = ""
-    """Why not."""
+    """Reason for a failure."""
     bits: Any = None
-    """For each key: found, loaded, deleted. ``None``: as ``ok`` says, for all. Anything else makes no sense, and is told so."""
+    """Result for each key: found, loaded, deleted.
+
+    ``None``: ``ok`` is the result of all. Other values are reported as a fault.
+    """
 
 
 @attrs.define(eq=False)
 class Operation:
-    """Something a plugin was asked, until it has answered."""
+    """An operation of a plugin, until it has answered."""
 
     kind: Kind
     channel: str
     keys: Sequence[Key]
     touches: object = None
-    """What must stay alive, and must not be used for anything else, until it is over."""
+    """Object that must stay alive, and unused otherwise, until the end."""
     on_over: Callable[[Operation], None] | None = None
-    """Called once, when it is over, whether it is waited for or not."""
+    """Function that is called once, at the end.
+
+    Whether the operation is waited for or not.
+    """
     started: bool = False
     """Whether the plugin was asked, or is being asked."""
     id: int | None = None
-    """What submitting returned; ``None`` as long as it has not."""
+    """Id that submitting returned; ``None`` until then."""
     waited_for: bool = True
     """Whether a task waits for its answer."""
     is_over: bool = False
     bits: list[bool] | None = None
-    """For each key, once it is over: done, or not."""
+    """Result for each key, once it is over."""
     fault: PluginFault | None = None
-    """Why it failed as a whole, once it is over; or why that will never be known."""
+    """Failure as a whole, once it is over.
+
+    Or the reason why its end will never be known.
+    """
     in_vain: bool = False
-    """Whether it was over only when it was not waited for any more: what it did is undone, as far as it must be."""
+    """Whether it ended when it was not waited for any more.
+
+    Its effects are undone, as far as they must be.
+    """
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the plugin may be at it."""
+        """Whether the plugin may still work on it."""
         return self.started and not self.is_over
 
     @property
@@ -91,7 +111,7 @@ class Operation:
         return self.may_go_on and not self.waited_for
 
     def refuse(self, fault: PluginFault, cause: BaseException) -> None:
-        """The plugin was not even asked. It is over by that."""
+        """End an operation that the plugin was not asked for."""
         fault.__cause__ = cause
         self.started, self.is_over = False, True
         self.bits, self.fault = [False] * len(self.keys), fault
@@ -100,7 +120,10 @@ class Operation:
 
 
 def judge(kind: Kind, n: int, ok: bool, error: str, bits: Any) -> tuple[list[bool], PluginFault | None]:
-    """What a completion of an operation on ``n`` keys says: a bit for each key, and why it failed as a whole, if it did."""
+    """Return a completion's bits for ``n`` keys, and its fault.
+
+    The fault is the failure as a whole, if there is one.
+    """
     column = None if bits is None else _column(bits, n)
     if isinstance(column, str):
         return [False] * n, PluginFault(f"{kind.value}: {column}")
@@ -114,7 +137,10 @@ def judge(kind: Kind, n: int, ok: bool, error: str, bits: Any) -> tuple[list[boo
 
 
 def _column(bits: Any, n: int) -> list[bool] | str:
-    """A truth for each of ``n`` keys; or why these are none, as whatever a plugin may say."""
+    """Return a bool for each of ``n`` keys, or an error text.
+
+    A plugin may report anything.
+    """
     try:
         return [bool(bit) for bit in bits] if len(bits) == n else f"{len(bits)} bits for {n} keys"
     except Exception as exc:
@@ -129,7 +155,7 @@ class Correlation:
         twice: completions of operations that were over.
         early: completions that came before their id was known.
         late: completions of operations that were not waited for any more.
-        rejected: completions that said something that makes no sense.
+        rejected: completions whose bits make no sense.
     """
 
     def __init__(self) -> None:
@@ -147,20 +173,25 @@ class Correlation:
         return len(self._operations) + self._submitting
 
     def outstanding(self, channel: str) -> list[int]:
-        """The ids that are known and not completed, the oldest first."""
+        """Return the known ids that are not completed, oldest first."""
         return [number for where, number in self._operations if where == channel]
 
     @property
     def in_doubt(self) -> int:
-        """How many operations may go on and are not waited for."""
+        """Number of operations that may go on and are not waited for."""
         return sum(operation.is_in_doubt for operation in self._operations.values())
 
     def begin(self) -> None:
-        """Something is being submitted: its completion may come before its id."""
+        """Note that an operation is being submitted.
+
+        Its completion may come before its id.
+        """
         self._submitting += 1
 
     def submitted(self, operation: Operation, number: int) -> None:
-        """It was submitted, and this is its id. Its completion may be here already.
+        """Register a submitted operation by its id.
+
+        Its completion may be here already.
 
         Raises:
             PluginFault: another operation has this id.
@@ -179,14 +210,17 @@ class Correlation:
         self.not_submitted()
 
     def not_submitted(self) -> None:
-        """Submitting is over; see :meth:`begin`. Called by itself where submitting failed."""
+        """Note that submitting is over; see :meth:`begin`.
+
+        Called alone if submitting failed.
+        """
         self._submitting -= 1
         if not self._submitting:
             self.unknown += len(self._early)
             self._early.clear()
 
     def completed(self, completion: Completion) -> Operation | None:
-        """A plugin has said this. Returns the operation that is over by it, if there is one."""
+        """Handle a completion. Return the operation that it ends, if any."""
         ticket = completion.channel, completion.id
         if ticket in self._operations:
             return self._complete(ticket, completion)
@@ -221,18 +255,18 @@ class Correlation:
 class Plugin(Protocol):
     """A plugin behind its contract.
 
-    Everything here is called on the trio thread, except :meth:`close` and :meth:`delete`, and :meth:`submit` where a host
-    is told to submit in a thread.
+    All methods are called on the trio thread, except :meth:`close` and :meth:`delete`, and :meth:`submit` if the host
+    submits in a thread.
     """
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name of the plugin, for errors."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """Abilities of the plugin."""
         ...
 
     @property
@@ -242,11 +276,16 @@ class Plugin(Protocol):
 
     @property
     def resets(self) -> bool:
-        """Whether :meth:`poll` resets its descriptor. Otherwise it is reset before that is called."""
+        """Whether :meth:`poll` resets the descriptor.
+
+        Otherwise it is reset before that call.
+        """
         ...
 
     def channels(self) -> Mapping[str, int]:
-        """The descriptor of each channel, which is readable when there are completions.
+        """Return the descriptor of each channel.
+
+        It is readable when there are completions.
 
         Raises:
             PluginTypeError: they make no sense.
@@ -254,34 +293,41 @@ class Plugin(Protocol):
         ...
 
     def channel_of(self, kind: Kind) -> str:
-        """The channel of the completion of such an operation."""
+        """Return the channel of the completions of such operations."""
         ...
 
     def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
-        """Ask, without waiting. ``buffers`` are for ``GET`` and ``SET``, one for each key. Returns the id, if it is one.
+        """Submit an operation, without waiting. Return its id.
 
-        One that raises has started nothing.
+        The host checks that it is one. ``buffers`` are for ``GET`` and ``SET``, one for each key.
+
+        If this raises, nothing was started.
         """
         ...
 
     def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
-        """Append to ``completions`` what is complete, without waiting; also before an exception.
+        """Append the completions to ``completions``, without waiting.
+
+        Also those before an exception.
 
         Args:
-            channel: where to look.
-            outstanding: ids that no completion was completions of.
-            completions: to append to.
+            channel: the channel of the completions.
+            outstanding: ids without a completion so far.
+            completions: list to append to.
         """
         ...
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Let go of keys that were found. Never blocks."""
+        """Unlock keys that were found. Never blocks."""
         ...
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """For a peer that deletes by a call instead of an operation. In a thread; returns when it is done."""
+        """Delete keys, for a plugin that deletes by a call.
+
+        In a thread; returns when it is done.
+        """
         ...
 
     def close(self) -> None:
-        """End it. In a thread; returns when it is done."""
+        """Close the plugin. In a thread; returns when it is done."""
         ...

@@ -1,13 +1,13 @@
 """Tiers by name: makes a tier from its specification.
 
 A specification is a name (``"memory"``), a name with its main argument (``"file:/var/cache/kv"``), a class or function
-(``"my_package.tiers:NAS"``), or a mapping, also as JSON: ``{"type": ..., **parameters}``. Names are looked up in this order:
-built in, :func:`register_tier`, modules that register a name when it is first used (:func:`register_tier_module`), and entry
-points of the group ``trio_offload.tiers``. A name has one meaning.
+(``"my_package.tiers:NAS"``), or a mapping, also as JSON: ``{"type": ..., **parameters}``. Names are looked up in this
+order: built in, :func:`register_tier`, modules that register a name when it is first used
+(:func:`register_tier_module`), and entry points of the group ``trio_offload.tiers``. A name has one meaning.
 
-What is found keeps one of three contracts. A *tier* keeps that of :mod:`backends.abc` itself, and is used as it is. A *native
-connector* has six methods, or seven; :class:`~backends.plugins.NativeTier` hosts it. An *L2 adapter* has LMCache's interface;
-:class:`~backends.plugins.LMCacheTier` hosts it.
+The object that is found keeps one of three contracts. A *tier* keeps that of :mod:`backends.abc` itself, and is used as
+it is. A *native connector* has six methods, or seven; :class:`~backends.plugins.NativeTier` hosts it. An *L2 adapter*
+has LMCache's interface; :class:`~backends.plugins.LMCacheTier` hosts it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def make_plugin(
     config_class_name: str | None = None,
     **host: Any,
 ) -> Tier:
-    """The type ``plugin``: a class that is constructed with its configuration, or with its parameters as a ``dict``.
+    """Make a tier of the type ``plugin``, from a class.
+
+    The class is constructed with its configuration, or with its parameters as a ``dict``.
 
     Args:
         block_bytes: the size of every block. Passed to the class if it has a parameter of that name.
@@ -67,8 +69,9 @@ def make_plugin(
             ``max_capacity_gb``.
 
     Raises:
-        PluginModuleError, PluginClassError, PluginTypeError: what was looked for, and where.
-        ValueError: a parameter is wrong; also what the class itself raises.
+        PluginModuleError, PluginClassError, PluginTypeError: the text gives the missing name, and the place that was
+        searched.
+        ValueError: a parameter is wrong; also errors of the class itself.
     """
     _check(module_path=module_path, class_name=class_name)
     module, plugin_class = find_class(module_path, class_name)
@@ -91,7 +94,9 @@ def make_native_plugin(
     adapter_params: Mapping[str, Any] | None = None,
     **host: Any,
 ) -> Tier:
-    """The type ``native_plugin``: a connector, constructed with its parameters as keyword arguments.
+    """Make a tier of the type ``native_plugin``, from a connector.
+
+    The connector is constructed with its parameters as keyword arguments.
 
     The arguments and errors are those of :func:`make_plugin`.
     """
@@ -107,10 +112,12 @@ def make_native_plugin(
 
 
 def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> Tier:
-    """Return a tier as it is; put a connector or an adapter into its host, which closes it at the end.
+    """Return a tier, or a host for a connector or an adapter.
+
+    A tier is returned unchanged. A host closes its plugin at the end.
 
     Raises:
-        PluginTypeError: it is neither; it is closed then, if it has a ``close``.
+        PluginTypeError: it is none of these; it is closed then, if it has a ``close``.
         ValueError: a parameter of the host is wrong, or there is no host.
     """
     try:
@@ -137,7 +144,10 @@ def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -
 
 
 def _capacity(host: Mapping[str, Any]) -> dict[str, Any]:
-    """The host's arguments; ``max_capacity_gb``, which published specifications use, is ``capacity_bytes`` in GiB."""
+    """Return the host's arguments, with ``max_capacity_gb`` converted.
+
+    Published specifications use it; it is ``capacity_bytes`` in GiB.
+    """
     arguments = dict(host)
     gib = arguments.pop("max_capacity_gb", None)
     if gib is not None:
@@ -170,17 +180,22 @@ def _parameters(adapter_params: object) -> dict[str, Any]:
 
 
 TierFactory: TypeAlias = "Callable[..., Tier]"
-"""Called as ``factory(block_bytes=..., **parameters)``; returns a tier, which is not opened yet."""
+"""Function that makes a tier: ``factory(block_bytes=..., **parameters)``.
+
+The tier is not opened yet.
+"""
 
 _GIGABYTES: Final = "pool_size_gb"
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def size_of(value: object, name: str, tier: str) -> int:
-    """A number of bytes, or one with its unit: ``4096``, ``"64KiB"``, ``"1.5 GiB"``.
+    """Return a number of bytes: ``4096``, ``"64KiB"``, ``"1.5 GiB"``.
+
+    A number alone, or one with its unit.
 
     Raises:
-        TierParameterError: it is neither.
+        TierParameterError: the value is neither.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -227,7 +242,10 @@ def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> Tie
 
 
 def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
-    """The size in bytes of ``pool_size_gb``, the parameter of LMCache's adapter for this page store."""
+    """Return the size in bytes of ``pool_size_gb``.
+
+    It is the parameter of LMCache's adapter for this page store.
+    """
     if "pool_size" in knobs:
         raise TierParameterError(
             "maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: give one of them"
@@ -261,7 +279,10 @@ _PLAIN: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
     "bool | None": ((bool, type(None)), "true or false"),
     "str": ((str,), "a text"),
 }
-"""Annotations of parameters that a file can set to something else without an error before the first store."""
+"""Annotations of parameters whose values are checked.
+
+A file can set them to other values without an error before the first store.
+"""
 
 _EVICTIONS: Final[Mapping[str, Callable[[], EvictionPolicy[Any]]]] = {
     "adaptive": AdaptiveLRFU,
@@ -271,10 +292,10 @@ _EVICTIONS: Final[Mapping[str, Callable[[], EvictionPolicy[Any]]]] = {
 
 
 def _check_values(tier: str, maker: Callable[..., object], parameters: dict[str, Any]) -> None:
-    """Make the eviction policy that is only named, and see that flags are flags and texts are texts.
+    """Make the eviction policy from its name; check flags and texts.
 
     Raises:
-        TierParameterError: one of them is not.
+        TierParameterError: a value is of the wrong type.
     """
     if parameters.get("eviction") is not None:
         parameters["eviction"] = _eviction(tier, parameters["eviction"])
@@ -285,7 +306,10 @@ def _check_values(tier: str, maker: Callable[..., object], parameters: dict[str,
 
 
 def _eviction(tier: str, policy: Any) -> Any:
-    """An eviction policy by its name, or by ``module:attribute``; an object as it is."""
+    """Return an eviction policy by its name, or by ``module:attribute``.
+
+    An object is returned unchanged.
+    """
     if isinstance(policy, str):
         module, colon, attribute = policy.partition(":")
         if policy not in _EVICTIONS and not (module and colon and attribute):
@@ -309,8 +333,11 @@ BUILTIN: Final[Mapping[str, TierFactory]] = {
 
 
 ENTRY_POINTS: Final = "trio_offload.tiers"
-"""The group of entry points that are tiers: the name of one is the name of the tier, its value a factory, or a module that
-registers the name when it is imported."""
+"""Group of entry points for tiers.
+
+The name of an entry point is the name of the tier, its value a factory, or a module that registers the name when it is
+imported.
+"""
 
 _registered: dict[str, TierFactory] = {}
 _modules: dict[str, str] = {}  # not imported yet
@@ -332,7 +359,9 @@ def register_tier(name: str, factory: TierFactory) -> None:
 
 
 def register_tier_module(name: str, module_path: str) -> None:
-    """Name a module that registers a tier of this name when it is imported. It is imported at the first use of the name.
+    """Name a module that registers this tier when it is imported.
+
+    It is imported at the first use of the name.
 
     Raises:
         ValueError: the name is taken, by another module or by a factory.
@@ -343,23 +372,25 @@ def register_tier_module(name: str, module_path: str) -> None:
 
 
 def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier:
-    """Make a tier from its specification. It is not opened: the caller enters it, if it is an async context manager.
+    """Make a tier from its specification, without opening it.
+
+    The caller enters it, if it is an async context manager.
 
     ========================  ================================================================================
     ``type``                  parameters
     ========================  ================================================================================
     ``memory``                ``capacity_bytes`` (256 MiB), and those of :class:`~backends.memory.MemoryTier`
     ``file``                  ``directory``, ``capacity_bytes`` (1 GiB), and those of :class:`~backends.file.FileTier`
-    ``maru``                  the knobs of a client: ``server_url``, ``tenant``, ...; also ``pool_size_gb``, as LMCache says it
+    ``maru``                  the knobs of a client: ``server_url``, ``tenant``, ...; also LMCache's ``pool_size_gb``
     ``plugin``                ``module_path``, ``class_name``, ``adapter_params``, ``config_class_name``, and those of the host
     ``native_plugin``         the same without ``config_class_name``
-    ``module:attribute``      whatever that takes
+    ``module:attribute``      the parameters of that object
     ========================  ================================================================================
 
     Args:
-        spec: see above. A size may have a unit, ``"1GiB"``. After a name and a colon comes the directory of ``file``, or the
-            server's URL of ``maru``. ``eviction`` may be a name: ``adaptive``, ``lru``, ``lfu``, ``s3fifo``, ``arc``,
-            ``wtinylfu``, or ``module:attribute``.
+        spec: see above. A size may have a unit, ``"1GiB"``. After a name and a colon comes the directory of ``file``,
+            or the server's URL of ``maru``. ``eviction`` may be a name: ``adaptive``, ``lru``, ``wtinylfu``, or
+            ``module:attribute``.
         block_bytes: the size of every block.
 
     Raises:
@@ -367,8 +398,8 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier:
         PluginModuleError: a module cannot be imported; an :class:`ImportError`.
         PluginClassError: a module has no such name; an :class:`AttributeError`.
         PluginTypeError: the object is no tier, and none can be made of it; a :class:`TypeError`.
-        TierParameterError: a parameter is missing, unknown (then it names the one that was perhaps meant) or wrong; a
-            :class:`ValueError`, as is what else a tier says of its parameters.
+        TierParameterError: a parameter is missing, unknown (then the text names the most similar one) or wrong; a
+            :class:`ValueError`, like other errors of a tier in its parameters.
     """
     name, parameters = read_spec(spec)
     factory = _find(name)
@@ -414,7 +445,7 @@ def read_spec(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def known_tiers() -> list[str]:
-    """The names that specifications may use, without importing their modules."""
+    """Return the names that specifications may use, importing no module."""
     return sorted({*BUILTIN, *_registered, *_modules, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
@@ -445,7 +476,7 @@ def _find(name: str) -> TierFactory | None:
 
 
 def _by_import(name: str, module: ModuleType) -> TierFactory:
-    """The factory that a module has registered during its import."""
+    """Return the factory that a module has registered during its import."""
     try:
         factory = _registered[name]
     except KeyError:

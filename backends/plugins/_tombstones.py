@@ -1,11 +1,11 @@
-"""Tombstones: keys that are not to be found, whatever the plugin says of them. Pure.
+"""Tombstones: keys that are hidden, even if the plugin has them. Pure.
 
-A plugin may say that it has a key while it is written, and may keep what was evicted or found damaged. So a key is hidden
+A plugin may report a key while it is written, and may keep evicted or damaged blocks. So a key is hidden
 
-* while it is *written*, and *in doubt* afterwards where it is not known whether it still is;
+* while it is *written*, and *in doubt* afterwards if it is unknown whether it still is;
 * while it is *deleted*;
-* *to be purged*, from when it was evicted, found damaged, or left behind by a store that failed, until it is deleted or stored
-  anew.
+* *to be purged*, from when it was evicted, found damaged, or left behind by a store that failed, until it is deleted or
+  stored again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Final
 from ..abc import Key
 
 MOST_TOMBSTONES: Final = 65_536
-"""How many keys to be purged are remembered where the plugin does not delete them. Beyond it the oldest is found again."""
+"""Most keys to be purged that are remembered.
+
+For a plugin that does not delete them. Beyond it the oldest is found again.
+"""
 
 
 class Tombstones:
@@ -26,11 +29,11 @@ class Tombstones:
         self.writing: dict[Key, object] = {}
         """Keys that are being stored, with the store."""
         self.in_doubt: set[Key] = set()
-        """Perhaps being stored still."""
+        """Keys that may still be written."""
         self.deleting: set[Key] = set()
-        """Being deleted."""
+        """Keys that are being deleted."""
         self.expected_sums: dict[Key, int] = {}
-        """Of what is to be purged because it is not what was stored: the checksum of what was."""
+        """Checksums that the damaged blocks of keys had when stored."""
         self._to_purge: dict[Key, bool] = {}  # whether it must be proven to be gone
 
     def __contains__(self, key: object) -> bool:
@@ -41,35 +44,38 @@ class Tombstones:
 
     @property
     def to_purge(self) -> Mapping[Key, bool]:
-        """Keys to be deleted, each with whether it stays hidden until the deletion is proven."""
+        """Keys to be deleted, by whether their deletion must be proven.
+
+        Such a key stays hidden until then.
+        """
         return self._to_purge
 
     def note_evicted(self, keys: Iterable[Key]) -> None:
-        """These made room."""
+        """Add keys that were evicted."""
         self._add(keys, False)
 
     def note_bad(self, keys: Iterable[Key]) -> None:
-        """What is stored under these is not to be read, ever."""
+        """Add keys whose blocks must never be read."""
         self._add(keys, True)
 
     def note_damaged(self, key: Key, right: int) -> None:
-        """The stored bytes have another checksum than the one that is known."""
+        """Add a key whose stored bytes differ from the known checksum."""
         self.expected_sums[key] = right
         self._add((key,), True)
 
     def clear(self, keys: Iterable[Key]) -> None:
-        """These were stored anew."""
+        """Remove keys that were stored again."""
         for key in keys:
             self._clear(key)
 
     def note_purged(self, keys: Sequence[Key], gone: Sequence[bool]) -> None:
-        """The plugin was told to delete these, and says so."""
+        """Remove keys that the plugin has deleted."""
         for key, is_gone in zip(keys, gone, strict=True):
             if is_gone or not self._to_purge.get(key, True):
                 self._clear(key)
 
     def is_idle(self, key: Key) -> bool:
-        """Whether it is neither written nor deleted now."""
+        """Return whether a key is neither written nor deleted now."""
         return key not in self.writing and key not in self.in_doubt and key not in self.deleting
 
     def _add(self, keys: Iterable[Key], must_be_proven: bool) -> None:

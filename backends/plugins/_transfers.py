@@ -1,18 +1,22 @@
-"""Stores and reads of one host: what each asks of the plugin, in which order, and what an answer means.
+"""Stores and reads of one host.
 
-Stores: wait for another store of the same key -> purge what makes room -> ask what is there -> copy into staging -> set
+A store waits for another store of the same key, purges to make room, asks for present keys, copies into staging, and
+sets.
 
-Rule 1. First writer wins. A connector's *set* overwrites, so what is there is asked first, and no key is set twice at once.
-Rule 2. The plugin reads and writes staging buffers only: when a store or a load ends, in whatever way, the source and the
-        destination are the caller's again, whatever the plugin still does.
-Rule 3. A failed *set* of a plugin that does not say which keys failed fails them all. What it may have left behind is purged.
-Rule 4. A *set* without an answer is unproven: its keys are in doubt, hidden and refused, and its buffer is in quarantine, until
-        the plugin does answer, which may be never.
-Rule 5. A block is verified by the sum that was taken when it was stored through this host. One that was stored elsewhere has
-        none here, and is counted as *unverified*. A plugin says that it has read, not how much. So where
-        no sum would find it, the end of a buffer is marked before a read, and a block that leaves the mark is missed, *short*;
-        and what another process has stored is read into cleared memory: no block ends in another tenant's bytes.
-Rule 6. What was found behind the first gap is of no use, and is unlocked at once.
+Rule 1. First writer wins. A connector's *set* overwrites, so present keys are asked for first, and no key is set twice
+        at once.
+Rule 2. The plugin reads and writes staging buffers only: when a store or a load ends, in whatever way, the source and
+        the destination are the caller's again, even if the plugin goes on.
+Rule 3. A failed *set* of a plugin that does not report which keys failed fails them all. Blocks that it may have left
+        behind are purged.
+Rule 4. A *set* without an answer is unproven: its keys are in doubt, hidden and refused, and its buffer is in
+        quarantine, until the plugin does answer, which may be never.
+Rule 5. A block is verified by the sum that was taken when it was stored through this host. One that was stored
+        elsewhere has none here, and is counted as *unverified*. A plugin reports that it has read, not how much. So if
+        no sum would find it, the end of a buffer is marked before a read, and a block that leaves the mark is missed,
+        *short*; and blocks that another process has stored are read into cleared memory: no block ends in another
+        tenant's bytes.
+Rule 6. Blocks that were found after the first gap are useless, and are unlocked at once.
 """
 
 from __future__ import annotations
@@ -36,15 +40,15 @@ from ._host_state import HostState, StagingBuffer
 from ._operations import Kind, Operation
 
 IN_DOUBT = Rejected("in doubt")
-"""An earlier store of the same key may still go on."""
+"""Outcome of a block whose earlier store may still go on."""
 
 
 class Writer:
     """The stores of one host.
 
     Args:
-        state: the host.
-        purge: deletes what is to be purged, as far as that works.
+        state: the state of the host.
+        purge: deletes the keys to be purged, as far as that works.
     """
 
     def __init__(self, state: HostState, purge: Callable[[AbstractSet[Key]], Awaitable[None]]) -> None:
@@ -55,12 +59,14 @@ class Writer:
         self.duplicates: int = 0
 
     async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
-        """Store these. One outcome for each; see the rules above.
+        """Store these blocks. Return one outcome for each.
+
+        See the rules above.
 
         Raises:
-            NoAnswer: the plugin did not say what it has. Nothing was stored.
-            PluginFault: the same.
-            Unproven: it did not say that it has stored them.
+            NoAnswer: the plugin did not report which keys it has. Nothing was stored.
+            PluginFault: likewise.
+            Unproven: it did not report that it has stored them.
         """
         tombstones = self._state.tombstones
         while (busy := next((tombstones.writing[key] for key in keys if key in tombstones.writing), None)) is not None:
@@ -127,7 +133,10 @@ class Writer:
                 outcomes[at] = Failed(PluginFault(f"{state.name} did not store {keys[at].hex()}"))
 
     async def _fill(self, buffer: StagingBuffer, copy: StoreCopy) -> dict[int, Exception]:
-        """Copy blocks of a source; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
+        """Copy blocks of a source. Return the errors of failed blocks.
+
+        Cancelled, it returns at once, even with a thread at work.
+        """
         filling = _Filling()
         try:
             return await copy.into(buffer.pages, self._in_place, filling.off_thread)
@@ -137,8 +146,8 @@ class Writer:
             elif isinstance(error, Exception):
                 buffer.give_back()
             else:
-                # Cancelled: the copy thread may still write, and says itself when it is over, before or after `abandoned` is
-                # set. So that is looked at once more behind it.
+                # Cancelled: the copy thread may still write, and marks its own end, before or after `abandoned` is set.
+                # So its end is checked once more after that.
                 buffer.quarantine(lambda: filling.is_over)
                 filling.abandoned = buffer
                 if filling.is_over:
@@ -181,7 +190,10 @@ class _Filling:
         self.abandoned: StagingBuffer | None = None
 
     async def off_thread(self, fn: Callable[..., object], *args: object) -> object:
-        """Run a copy; cancelled, leave at once. Cancelled before it began, none is under way."""
+        """Run a copy; cancelled, return at once.
+
+        Cancelled before it began, none is under way.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         self.is_over = False
         return await run_in_thread(self._run, fn, *args)
@@ -199,7 +211,7 @@ class Reader:
     """The reads of one host.
 
     Args:
-        state: the host.
+        state: the state of the host.
     """
 
     def __init__(self, state: HostState) -> None:
@@ -210,7 +222,7 @@ class Reader:
         self.missed: dict[str, int] = {"gone": 0, "damaged": 0, "short": 0}
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found. Nothing is locked afterwards."""
+        """Return those of ``keys`` that can be found. Nothing stays locked."""
         tombstones = self._state.tombstones
         asked = [key for key in dict.fromkeys(keys) if key not in tombstones]
         if not asked:
@@ -219,7 +231,10 @@ class Reader:
         return {key for key, bit in zip(asked, bits, strict=True) if bit and key not in tombstones}
 
     async def find_prefix(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """The longest prefix of ``keys`` that is there, locked where the plugin locks. No checkpoint behind the answer."""
+        """Return the longest present prefix of ``keys``, locked if possible.
+
+        No checkpoint after the answer.
+        """
         tombstones = self._state.tombstones
         asked = list(takewhile(lambda key: key not in tombstones, keys))
         if not asked:
@@ -235,13 +250,14 @@ class Reader:
         return keys[:n]
 
     async def load(self, keys: Sequence[Key], destination: Destination, there: Pages | None) -> list[Outcome]:
-        """Copy these to ``destination``, or to ``there`` if its places are host memory, position by position; verify them.
+        """Copy blocks to a destination, position by position, and verify them.
 
-        Cancelled while the plugin is asked, it leaves at once; while the destination is written, once that is over.
+        They are copied to ``there`` if the destination's places are host memory. Cancelled while the plugin is asked,
+        it returns at once; while the destination is written, once that is over.
 
         Raises:
             NoAnswer, PluginFault: there was no answer, or it failed as a whole. The destination was not touched.
-            Unproven: the destination says so.
+            Unproven: the destination raised it.
         """
         state = self._state
         outcomes: list[Outcome] = [Missed("gone") if key in state.tombstones else LOADED for key in keys]
@@ -274,7 +290,9 @@ class Reader:
         return outcomes
 
     async def sums_of(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """The checksums of what lies under these keys now, hidden or not, as far as anything does. Nothing stays locked.
+        """Return the checksums of the blocks under these keys now.
+
+        Hidden or not; a key without a block is left out. Nothing stays locked.
 
         Raises:
             NoAnswer, PluginFault: there was no answer.
@@ -336,7 +354,7 @@ class Reader:
         there: Pages | None,
         outcomes: list[Outcome],
     ) -> None:
-        """From the host's memory to the destination: runs of neighbours that have arrived."""
+        """Copy neighbouring blocks that arrived from staging to the destination."""
         state = self._state
         for at, bit in zip(asked, bits, strict=True):
             if not bit:
@@ -359,7 +377,7 @@ class Reader:
                 state.registry.note_gone((keys[first + at],))
 
     def _hide(self, key: Key) -> None:
-        """Have a bad block deleted, unless its bytes turn out to be right by then."""
+        """Have a bad block deleted, unless its bytes are right by then."""
         right = self._state.registry.sums.get(key)
         if right is None:
             self._state.tombstones.note_bad((key,))
@@ -368,7 +386,7 @@ class Reader:
 
 
 def _runs(positions: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Stretches of this column, start and end, in which each position is the one before it and one more."""
+    """Return the start and end of runs of consecutive positions."""
     runs: list[tuple[int, int]] = []
     for at, position in enumerate(positions):
         if position is None:

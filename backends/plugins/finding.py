@@ -1,13 +1,14 @@
-"""Finds a plugin: its module, its class, the class of its configuration, the contract it keeps, and how it is called.
+"""Search for a plugin: module, class, configuration class and contract.
 
-Rule 1. No fallbacks: what a specification names must exist, or the error says what was looked for and where.
-Rule 2. The class of the configuration is looked for in four steps, in the plugin's own module: the name in the
-        specification; the name of the plugin's class with ``Config`` behind it; the name in the attribute
+Rule 1. No fallbacks: the names in a specification must exist, or the error lists the missing name and where it was
+        looked up.
+Rule 2. The class of the configuration is looked up in four steps, in the plugin's own module: the name in the
+        specification; the name of the plugin's class followed by ``Config``; the name in the attribute
         ``config_class_name`` of the plugin's class; none, and then the plugin gets the parameters as a plain ``dict``.
-Rule 3. A plugin is called with what its signature takes. What versions add (``block_bytes`` here, ``group_layout_descs``
-        there) is offered by name, and passed where there is a parameter of that name, or ``**kwargs``.
-Rule 4. Which contract an object keeps is told by its methods, not by what it inherits from: nothing of LMCache need be
-        installed.
+Rule 3. A plugin is called with the arguments that its signature takes. Arguments that versions add (``block_bytes``
+        here, ``group_layout_descs`` there) are offered by name, and passed if there is a parameter of that name, or
+        ``**kwargs``.
+Rule 4. The contract of an object is recognised by its methods, not by its base classes: LMCache need not be installed.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ _CONTRACTS: Final = {
 
 
 def contract_of(plugin: object, what: str, *contracts: str) -> str:
-    """The name of the plugin contract of which an object, or a class, has all methods.
+    """Return the plugin contract whose methods an object or class has.
 
     Args:
         plugin: the object or class.
         what: a description of it, for the error.
-        *contracts: only these; by default any of them.
+        *contracts: the contracts to try; by default all.
 
     Raises:
-        PluginTypeError: none. The message says what is missing.
+        PluginTypeError: none. The message lists the missing methods.
     """
     asked = contracts or tuple(_CONTRACTS)
     lacks = {contract: missing_methods(plugin, _CONTRACTS[contract]) for contract in asked}
@@ -90,15 +91,14 @@ def find_module(module_path: str) -> ModuleType:
 
 
 def find_name(module: ModuleType, name: str, what: str) -> Any:
-    """A dotted name in a module.
+    """Return the object with a dotted name in a module.
 
     Args:
-        module: where to look.
-        what: a description of what the name should be, for the error.
-        what: what it is looked for as, for the error.
+        module: the module to search.
+        what: a description of the object, for the error.
 
     Raises:
-        PluginClassError: it is not there; an :class:`AttributeError`.
+        PluginClassError: the name is missing; an :class:`AttributeError`.
     """
     found: Any = module
     for part in name.split("."):
@@ -110,11 +110,11 @@ def find_name(module: ModuleType, name: str, what: str) -> Any:
 
 
 def find_class(module_path: str, class_name: str) -> tuple[ModuleType, type]:
-    """The class of a plugin, and the module that it was found in.
+    """Return the class of a plugin, and its module.
 
     Raises:
-        PluginModuleError, PluginClassError: not there.
-        PluginTypeError: there, and not a class.
+        PluginModuleError, PluginClassError: the module or class is missing.
+        PluginTypeError: the object is not a class.
     """
     module = find_module(module_path)
     found = find_name(module, class_name, "the class of a plugin")
@@ -126,13 +126,14 @@ def find_class(module_path: str, class_name: str) -> tuple[ModuleType, type]:
 def find_config_class(
     module: ModuleType, class_name: str, plugin_class: type, config_class_name: str | None = None
 ) -> type | None:
-    """The class that a plugin's parameters are converted to, in the four steps of rule 2.
+    """Return the class of a plugin's configuration: rule 2.
 
-    What is found in the second step only by its name counts if it has a ``from_dict``; what is named explicitly must.
+    A class that is found in the second step, only by its name, counts if it has a ``from_dict``; an explicitly named
+    class must have one.
 
     Raises:
-        PluginClassError: what the specification or the plugin's class names is not in the module.
-        PluginTypeError: it is there, and has no ``from_dict``.
+        PluginClassError: a name in the specification or in the plugin's class is not in the module.
+        PluginTypeError: the class has no ``from_dict``.
     """
     if config_class_name is not None:
         return _named(module, config_class_name, "config_class_name of the specification")
@@ -153,12 +154,12 @@ def _named(module: ModuleType, name: str, what: str) -> type:
 
 
 def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: bool = True) -> dict[str, Any]:
-    """Those of ``offered`` that ``fn`` can be called with by name.
+    """Return those of ``offered`` that ``fn`` can be called with by name.
 
     Args:
         fn: the function to be called.
         offered: values by the name of a parameter.
-        by_any: ``**kwargs`` takes them all. Otherwise only parameters of these names do.
+        by_any: whether ``**kwargs`` takes them all. Otherwise only parameters of these names do.
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -172,7 +173,10 @@ def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: b
 
 
 def parameters_of(fn: Callable[..., object]) -> set[str] | None:
-    """The names of its parameters; ``None`` if they are unknown, or it takes any name."""
+    """Return the names of a function's parameters.
+
+    ``None`` if they are unknown, or the function takes any name.
+    """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -187,7 +191,7 @@ def check_names(what: str, given: Mapping[str, object], known: Collection[str] |
     """Raise unless all these names are parameters.
 
     Raises:
-        TierParameterError: one is not; names the most similar parameter.
+        TierParameterError: one is not; the text names the most similar parameter.
     """
     for name in given:
         if known is not None and name not in known:
@@ -196,10 +200,12 @@ def check_names(what: str, given: Mapping[str, object], known: Collection[str] |
 
 
 def check_call(fn: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
-    """Raise unless ``fn`` can be called with these arguments, as far as its signature tells.
+    """Raise unless ``fn`` can be called with these arguments.
+
+    As far as its signature shows.
 
     Raises:
-        PluginTypeError: it cannot; names the plugin, and says why.
+        PluginTypeError: it cannot; the text names the plugin and the reason.
     """
     try:
         signature = inspect.signature(fn)
@@ -213,5 +219,5 @@ def check_call(fn: Callable[..., object], what: str, *args: object, **kwargs: ob
 
 
 def missing_methods(plugin: object, names: tuple[str, ...]) -> list[str]:
-    """Those of ``names`` that an object, or a class, has no method for."""
+    """Return the names without a method in an object or class."""
     return [name for name in names if not callable(getattr(plugin, name, None))]
