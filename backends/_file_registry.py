@@ -174,8 +174,7 @@ class FileRegistry(Registry):
             # Do not offer a rejected key again: rejected twice, it would make no room the second time.
             offered = [key for key in keys if key not in refused]
             # Victims may be larger than these blocks. Evict half as many as would do if they were as large as the last
-            # ones, so
-            # that hardly any block is evicted without need.
+            # ones, so that hardly any block is evicted without need.
             before, n_refused = len(self._slot_of) - len(self._coming), len(refused)
             refused.update(self._evict(offered, max(1, missing * victims // (2 * freed))))
             victims = before - len(self._slot_of) + len(self._coming)

@@ -5,7 +5,7 @@ The cache is made of torch tensors of any layout that shape and strides can desc
 A block is its slice in every tensor, at its number on the axis that counts blocks. Its bytes are taken in memory order, tensor
 by tensor, so one block consists of *pieces*, runs of bytes, typically two for each layer.
 
-In host memory, all pieces of a batch are gathered, or scattered, by one torch call that lets go of the GIL once: over one
+In host memory, all pieces of a batch are gathered, or scattered, by one torch call that releases the GIL once: over one
 flat tensor that spans all layers, as rows as long as the pieces' distances allow. Long pieces at equal distances are scattered
 by numpy, in one call for each run of neighbouring blocks. On a CUDA device, one call of the driver copies them all
 (:mod:`backends.base.copier`).

@@ -5,10 +5,10 @@ A file is published by a rename, and checked at every load.
 Rule 1. Nothing in the directory is trusted. A file that is not the expected block, for one of the reasons in
         :mod:`backends.base.blockfile`, is a miss that is counted, and no longer found.
 Rule 2. Of the files found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
-        or version, and those without a checksum where they are verified, are *strangers*: they stay, count as used room,
+        or version, and those without a checksum if they are verified, are *strangers*: they stay, count as used room,
         and are the first to go when room is needed. Files that are not ours are left alone and not counted.
 Rule 3. A file's time is the time of its last use: after a restart the oldest goes first, and of a batch the deepest block. The
-        header has the block's depth, if known. Uses are written by the next store's thread, by that of a load where many have
+        header has the block's depth, if known. Uses are written by the next store's thread, by that of a load if many have
         gathered, and by `close`; a process that is killed forgets those after it.
 Rule 4. The trio thread reads and writes no file. Files that are no longer needed are *litter*, removed by the next copy's
         thread, a delete, or `close`.

@@ -11,15 +11,15 @@ If victims are copied elsewhere before they go, there is one more state: :mod:`b
 
 Rule 1. A registered block may be held by counted refs. Held, it is neither evicted nor deleted. Dropping the last
         ref makes it *inactive*: still found by its key, and evictable. It is not lost.
-Rule 2. A ref is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
-        case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
+Rule 2. A ref is the number of the slot. Every operation takes and gives whole columns, and runs in C in the common
+        case: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
 Rule 3. Room is granted in the order of the requests (`backends/base/room.py`), except for an engine's own `put` and `stage`,
         which must not wait.
-Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
+Rule 4. Free slots are handed out ascending, and as neighbours if possible, so that a copy can merge them into runs.
 Rule 5. Other threads may find and hold keys; see :mod:`backends.base._thread_pins`. Their pins and releases are applied
         before anything that depends on held blocks, and victims are chosen and taken out under their lock.
 
-:class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
+:class:`Registry` keeps rules 1 to 3, for slots of any kind; :class:`BlockPool` has a fixed number of equal slots.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ForwardingTier(Tier):
     """A tier in front of another one, which forwards every call.
 
     Attributes:
-        inner: the tier behind this one.
+        inner: the tier that is forwarded to.
     """
 
     inner: Any
@@ -179,7 +179,7 @@ class ForwardingDestination(Destination):
     """A destination in front of another one, which forwards all its abilities.
 
     Attributes:
-        inner: the destination behind this one.
+        inner: the destination that is forwarded to.
     """
 
     __slots__ = ("inner",)
@@ -247,7 +247,7 @@ class ForwardingSource(Source):
     """A source in front of another one, which forwards all its abilities.
 
     Attributes:
-        inner: the source behind this one.
+        inner: the source that is forwarded to.
     """
 
     __slots__ = ("inner",)

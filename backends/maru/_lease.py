@@ -129,7 +129,7 @@ class MaruThreadLease(MaruLease, DirectLease):
 class DamagedPage:
     """A damaged block; see :class:`backends.base.damaged_blocks.DamagedBlocks`.
 
-    It stands for one registration. A block stored again under its key, in whatever process, has another generation, and is
+    It stands for one registration. A block stored again under its key, in any process, has another generation, and is
     neither deleted nor hidden for longer than one question takes.
     """
 
@@ -140,5 +140,5 @@ class DamagedPage:
     era: int
     """Era of the handler in which the generation is valid.
 
-    Another server may count anew, and then nothing is known of the block.
+    Another server may count from the start, and then nothing is known of the block.
     """

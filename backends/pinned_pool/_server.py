@@ -386,7 +386,7 @@ async def serve(
     Started with ``nursery.start``, it returns the server.
 
     Args:
-        host: where to listen; beyond this host only with ``insecure=True``.
+        host: the host to listen on; beyond this host only with ``insecure=True``.
         port: 0 for any free one.
         pool_memory_size: MiB of all clients' pools together.
         task_status: for ``nursery.start``.

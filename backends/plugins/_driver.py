@@ -432,7 +432,7 @@ class PluginDriver:
             )
             return
         try:
-            number = int(returned)  # type: ignore[call-overload]  # whatever a plugin returns
+            number = int(returned)  # type: ignore[call-overload]  # of a foreign plugin
         except Exception as exc:
             self.correlation.not_submitted()
             operation.fault = PluginFault(
