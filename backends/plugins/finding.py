@@ -21,10 +21,8 @@ from typing import Any, Final
 
 from maru.configuration import suggestion
 
+from ..abc import Tier
 from ._errors import PluginClassError, PluginModuleError, PluginTypeError, TierParameterError
-
-TIER_METHODS: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
-"""The methods of every tier."""
 
 NATIVE_METHODS: Final = (
     "event_fd",
@@ -52,14 +50,16 @@ L2_METHODS: Final = (
 """The abstract methods of LMCache's L2AdapterInterface."""
 
 _CONTRACTS: Final = {
-    "a tier": TIER_METHODS,
     "a native connector": NATIVE_METHODS,
     "an L2 adapter of LMCache": L2_METHODS,
 }
 
 
 def contract_of(plugin: object, what: str, *contracts: str) -> str:
-    """Return the plugin contract whose methods an object or class has.
+    """Return the plugin contract that an object or class keeps.
+
+    A tier derives from :class:`backends.abc.Tier`; the other contracts are published by other projects, and recognised by
+    their methods.
 
     Args:
         plugin: the object or class.
@@ -69,13 +69,17 @@ def contract_of(plugin: object, what: str, *contracts: str) -> str:
     Raises:
         PluginTypeError: none. The message lists the missing methods.
     """
-    asked = contracts or tuple(_CONTRACTS)
-    lacks = {contract: missing_methods(plugin, _CONTRACTS[contract]) for contract in asked}
+    kind = plugin if isinstance(plugin, type) else type(plugin)
+    if not contracts and issubclass(kind, Tier):
+        return "a tier"
+    lacks = {contract: missing_methods(plugin, _CONTRACTS[contract]) for contract in contracts or _CONTRACTS}
     for contract, missing in lacks.items():
         if not missing:
             return contract
-    wants = "; ".join(f"{contract} would need {', '.join(missing)}" for contract, missing in lacks.items())
-    raise PluginTypeError(f"{what} is no plugin: {wants}")
+    wants = [f"{contract} would need {', '.join(missing)}" for contract, missing in lacks.items()]
+    if not contracts:
+        wants.insert(0, "a tier would derive from backends.abc.Tier")
+    raise PluginTypeError(f"{what} is no plugin: {'; '.join(wants)}")
 
 
 def find_module(module_path: str) -> ModuleType:

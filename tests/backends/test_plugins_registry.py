@@ -291,7 +291,7 @@ def test_the_four_steps_to_the_config_class(attribute, more, said, expected, mod
         (
             {"class_name": "Plain"},
             TypeError,
-            "is no plugin: a tier would need reserve, .*; an L2 adapter of LMCache would",
+            "is no plugin: a tier would derive from backends.abc.Tier; .*; an L2 adapter of LMCache would",
         ),
         ({"class_name": "Open"}, TypeError, "leaves abstract methods open: close, reserve"),
         (

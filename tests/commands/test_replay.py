@@ -457,7 +457,7 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--tier", f"{PEERS}:Bitmap"], "cannot be called with (block_bytes=...)"),
         (["--tier", f"{PEERS}:StoreResult", "--capacity", "1MiB"], "there is no such parameter"),
         (["--tier", f"{__name__}:Raises"], "Raises: KeyError('as told')"),
-        (["--tier", f"{__name__}:nothing"], "is no plugin: a tier would need reserve"),
+        (["--tier", f"{__name__}:nothing"], "is no plugin: a tier would derive from backends.abc.Tier"),
         (["--tier", '{ type = "plugin" }'], "lacks module_path and class_name"),
         (["--tier", '{ type = "memory", colour = 1 }'], "tier memory: "),
         (["--tier", '{ type = "memory", capacity_bytes = "1MiB" }', "--capacity", "1MiB"], "is given twice"),
