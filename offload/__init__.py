@@ -1,7 +1,14 @@
-"""trio-offload: move KV-cache blocks between memory tiers, and never lose, leak or corrupt one.
+"""trio-offload: move KV-cache blocks between memory tiers without losing any.
 
-Names are listed in the order in which a user meets them. Each is imported at its first use: pytest imports this package in
-every run where it is installed (our plugin is in it), and ``offload --help`` needs none of it.
+The rules: no block is lost, leaked or corrupted, whatever is cancelled or fails. A *pipeline* (:func:`open_pipeline`)
+copies blocks from one tier to another: it asks the policies which blocks may leave, waits until their bytes are
+written, collects batches and copies them. An *engine* (:func:`open_engine`) joins tiers and pipelines into a cache: it
+stores blocks, looks them up in all tiers, loads them, and deletes them. The package ``backends`` has the tiers;
+:mod:`offload.from_thread` has the same engine for callers that do not use trio.
+
+The names below are in the order in which a user meets them. Each is imported at its first use, for two reasons: pytest
+imports this package in every run of an environment that has it (our pytest plugin is in it), and ``offload --help``
+needs none of them.
 """
 
 from typing import TYPE_CHECKING

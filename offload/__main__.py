@@ -1,4 +1,4 @@
-"""``python -m offload`` is ``offload``."""
+"""The command ``python -m offload``: the same as ``offload``."""
 
 from .cli import main
 

@@ -1,12 +1,15 @@
-"""Every setting of a pipeline: its default, its bound, and the reason for both. Pure, except for reading a file.
+"""The settings of a pipeline and a breaker, with defaults and bounds.
+
+The reason for each default and bound is next to it. Pure, except for reading a file. The rules:
 
 Rule 1. A setting is checked when its class is made, wherever the value came from: a configuration that exists is valid.
-Rule 2. An error is a :class:`~offload._errors.ConfigError`: it names the setting, the value, the bound, and where it was
+Rule 2. An error is a :class:`~offload._errors.ConfigError`: it names the setting, the value, the bound, and where it
+was
         set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
 
-In a file, a pipeline is one table (``[pipeline]``), and nested classes are nested tables. The environment takes precedence:
-``OFFLOAD_``, then the same path in capitals, with two underscores for each dot::
+In a file, a pipeline is one table (``[pipeline]``), and nested classes are nested tables. The environment takes
+precedence. A variable's name is ``OFFLOAD_`` and the same path in capitals, with two underscores for each dot::
 
     [pipeline]                                    OFFLOAD_PIPELINE__POLICY_TIMEOUT=0.5
     policy_timeout = 0.1
@@ -14,7 +17,7 @@ In a file, a pipeline is one table (``[pipeline]``), and nested classes are nest
     [pipeline.batch_config]                       OFFLOAD_PIPELINE__BATCH_CONFIG__MAX_BATCH_SIZE=128
     max_batch_size = 64
 
-The documentation's table and the command line's help are made from :func:`knobs`.
+The table of settings in the documentation and the help texts of the command line are made from :func:`knobs`.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class bodies make fields
@@ -40,7 +43,7 @@ C = TypeVar("C", bound=attrs.AttrsInstance)
 _DAY = 86_400.0
 _MOST_BLOCKS = 1 << 24
 _BYTES_PER_SECOND: Final = 50_000_000
-"""Half of what a hard disk copies."""
+"""Half the copy rate of a hard disk."""
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 
@@ -51,7 +54,10 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 @_knob.checks_names
 @attrs.frozen
 class BatchConfig:
-    """When a batch is full, and when it leaves although it is not. :func:`knobs` has the reason for each bound and default."""
+    """The sizes and the time at which a batch is copied.
+
+    :func:`knobs` has the reason for each bound and default.
+    """
 
     max_batch_size: int = _knob.integer(
         64,
@@ -79,7 +85,10 @@ class BatchConfig:
 @_knob.checks_names
 @attrs.frozen
 class PipelineConfig:
-    """The settings of a pipeline. The reason for each bound and default is in :func:`knobs`."""
+    """The settings of a pipeline.
+
+    :func:`knobs` has the reason for each bound and default.
+    """
 
     batch_config: BatchConfig = _knob.table(BatchConfig(), "When a batch leaves.")
     policy_timeout: float = _knob.seconds(
@@ -172,7 +181,7 @@ class PipelineConfig:
             )
 
     def time_to_copy(self, copied_bytes: int) -> float:
-        """Return how long a copy of so many bytes may take, in seconds."""
+        """Return the time limit of a copy, in seconds."""
         each = self.transfer_bytes_per_second
         return self.transfer_timeout + (copied_bytes // each if each else 0)
 
@@ -180,7 +189,10 @@ class PipelineConfig:
 @_knob.checks_names
 @attrs.frozen
 class BreakerConfig:
-    """When a tier counts as broken, and how it is tried again. The reason for each bound and default is in :func:`knobs`."""
+    """The conditions under which a tier counts as broken and is retried.
+
+    :func:`knobs` has the reason for each bound and default.
+    """
 
     max_faults: int = _knob.integer(
         3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost a caller a timeout."
@@ -220,20 +232,25 @@ class BreakerConfig:
             raise ConfigError("first_wait", self.first_wait, f"must be at most longest_wait, {self.longest_wait}")
 
     def time_to_load(self, copied_bytes: int) -> float:
-        """Return how long a load of so many bytes may take, in seconds."""
+        """Return the time limit of a load, in seconds."""
         return self.load_timeout + copied_bytes // _BYTES_PER_SECOND
 
 
 def knobs(cls: type[attrs.AttrsInstance] = PipelineConfig, *, section: str = "pipeline") -> tuple[Knob, ...]:
-    """Every setting of a configuration class and of the classes nested in it, in the order of declaration."""
+    """Return every setting of a configuration class, in order of declaration.
+
+    The settings of the classes nested in it are included.
+    """
     return tuple(_knob.of(cls, section))
 
 
 def from_mapping(mapping: Mapping[str, Any], cls: type[C] = PipelineConfig, *, section: str = "") -> C:  # type: ignore[assignment]
-    """Load a configuration from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
+    """Load a configuration from nested mappings, as a TOML parser returns them.
+
+    Missing names keep their defaults.
 
     Args:
-        mapping: knobs by name.
+        mapping: the settings by name.
         cls: the configuration class.
         section: the path of this mapping in its file, put before names in errors.
 

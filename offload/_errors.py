@@ -1,4 +1,4 @@
-"""The exceptions of this package, each saying what the caller can do about it."""
+"""The exceptions of this package, each with the caller's remedy."""
 
 from __future__ import annotations
 
@@ -14,33 +14,52 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, KnobError):
-    """The caller set a knob to a value out of range; the text names the knob, the value, and the bound."""
+    """A setting has a value out of range.
+
+    The caller must change it; the text names the setting, the value, and the bound.
+    """
 
 
 class PipelineFull(OffloadError, trio.WouldBlock):
-    """There is no room in the pipeline's budget now. The caller waits (``await enqueue``), drops, or tries again."""
+    """There is no room in the pipeline's budget now.
+
+    The caller waits (``await enqueue``), drops the blocks, or tries again.
+    """
 
 
 class PipelineClosed(OffloadError):
-    """The pipeline is shutting down or has shut down. As a handle's error: it ended before this container's commit."""
+    """The pipeline is shutting down or has shut down.
+
+    As a handle's error: the pipeline ended before this container's commit.
+    """
 
 
 class PolicyFailed(OffloadError):
-    """A policy raised or overran ``policy_timeout`` and ``on_policy_error`` is ``fail``; the cause is its error."""
+    """A policy raised, or overran ``policy_timeout``.
+
+    This is raised if ``on_policy_error`` is ``fail``; the cause is the policy's error.
+    """
 
 
 class PreconditionFailed(OffloadError):
-    """A precondition raised, or that of a store did not hold in time: nothing was copied. The cause says why."""
+    """A precondition raised, or did not hold in time; nothing was copied.
+
+    Only the precondition of a store has a time limit. The cause has the reason.
+    """
 
 
 class DestinationFull(OffloadError):
-    """The destination had no room, by the rule of ``on_destination_full``: nothing was written."""
+    """The destination had no room, and nothing was written.
+
+    The setting ``on_destination_full`` decides whether that is an error.
+    """
 
 
 class TierUnavailable(OffloadError):
-    """A tier has broken and is not called now: the caller goes on without it. Nothing was done.
+    """A tier has broken and is not called now; nothing was done.
 
-    A lookup leaves the tier out and names it; the blocks of a store are rejected. The attributes are for an operator.
+    The caller goes on without the tier. A lookup leaves the tier out and names it; the blocks of a store are rejected.
+    The attributes are for an operator.
     """
 
     def __init__(self, tier: str, *, since: float, cause: str, next_probe: float | None, now: float) -> None:
@@ -54,25 +73,35 @@ class TierUnavailable(OffloadError):
         self.tier = tier
         """The tier's name."""
         self.since = since
-        """When it broke, on trio's clock."""
+        """The time when it broke, on trio's clock, in seconds."""
         self.cause = cause
         """Its last fault."""
         self.next_probe = next_probe
-        """When it is tried again, on trio's clock; ``None`` while a probe is under way, ``inf`` if it is not tried again."""
+        """The time of the next probe, on trio's clock, in seconds.
+
+        ``None`` while a probe is under way, ``inf`` if the tier is not tried again.
+        """
 
 
 class TierBehindFailed(OffloadError):
-    """A tier that is several others in one has answered that one of those failed: it works itself, and is called again."""
+    """One of the several tiers behind a tier failed.
+
+    The tier itself works: it reported the failure, and is called again.
+    """
 
 
 class TierTooSlow(OffloadError, trio.TooSlowError):
-    """A tier did not answer within the deadline of its breaker; the call was cancelled, and left nothing behind."""
+    """A tier did not answer within the deadline of its breaker.
+
+    The call was cancelled, and left nothing behind.
+    """
 
 
 class TierNotEntered(OffloadError, OSError):
-    """A tier could not be entered when its engine opened: what it connects to did not answer. An operator must act.
+    """A tier could not be entered when its engine opened.
 
-    With ``on_enter_failure = "miss"`` an engine opens without the tier, and enters it later.
+    The server or device that it connects to did not answer: an operator must act. With ``on_enter_failure = "miss"`` an
+    engine opens without the tier, and enters it later.
     """
 
     def __init__(self, tier: str, why: str) -> None:
@@ -85,63 +114,89 @@ class TierNotEntered(OffloadError, OSError):
 
 
 class TransferFailed(OffloadError):
-    """The executor failed the whole batch, or broke its contract; the cause is its exception. The copy is over."""
+    """The executor failed the whole batch, or broke its contract.
+
+    The cause is its exception. The copy is over.
+    """
 
 
 class TransferCancelled(OffloadError):
-    """A transfer was cancelled before its commit; raised by ``result.raise_for_status()`` only. Nothing was copied."""
+    """A transfer was cancelled before its commit; nothing was copied.
+
+    Raised by ``result.raise_for_status()`` only.
+    """
 
 
 class LayoutCheckFailed(OffloadError):
-    """What was stored comes back in other planes: keys as values, one head as another one. Nothing that is loaded can be used.
+    """Stored blocks come back in other planes: keys as values, say.
 
-    Raised by :meth:`offload.Engine.check_layout`. The caller must act: its places read a layout otherwise than they write it,
-    or another process calls a layout by the same name.
+    One head may also come back as another one. No block that is loaded can be used. Raised by
+    :meth:`offload.Engine.check_layout`. The caller must act: its places read a layout otherwise than they write it, or
+    another process uses the same name for another layout.
     """
 
 
 class DrainUnproven(OffloadError):
-    """The end of a copy could not be proven in time: the memory it uses is quarantined, named, and not reused.
+    """The end of a copy could not be proven in time.
 
-    It is the error of the handle, and ``await handle.cancel()`` raises it.
+    The memory that it uses is named, quarantined, and not reused. This is the error of the handle, and ``await
+    handle.cancel()`` raises it.
     """
 
 
 class WaitTimeout(OffloadError, TimeoutError):
-    """A call timed out. What it waited for may still happen or not: never take this for an answer."""
+    """A call timed out; its outcome is unknown.
+
+    The awaited event may still happen or not: never take this for an answer.
+    """
 
 
 class CallCancelled(OffloadError):
-    """The caller cancelled a lookup or a load before it had an answer. It pins nothing and writes nothing any more."""
+    """The caller cancelled a lookup or load before its answer.
+
+    The call pins nothing and writes nothing any more.
+    """
 
 
 class EngineClosed(PipelineClosed):
-    """The engine is not open: it was closed, or never started. The caller opens another one."""
+    """The engine is not open: it was closed, or never started.
+
+    The caller opens another one.
+    """
 
 
 class EngineCrashed(PipelineClosed):
-    """The engine's trio thread ended with an error, which is the cause. The caller opens another one."""
+    """The engine's trio thread ended with an error, which is the cause.
+
+    The caller opens another one.
+    """
 
 
 class EngineForked(PipelineClosed):
-    """The engine belongs to the process that this one was forked from. The caller opens one here."""
+    """The engine belongs to the parent process of this forked process.
+
+    The caller opens another one in this process.
+    """
 
 
 class IncidentError(OffloadError, ValueError):
-    """A file is no flight recording that this version can read. A caller records anew, or uses the version that wrote it."""
+    """A file is no flight recording that this version can read.
+
+    The caller makes another recording, or uses the version that wrote the file.
+    """
 
 
 class NotARecording(IncidentError):
-    """The file is something else, or so damaged at its beginning that it cannot be told from something else."""
+    """The file is no flight recording, or is damaged at its beginning."""
 
 
 class RecordingVersion(IncidentError):
-    """Another version of the format: the text has both numbers."""
+    """The recording has another format version; the text has both numbers."""
 
 
 class RecordingTruncated(IncidentError):
-    """The file is shorter than it says: it was not copied to its end."""
+    """The file is shorter than its header states: it was copied incompletely."""
 
 
 class RecorderBusy(OffloadError, OSError):
-    """Another process records into this file: it must have a file of its own."""
+    """Another process records into this file; use another file."""

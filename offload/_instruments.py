@@ -1,4 +1,7 @@
-"""Calls the hooks of instruments: cheap without instruments, and safe if one raises.
+"""Tables of instrument hooks: cheap without instruments, and safe if one raises.
+
+An *instrument* is an object with some of the hooks of :mod:`offload.abc`; a pipeline or an engine calls the hooks when
+something happens. The rules:
 
 Rule 1. A hook without instruments is an empty tuple, so that the hot path pays an attribute and a truth test:
 ``if hooks.settled: hooks.fire("settled", container)``.
@@ -27,7 +30,10 @@ _INHERITED = {**vars(Instrument), **vars(CallInstrument), **vars(EngineInstrumen
 
 
 def attach(instruments: Iterable[object], opened: Pipeline | Engine) -> None:
-    """Have those of the instruments that add themselves observe what was just opened. One that raises is logged: rule 2."""
+    """Have each ``Watcher`` among the instruments observe a pipeline or engine.
+
+    Called when it was just opened. A watcher that raises is logged, see rule 2.
+    """
     for one in instruments:
         if isinstance(one, Watcher):
             try:
@@ -37,12 +43,15 @@ def attach(instruments: Iterable[object], opened: Pipeline | Engine) -> None:
 
 
 class HookTable:
-    """The instruments of a pipeline or an engine, by hook. Each hook is an attribute: what to call, in the order of adding."""
+    """The instruments of a pipeline or an engine, by hook.
+
+    Each hook is an attribute: the functions to call, in the order of adding.
+    """
 
     __slots__ = ("_instruments", "in_any_thread")
 
     names: ClassVar[tuple[str, ...]] = ()
-    """Of the hooks."""
+    """The names of the hooks."""
 
     def __init__(self, instruments: Iterable[object] = ()) -> None:
         # A list, searched by identity: an instrument need not be hashable, and two equal ones are still two.
@@ -68,7 +77,7 @@ class HookTable:
         """Stop calling this instrument.
 
         Raises:
-            KeyError: it was not there (any more: one that raises is removed).
+            KeyError: it is not in the table. It may have been removed because it raised.
         """
         found = self._find(instrument)
         if found is None:
@@ -77,9 +86,10 @@ class HookTable:
         self._arrange()
 
     def fire(self, name: str, *args: object) -> None:
-        """Call this hook of every instrument that has it. An instrument that raises is removed; see the rules above.
+        """Call this hook of every instrument that has it.
 
-        An instrument added meanwhile is not called for this event; one removed meanwhile may still be.
+        An instrument that raises is removed; see the rules above. An instrument that is added during the calls is not
+        called for this event; one that is removed during them may still be.
         """
         for call in getattr(self, name):
             try:
@@ -94,7 +104,7 @@ class HookTable:
                 del self._instruments[position]
                 self._arrange()
                 return instrument
-        return call  # it was removed meanwhile, perhaps by itself
+        return call  # the instrument was removed meanwhile, perhaps by itself
 
     def _find(self, instrument: object) -> int | None:
         for position, (known, _) in enumerate(self._instruments):
@@ -148,7 +158,7 @@ def _used_hooks(instrument: object, names: tuple[str, ...]) -> dict[str, Callabl
     for name in names:
         call = getattr(instrument, name, None)
         if call is None or getattr(call, "__func__", None) is _INHERITED[name]:
-            continue  # inherited from the protocol, where it does nothing
+            continue  # inherited from the protocol, whose hooks do nothing
         if not callable(call):
             raise TypeError(f"{name} of instrument {instrument!r} is not callable")
         if inspect.iscoroutinefunction(call):

@@ -1,10 +1,11 @@
-"""Keys of blocks: content hashes, chained if the content continues other content, salted by tenant.
+"""Keys of blocks: content hashes, salted by tenant.
 
-Equal content, parent and salt give equal keys in every process and on every machine, since nothing here depends on
-Python's own randomised ``hash()``. A key is opaque from here on: no other module looks inside one.
+The hash of a block includes the key of the block before it, if its content continues that block. Equal content, parent
+and salt give equal keys in every process and on every machine, since nothing here depends on Python's own randomised
+``hash()``. A key is opaque to all other modules: none looks inside one.
 
-From the bottom: :func:`block_key` makes one key, :func:`prefix_keys` chains keys over a prompt, and a :class:`BlockKey` has a
-field for everything besides the tokens that a block of KV depends on, and makes the salt of it.
+:func:`block_key` makes one key, :func:`prefix_keys` chains keys over a prompt, and a :class:`BlockKey` has a field for
+everything besides the tokens that a block of KV depends on, and makes the salt of these fields.
 """
 
 from __future__ import annotations
@@ -23,26 +24,32 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Content as bytes."""
 
 KEY_BYTES = 32
-"""Length of a key: 256 bits, so that an accidental or a made-up collision is out of reach."""
+"""Length of a key: 256 bits.
+
+That is long enough to rule out a collision, accidental or made on purpose.
+"""
 
 Algorithm: TypeAlias = Literal["blake2b", "sha256"]
-"""The hash function. Both have 256 bits; blake2b is the default, SHA-256 is for environments that require it."""
+"""The hash function; blake2b is the default.
 
-_PERSON = b"offload.block/1"  # a change of the encoding below gets a new number, so that old keys miss
+Both have 256 bits. SHA-256 is for environments that require it.
+"""
+
+_PERSON = b"offload.block/1"  # a change of the encoding below needs a new number, so that old keys miss
 _LENGTH = 8
 _TOKEN = "q"  # a token is hashed as a signed 64-bit integer
 
 
 def block_key(content: Buffer, *, parent: Key = b"", salt: str | bytes = "", algorithm: Algorithm = "blake2b") -> Key:
-    """The key of a block with this content.
+    """Return the key of a block with this content.
 
     Args:
-        content: what the block is computed from (its tokens, say), or its bytes.
+        content: the data from which the block is computed (its tokens, say), or its bytes.
         parent: the key of the block that this one continues. A block of KV depends on all tokens before it, so its key
             must as well; empty for the first one.
-        salt: keeps apart what must not be shared, in a text of the caller's: a tenant, a model, a layout. A text and
-            its UTF-8 bytes are the same salt.
-        algorithm: what to hash with. The two never give the same key.
+        salt: a text that separates blocks which must not be shared: a tenant, a model, a layout. A text and its UTF-8
+            bytes are the same salt.
+        algorithm: the hash function. The two never give the same key.
 
     Returns:
         32 bytes. No other division of the same bytes into content, parent and salt gives the same key.
@@ -65,14 +72,14 @@ def prefix_keys(
     salt: str | bytes = "",
     algorithm: Algorithm = "blake2b",
 ) -> list[Key]:
-    """One key for every full block of ``block_size`` tokens, each chained to the one before.
+    """Return one key for every full block of ``block_size`` tokens.
 
-    Two sequences have as many leading keys in common as they have leading full blocks in common. Tokens behind the last
-    full block have no key yet; to go on later, pass them again with what follows, and the last key as ``parent``.
+    Each key is chained to the one before. Two sequences have as many leading keys in common as they have leading full
+    blocks in common. Tokens after the last full block have no key yet. To continue later, pass these tokens again,
+    followed by the new ones, and the last key as ``parent``.
 
     Args:
-        tokens: signed 64-bit integers (in a list, an array, a range; of bytes, each byte is a token); the form they
-            come in makes no difference.
+        tokens: signed 64-bit integers in any form: a list, an array, a range. In bytes, each byte is a token.
         block_size: tokens in a block.
         parent: the key of the block before the first token.
         salt: as for :func:`block_key`.
@@ -124,46 +131,63 @@ def _is_algorithm(instance: object, attribute: attrs.Attribute[Any], value: obje
 
 @attrs.frozen
 class BlockKey:
-    """Makes the keys of one model, layout, rank and tenant: a value, the same in every process.
+    """The fields that name a model, layout, rank and tenant in keys.
 
-    Two of these that differ in any field have no key in common; two equal ones give the same tokens the same keys. Leave out
-    what makes no difference to the bytes of a block.
+    A value, the same in every process. Two that differ in any field have no key in common; two equal ones give the same
+    tokens the same keys. Leave out a field that makes no difference to the bytes of a block.
     """
 
     block_size: int = attrs.field(validator=_at_least(1))
     """Tokens in a block."""
     model: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """The model that computed it: a name with its revision, or a digest of the weights."""
+    """The model: its name and revision, or a digest of its weights."""
     dtype: str = attrs.field(default="", validator=_is_text, kw_only=True)
     """The type of the stored KV."""
     layout: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """How the bytes of a block are arranged: a fingerprint, as :attr:`backends.device.DeviceTier.fingerprint`."""
+    """The arrangement of a block's bytes: a fingerprint.
+
+    See :attr:`backends.device.DeviceTier.fingerprint`.
+    """
     rank: int = attrs.field(default=0, validator=_at_least(0), kw_only=True)
-    """Which part of the heads or layers, if several processes share one model."""
+    """The number of the part of heads or layers.
+
+    0 unless several processes share one model.
+    """
     tenant: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """The tenant that may find it."""
+    """The tenant that may find the block."""
     algorithm: Algorithm = attrs.field(default="blake2b", validator=_is_algorithm, kw_only=True)
     """The hash function."""
 
     @property
     def salt(self) -> bytes:
-        """The salt of :func:`block_key`: every field but the tokens', each with its length in front of it."""
+        """The salt of :func:`block_key`: every field except ``block_size`` and ``algorithm``.
+
+        Each field has its length in front of it.
+        """
         texts = (self.model, self.dtype, self.layout, str(self.rank), self.tenant)
         return _SALT + b"".join([_header(text) for text in texts])
 
     def keys(self, tokens: Iterable[int]) -> list[Key]:
-        """One key for every full block of these tokens; see :func:`prefix_keys`."""
+        """Return one key for every full block of these tokens.
+
+        See :func:`prefix_keys`.
+        """
         return prefix_keys(tokens, self.block_size, salt=self.salt, algorithm=self.algorithm)
 
     def prefix(self, tokens: Iterable[int] = ()) -> KeyPrefix:
-        """A sequence that grows, starting with these tokens. Tokens that were hashed are not hashed again."""
+        """Return a growing sequence that starts with these tokens.
+
+        Tokens that were hashed are not hashed again.
+        """
         prefix = KeyPrefix(self)
         prefix.append(tokens)
         return prefix
 
 
 class KeyPrefix:
-    """The keys of a sequence that grows. Made by :meth:`BlockKey.prefix`.
+    """The keys of a sequence that grows.
+
+    Made by :meth:`BlockKey.prefix`.
 
     Attributes:
         naming: makes the keys.
@@ -179,14 +203,16 @@ class KeyPrefix:
         self._rest: array[int] = array(_TOKEN)
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return len(self.keys) * self.naming.block_size + len(self._rest)
 
     def __repr__(self) -> str:
         return f"<{len(self)} tokens, {len(self.keys)} full blocks>"
 
     def append(self, tokens: Iterable[int]) -> list[Key]:
-        """Append tokens, and return the keys of the blocks that they fill. The cost does not depend on the sequence's length.
+        """Append tokens, and return the keys of the blocks that they fill.
+
+        The cost does not depend on the sequence's length.
 
         Raises:
             TypeError: a token is not an integer; nothing was appended.
@@ -214,7 +240,7 @@ class _Hash(Protocol):
 
 
 def _begin(salt: str | bytes, algorithm: Algorithm) -> _Hash:
-    """A hash of everything in front of the parent."""
+    """Return a hash of everything in front of the parent."""
     if algorithm == "blake2b":
         return blake2b(_header(salt), digest_size=KEY_BYTES, person=_PERSON)
     if algorithm == "sha256":

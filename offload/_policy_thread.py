@@ -1,8 +1,8 @@
-"""A policy that blocks, called in a thread, so that the loop goes on and ``policy_timeout`` applies.
+"""A policy that blocks, called in a thread.
 
-There is one call at a time, as on the trio thread, so a policy need not be thread-safe. A call that times out is abandoned: its
-thread ends by itself, a lock that the policy takes until then is released, and the policy is not called again before that. So a
-policy that hangs costs one thread.
+So the loop goes on meanwhile, and ``policy_timeout`` applies. There is one call at a time, as on the trio thread, so a
+policy need not be thread-safe. A call that times out is abandoned: its thread ends by itself, a lock that the policy
+takes until then is released, and the policy is not called again before that. So a policy that hangs costs one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _log = logging.getLogger("offload.pipeline")
 
 
 class ThreadedPolicy(AsyncPolicy):
-    """A policy that is called in a thread. Made by :func:`offload.in_thread`."""
+    """A policy that is called in a thread.
+
+    Made by :func:`offload.in_thread`.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -33,7 +36,10 @@ class ThreadedPolicy(AsyncPolicy):
         return f"in_thread({self._policy!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """Return the policy's answer. Cancelled, it returns at once; a lock that the policy takes afterwards is released."""
+        """Return the policy's answer.
+
+        If cancelled, it returns at once; a lock that the policy takes afterwards is released.
+        """
         await self._permit.acquire()
         call = _Call(self._policy, keys, self._permit)
         try:
@@ -50,7 +56,10 @@ class _State(enum.Enum):
 
 
 class _Call:
-    """One call of the policy, with the states that the trio thread and the policy's thread share."""
+    """One call of the policy.
+
+    Its states are shared by the trio thread and the policy's thread.
+    """
 
     def __init__(self, policy: Policy, keys: Sequence[Key], permit: trio.Semaphore) -> None:
         self._policy = policy
@@ -63,7 +72,10 @@ class _Call:
         self._answer: Reasons | Leased | None = None
 
     def run(self) -> Reasons | Leased:
-        """In the thread: call the policy. An abandoned call releases its lock, on the trio thread."""
+        """Call the policy, in its thread.
+
+        An abandoned call releases its lock, on the trio thread.
+        """
         if self._move(_State.RUNNING):
             return {}
         try:
@@ -77,14 +89,17 @@ class _Call:
                     self._give_back()
 
     def _move(self, state: _State) -> bool:
-        """In the thread: move to this state. Returns whether the call has been abandoned."""
+        """Move to this state, and return whether the call was abandoned.
+
+        Called in the policy's thread.
+        """
         with self._lock:
             if not self._left or state is _State.OVER:
                 self._state = state
             return self._left
 
     def leave(self) -> None:
-        """On the trio thread: abandon the call."""
+        """Abandon the call, on the trio thread."""
         with self._lock:
             self._left = True
             running = self._state is _State.RUNNING

@@ -1,6 +1,10 @@
-"""How long containers are in each stage, where they end, and why their blocks are not stored: an instrument, without I/O.
+"""An instrument that measures the stages of a pipeline, without I/O.
 
-Rule 1. The time in a stage is from the hook of that name to the next hook of the container. ``chain`` begins when the copy is
+It measures how long containers are in each stage, and counts the stages in which they end and the reasons why their
+blocks are not stored. The rules:
+
+Rule 1. The time in a stage is from the hook of that name to the next hook of the container. ``chain`` begins when the
+copy is
         over: later routes, if there are any, and settling.
 Rule 2. A container that ends before its policies were asked has ended in ``admission``, with no time there.
 Rule 3. Reasons are a policy's own words and the names of error classes, so there may be any number of them. The first
@@ -22,27 +26,36 @@ from ._pipeline.container import OffloadBatch, OffloadContainer
 from ._pipeline.lifecycle import Status
 
 STAGES: Final[Sequence[str]] = ("admission", "awaiting", "batching", "transfer", "chain")
-"""The stages of a pipeline, in order; ``chain`` is what follows the copy."""
+"""The stages of a pipeline, in order; ``chain`` follows the copy."""
 ENDS: Final[Sequence[str]] = tuple(status.value for status in Status if status.terminal)
-"""How a container may end."""
+"""The statuses in which a container ends."""
 BOUNDS: Final[Sequence[float]] = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
-"""In seconds: from a checkpoint to the default timeout of a copy."""
+"""Bounds of the histograms, in seconds.
+
+They range from a checkpoint to beyond the default timeout of a copy.
+"""
 MOST_REASONS: Final = 64
-"""Each reason is a time series of whatever charts them."""
+"""Most reasons that are counted by name.
+
+A monitoring system keeps a time series for each.
+"""
 OTHER: Final = "other"
-"""Stands for the reasons that came after these."""
+"""The name under which all later reasons are counted."""
 
 
 @attrs.frozen
 class Histogram:
-    """How values are distributed."""
+    """A distribution of values."""
 
     bounds: Sequence[float]
-    """Ascending."""
+    """Upper bounds of the buckets, ascending."""
     counts: Sequence[int]
-    """How many values are at most each bound, and more than the one before; the last: how many exceed them all."""
+    """Number of values in each bucket.
+
+    A bucket has the values up to its bound that are above the bound before; the last has those above all bounds.
+    """
     total: float
     """The sum of all values."""
 
@@ -52,37 +65,51 @@ class StageStatistics:
     """A snapshot of :class:`StageTimes`."""
 
     seconds: Mapping[str, Histogram]
-    """The time in each stage."""
+    """The time in each stage, in seconds."""
     copies: Histogram
-    """The time of each copy, in seconds: a batch that has its room."""
+    """The time of each copy of a batch, in seconds.
+
+    A copy begins when its batch has room in the destination.
+    """
     ended: Mapping[tuple[str, str], int]
-    """Containers, by the stage in which they ended and how (``complete``, ``cancelled``, ``failed``)."""
+    """Number of ended containers, by stage and status.
+
+    The statuses are ``complete``, ``cancelled`` and ``failed``.
+    """
     filtered: Mapping[str, int]
-    """Blocks that were filtered, by reason: a policy's word, ``pending``, ``timeout``, ``error``, ``overflow``."""
+    """Number of filtered blocks, by reason.
+
+    A reason is a policy's word, ``pending``, ``timeout``, ``error`` or ``overflow``.
+    """
     failed: Mapping[str, int]
-    """Blocks that were not stored because of an error, by the name of its class."""
+    """Number of blocks not stored because of an error, by class name."""
     evicted: int
-    """Weak blocks that were gone when their batch was to be copied."""
+    """Number of weak blocks that were gone before their batch was copied."""
 
 
 @attrs.frozen
 class Inside:
-    """A container that has not settled, for people. ``container`` is to be looked at only, on the trio thread."""
+    """A container that has not settled, to be shown to a person.
+
+    Only look at ``container``, and only on the trio thread.
+    """
 
     container: OffloadContainer
     stage: str
-    """The stage it is in."""
+    """The stage that the container is in."""
     seconds: float
-    """How long it has been in that stage."""
+    """Seconds since it entered that stage."""
     age: float
     """Seconds since its policies were asked."""
 
 
 class StageTimes:
-    """Measures the stages of the pipelines that it is an instrument of, one or several. Never blocks.
+    """An instrument of one or several pipelines that measures their stages.
+
+    It never blocks.
 
     Args:
-        clock: what is looked at in each hook, in seconds.
+        clock: returns the time in seconds; called in each hook.
     """
 
     def __init__(self, *, clock: Callable[[], float] = trio.current_time) -> None:
@@ -110,9 +137,10 @@ class StageTimes:
         )
 
     def inside(self, most: int) -> list[Inside]:
-        """Return the containers that have been inside longest, the longest first, at most so many. On the trio thread.
+        """Return the containers that have been inside longest, oldest first.
 
-        A container that a pipeline has taken in and whose policies it has not asked yet is not among them.
+        There are at most ``most``. Call it on the trio thread. A container is included once its policies are about to
+        be asked.
         """
         now = self._clock()
         return [
@@ -128,15 +156,15 @@ class StageTimes:
         self._inside[container] = (0, now, now)
 
     def awaiting(self, container: OffloadContainer) -> None:
-        """Its policies have answered."""
+        """Note that the container's policies have answered."""
         self._enter(1, [container])
 
     def batching(self, container: OffloadContainer) -> None:
-        """Its precondition holds."""
+        """Note that the container's precondition holds."""
         self._enter(2, [container])
 
     def transfer(self, batch: OffloadBatch) -> None:
-        """A slot has taken the batch."""
+        """Note that a slot has taken the batch."""
         self._enter(3, batch.containers)
 
     def xfer_start(self, batch: OffloadBatch) -> None:
@@ -144,14 +172,14 @@ class StageTimes:
         self._copying[batch] = self._clock()
 
     def xfer_end(self, batch: OffloadBatch) -> None:
-        """The copy is over."""
+        """Note that the copy is over."""
         began = self._copying.pop(batch, None)
         if began is not None:
             self._copies.add(self._clock() - began)
         self._enter(4, batch.containers)
 
     def settled(self, container: OffloadContainer) -> None:
-        """The container has ended: count where, how and why."""
+        """Count the end of a container: its stage, status and reasons."""
         stage, since, _ = self._inside.pop(container, (0, None, None))
         if since is not None:
             self._seconds[stage].add(self._clock() - since)
@@ -169,7 +197,7 @@ class StageTimes:
         now, inside = self._clock(), self._inside
         for container in containers:
             before = inside.get(container)
-            if before is not None:  # otherwise it was inside before this was an instrument of its pipeline
+            if before is not None:  # otherwise it was inside before this instrument was added
                 self._seconds[before[0]].add(now - before[1])
                 inside[container] = (stage, now, before[2])
 

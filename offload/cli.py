@@ -1,7 +1,7 @@
-"""The command line: ``offload demo | replay | scenario | incident | serve | ping | describe | doctor | top | bench``, and more.
+"""The command line ``offload``, with its subcommands.
 
-The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch. The table
-below names the module of each command, which has a click command.
+The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch.
+The table below names the module and the click command of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ready-made instruments: count events, log them, keep a trace, or measure the stages.
+"""Ready-made instruments: counters, a log, a trace, and stage times.
 
 An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`.
 """
@@ -26,55 +26,61 @@ Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer
 
 
 class Every:
-    """Base class of instruments that handle every hook in one method, :meth:`saw`."""
+    """A base class of instruments that handle every hook in one method.
+
+    The method is :meth:`saw`.
+    """
 
     def saw(self, hook: str, subject: Subject) -> None:
-        """Handle one event. ``subject`` is the container, batch or containers of the hook."""
+        """Handle one event.
+
+        ``subject`` is the container, batch or containers of the hook.
+        """
         raise NotImplementedError
 
     def admission(self, container: OffloadContainer) -> None:
-        """Pass :meth:`offload.abc.Instrument.admission` to :meth:`saw`; so do all hooks below."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("admission", container)
 
     def awaiting(self, container: OffloadContainer) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("awaiting", container)
 
     def batching(self, container: OffloadContainer) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("batching", container)
 
     def transfer(self, batch: OffloadBatch) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("transfer", batch)
 
     def pre_claim(self, batch: OffloadBatch) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("pre_claim", batch)
 
     def sweep_claim_gap(self, batch: OffloadBatch) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("sweep_claim_gap", batch)
 
     def post_claim(self, containers: Sequence[OffloadContainer]) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("post_claim", containers)
 
     def xfer_start(self, batch: OffloadBatch) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("xfer_start", batch)
 
     def xfer_end(self, batch: OffloadBatch) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("xfer_end", batch)
 
     def settled(self, container: OffloadContainer) -> None:
-        """Send this hook to :meth:`saw`."""
+        """Pass this hook to :meth:`saw`."""
         self.saw("settled", container)
 
 
 class Counting(Every):
-    """Counts how often each hook was called."""
+    """An instrument that counts the calls of each hook."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter(dict.fromkeys(HOOKS, 0))
@@ -84,19 +90,25 @@ class Counting(Every):
         self._counts[hook] += 1
 
     def statistics(self) -> Mapping[str, int]:
-        """A snapshot: for every hook how often it was called, 0 where it was not."""
+        """Return the number of calls of every hook, as a snapshot.
+
+        A hook that was never called has 0.
+        """
         return MappingProxyType(dict(self._counts))
 
 
 class Log(Every):
-    """Writes a line to a standard logger for each event. It never configures the logger."""
+    """An instrument that logs a line for each event.
+
+    It takes a standard logger and never configures it.
+    """
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.DEBUG) -> None:
         self._logger = logging.getLogger("offload") if logger is None else logger
         self._level = level
 
     def saw(self, hook: str, subject: Subject) -> None:
-        """``hook: container 3``, or the numbers of several."""
+        """Log the hook and the numbers of its containers: ``hook: container 3``."""
         if self._logger.isEnabledFor(self._level):
             self._logger.log(self._level, "%s: container %s", hook, ", ".join(map(str, numbers_of(subject))))
 
@@ -106,7 +118,7 @@ class Event:
     """One event of a trace."""
 
     time: float
-    """When it happened, in seconds on the clock of the trace."""
+    """The time of the event in seconds, on the trace's clock."""
     hook: str
     """The hook that was called."""
     numbers: tuple[int, ...]
@@ -114,7 +126,10 @@ class Event:
 
 
 class Trace(Every):
-    """Keeps the latest ``limit`` events, with their times and containers, for tests and pictures."""
+    """An instrument that keeps the latest ``limit`` events.
+
+    Each has its time and its containers; for tests and pictures.
+    """
 
     def __init__(self, *, limit: int = 100_000, clock: Callable[[], float] = trio.current_time) -> None:
         if limit < 1:
@@ -132,12 +147,15 @@ class Trace(Every):
         return list(self._events)
 
     def of(self, number: int) -> list[str]:
-        """The path of one container: the hooks that were called for it, in order."""
+        """Return the hooks that were called for one container, in order."""
         return [event.hook for event in self._events if number in event.numbers]
 
 
 def numbers_of(subject: Subject) -> tuple[int, ...]:
-    """The numbers of the containers in a hook's argument, for your own instruments."""
+    """Return the numbers of the containers in a hook's argument.
+
+    It is meant for your own instruments.
+    """
     if isinstance(subject, OffloadContainer):
         return (subject.number,)
     containers = subject.containers if isinstance(subject, OffloadBatch) else subject

@@ -1,14 +1,14 @@
-"""Metrics of an engine for Prometheus: collectors over its statistics. Needs the extra ``metrics``.
+"""Metrics of an engine for Prometheus: collectors over its statistics.
 
-Nothing is counted here. A scrape takes one snapshot, which the engine keeps anyhow, and the tables below say which field is
-which series; so the hot path has no part in it. Only the time in each stage needs an instrument, which :class:`StageCollector`
-reads. The rules:
+Needs the extra ``metrics``. Nothing is counted here: a scrape takes one snapshot, which the engine keeps anyhow, and
+the tables below map its fields to series. So the hot path has no part in it. Only the time in each stage needs an
+instrument, which :class:`StageCollector` reads. The rules:
 
 Rule 1. Every series exists from the first scrape, at 0: each label value that is known beforehand (tiers, pipelines,
-statuses, reasons) is written whether it has been counted or not. A reason that a policy or plugin made up appears with its
-first block.
-Rule 2. A counter that is part of something has a counter of the whole beside it: hit blocks beside asked blocks.
-Rule 3. A name is never used for two things: a gauge says what is now, a name that ends with ``_total`` only grows.
+statuses, reasons) is written, whether it has been counted or not. A reason of a policy's or plugin's own appears with
+its first block.
+Rule 2. A counter of a part stands next to a counter of the whole: hit blocks next to asked blocks.
+Rule 3. A name has one meaning: a gauge has the present value, and a name that ends with ``_total`` only grows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ from ._pipeline.statistics import PipelineStatistics
 from .instruments import Histogram, StageStatistics
 
 _Values: TypeAlias = Mapping[Any, float]
-"""The values of one metric, by a tuple of its labels' values; a mapping's keys are invariant, hence not ``tuple[str, ...]``."""
+"""The values of one metric, by the tuple of its label values.
+
+A mapping's keys are invariant, hence not ``tuple[str, ...]``.
+"""
 
 PREFIX: Final = "kv_offload_"
-"""What each name begins with."""
+"""The prefix of each metric's name."""
 
 PROMOTION_REASONS: Final[Sequence[str]] = ("duplicate", "full", "busy", "gone", "unavailable", "failed", "closed")
 """The reasons of :attr:`offload.EngineStatistics.promotions_refused`."""
@@ -59,15 +62,21 @@ FILTER_REASONS: Final[Sequence[str]] = (
     "gone",
     "closed",
 )
-"""Why blocks are filtered, beside the words of other policies; ``present`` is :class:`offload.PresenceFilter`'s."""
+"""Reasons for which blocks are filtered, without those of other policies.
+
+``present`` is the reason of :class:`offload.PresenceFilter`.
+"""
 
 DROP_REASONS: Final[Sequence[str]] = (
     "full", "too large", "unavailable", "late", "failed", "unproven", "pending", "at once", "tenant unknown", "closed",
 )  # fmt: skip
-"""The reasons of :class:`offload.SpillStatistics` that are not a policy's word."""
+"""The reasons of :class:`offload.SpillStatistics`, without those of policies."""
 
 MISS_REASONS: Final[Sequence[str]] = ("gone", "damaged", "size", "lease")
-"""Why a tier's blocks could not be loaded; ``damaged`` counts checksums that did not match. A plugin may have more."""
+"""Reasons for which a tier's blocks could not be loaded.
+
+``damaged`` counts checksums that did not match. A plugin may have more.
+"""
 
 LOAD_FAILURE_REASONS: Final[Sequence[str]] = (*MISS_REASONS, "mismatch", "withheld", "failed", "given up")
 """The reasons of :attr:`offload.EngineStatistics.load_failures`."""
@@ -76,21 +85,27 @@ INCONCLUSIVE_REASONS: Final[Sequence[str]] = (
     "too slow", "no planes at the destination", "planes not read", "a part of a block", "not recomputed",
     "destination not readable", "not read again", "gone when read again",
 )  # fmt: skip
-"""Why a shadow check came to no answer."""
+"""Reasons for which a shadow check had no result."""
 
 PROBE_ENDS: Final[Sequence[str]] = ("measured", "gone", "failed", "too slow")
-"""How a load ends that no request waits for, to measure a tier."""
+"""Outcomes of a load that measures a tier and serves no request."""
 
 COMPARISONS: Final[Sequence[str]] = ("stored", "recomputed", "read again")
-"""What a shadow check compares with; ``layout`` is found by :meth:`offload.Engine.check_layout` alone."""
+"""References of a shadow check.
+
+A mismatch with ``layout`` is found by :meth:`offload.Engine.check_layout` alone.
+"""
 
 FAILED_BY: Final[Sequence[str]] = (
     "PolicyFailed", "PreconditionFailed", "DestinationFull", "TierUnavailable", "TransferFailed", "DrainUnproven",
     "PipelineClosed",
 )  # fmt: skip
-"""The errors of this package for which blocks are not stored; an executor may have more."""
+"""The errors of this package because of which blocks are not stored.
 
-# (field, help) of one class of statistics each: a field of an integer, which becomes a series of the same name.
+An executor may have more.
+"""
+
+# (field, help) of one class of statistics: an integer field, which becomes a series of the same name.
 _ENGINE_COUNTERS: Final = (
     ("lookups", "Lookups that returned"),
     ("asked_blocks", "Blocks that lookups asked for; the whole of hit_blocks"),
@@ -143,7 +158,7 @@ _TIER_GAUGES: Final = (
     ("held_blocks", "Blocks held by refs or leases"),
     ("reserved_blocks", "Blocks reserved and not yet published"),
 )
-# What a daemon hosts is behind a dot, and 0 where it does not.
+# A dot precedes the fields of a part that not every daemon has; without the part their value is 0.
 _DAEMON_GAUGES: Final = (
     ("sessions", "Engines that have a session"),
     ("requests", "Requests that are not answered yet"),
@@ -209,10 +224,11 @@ _OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
 
 
 class EngineCollector:
-    """Show an engine to Prometheus: ``REGISTRY.register(EngineCollector(engine.statistics))``.
+    """A collector that shows an engine to Prometheus.
 
-    A scrape calls ``statistics`` in the thread that scrapes. With a trio engine that is the engine's own thread; elsewhere hand
-    in a function that asks :mod:`offload.from_thread`: ``lambda: engine.statistics().engine``.
+    Register it: ``REGISTRY.register(EngineCollector(engine.statistics))``. A scrape calls ``statistics`` in the thread
+    that scrapes. With a trio engine that is the engine's own thread. Otherwise pass a function that asks
+    :mod:`offload.from_thread`: ``lambda: engine.statistics().engine``.
 
     Args:
         statistics: returns a snapshot.
@@ -222,7 +238,7 @@ class EngineCollector:
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry then does not scrape when the collector is registered."""
+        """Return nothing, so that registering the collector does not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -238,7 +254,9 @@ class EngineCollector:
 
 
 class StageCollector:
-    """Show the stages of pipelines to Prometheus: time in each, where containers end, and why blocks are not stored.
+    """A collector that shows the stages of pipelines to Prometheus.
+
+    Shown are the time in each stage, the stages in which containers end, and the reasons why blocks are not stored.
 
         times = offload.instruments.StageTimes()
         open_engine(..., instruments=[times])
@@ -252,7 +270,7 @@ class StageCollector:
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry then does not scrape when the collector is registered."""
+        """Return nothing, so that registering the collector does not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -268,7 +286,9 @@ class StageCollector:
 
 
 class DaemonCollector:
-    """Show what a daemon counts of its sessions to Prometheus: ``kv_offload_daemon_sessions``, and so on.
+    """A collector that shows a daemon's counters of sessions to Prometheus.
+
+    The names begin with ``kv_offload_daemon_``: ``kv_offload_daemon_sessions``, and so on.
 
     Args:
         counters: returns the daemon's statistics. Those of its engine and its tiers are for :class:`EngineCollector`.
@@ -278,7 +298,7 @@ class DaemonCollector:
         self._counters = counters
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry then does not scrape when the collector is registered."""
+        """Return nothing, so that registering the collector does not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -303,7 +323,7 @@ def _daemon_value(values: Mapping[str, float], field: str) -> float:
 
 
 def _by_tenant(values: Mapping[str, float], field: str) -> _Values:
-    """Of all tenants with a quota: the counter ``tenant.NAME.field``."""
+    """Return the counter ``tenant.NAME.field`` of all tenants with a quota."""
     start, end = "tenant.", f".{field}"
     return {
         (name[len(start) : -len(end)],): int(value)
@@ -313,21 +333,22 @@ def _by_tenant(values: Mapping[str, float], field: str) -> _Values:
 
 
 class ConfigCollector:
-    """Show the knobs of an engine to Prometheus, as labels of one series: ``kv_offload_config_info``.
+    """A collector that shows the settings of an engine to Prometheus.
 
-    So a chart can tell whether two engines that behave differently are configured alike.
+    They are the labels of one series, ``kv_offload_config_info``, so that a chart shows whether two engines that behave
+    differently are configured alike.
 
     Args:
-        config: the engine's, or what returns it where it changes. Knobs that are a number, a word or a switch are shown, those
-            of nested configurations with the name of these before their own (``pipeline_budget_blocks``); objects and tables
-            are not.
+        config: the engine's configuration, or a function that returns it if it changes. A setting that is a number, a
+            word or a switch is shown. A setting of a nested configuration has that configuration's name in front of its
+            own (``pipeline_budget_blocks``). Objects and tables are not shown.
     """
 
     def __init__(self, config: EngineConfig | Callable[[], EngineConfig]) -> None:
         self._config = config
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry then does not scrape when the collector is registered."""
+        """Return nothing, so that registering the collector does not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -347,7 +368,8 @@ def _knobs(before: str, config: attrs.AttrsInstance) -> Iterator[tuple[str, str]
             yield from _knobs(f"{name}_", value)
 
 
-# --- what is in a snapshot ------------------------------------------------------------------------------------------------
+# --- the metrics of a snapshot
+# --------------------------------------------------------------------------------------------
 
 
 def _of_engine(statistics: EngineStatistics) -> Iterator[Metric]:
@@ -387,7 +409,7 @@ def _of_pipelines(pipelines: Mapping[str, PipelineStatistics]) -> Iterator[Metri
         values = {(name,): getattr(of_one, field) for name, of_one in pipelines.items()}
         yield _counter(f"pipeline_{field.removesuffix('_total')}", text, values, ["pipeline"])
     for field, text in _PIPELINE_GAUGES:
-        # The count of all copies has the name without a suffix; what is open now gets one.
+        # The count of all copies has the name without a suffix; the number of open ones gets a suffix.
         name = "quarantined_now" if field == "quarantined" else field
         values = {(pipeline,): getattr(of_one, field) for pipeline, of_one in pipelines.items()}
         yield _gauge(f"pipeline_{name}", text, values, ["pipeline"])

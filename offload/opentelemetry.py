@@ -1,3 +1,3 @@
-"""Spans of OpenTelemetry for what is stored. Needs the extra ``otel``; nothing else of the package imports it."""
+"""Spans of live pipelines and engines for OpenTelemetry."""
 
 from ._tracing.spans import SpanInstrument as SpanInstrument

@@ -1,6 +1,6 @@
-"""Ready-made policies: they decide which blocks may leave.
+"""Ready-made policies, which decide the blocks that may leave.
 
-A policy is any callable ``(keys) -> Reasons | Leased``, called once for all blocks of a container; it names the
+A policy is any callable ``(keys) -> Reasons | Leased``, called once for all blocks of a container; it returns the
 rejected keys only. A policy that must wait derives from :class:`offload.abc.AsyncPolicy` instead. :func:`AllOf` and
 :func:`AnyOf` combine policies; an async member makes the combination async.
 """
@@ -30,11 +30,11 @@ AnyPolicy: TypeAlias = "Policy | AsyncPolicy"
 """The items of ``policies=``."""
 
 NOTHING_REJECTED: Final[Reasons] = MappingProxyType({})
-"""The answer that rejects nothing; shared, so that policies need not make one."""
+"""The answer that rejects nothing, shared by all policies."""
 
 
 class PassAll:
-    """Rejects nothing."""
+    """A policy that rejects nothing."""
 
     __slots__ = ()
     in_any_thread = True
@@ -51,14 +51,14 @@ class PassAll:
 
 
 def PresenceFilter(tier: TransferExecutor) -> Policy | AsyncPolicy:
-    """Rejects blocks that a tier has already, with the reason ``present``.
+    """Return a policy that rejects blocks which a tier already has.
 
-    For a broken tier, or a daemon one of whose tiers is silent, nothing is known and nothing is rejected: the tier decides when
-    it is asked for room.
+    The reason is ``present``. If a tier is broken, or one of the tiers of a daemon does not answer, nothing is known
+    and nothing is rejected: the tier decides when room is reserved in it.
 
     Args:
-        tier: a tier of any kind. If it :attr:`answers at once <backends.abc.Capabilities.answers_at_once>`, the filter never
-            waits; any other tier is asked, by an :class:`~offload.abc.AsyncPolicy`.
+        tier: a tier of any kind. If it :attr:`answers at once <backends.abc.Capabilities.answers_at_once>`, the filter
+            never waits; any other tier is asked by an :class:`~offload.abc.AsyncPolicy`.
 
     Raises:
         TypeError: it does not answer at once, and is no :class:`backends.abc.Tier` that could be asked.
@@ -92,7 +92,10 @@ class _PresentNow:
 
 
 class _PresentWhenAsked(AsyncPolicy):
-    """The presence filter of a tier that must be awaited, unless it is a :class:`backends.base.direct.DirectTier`."""
+    """The presence filter of a tier that must be awaited.
+
+    A :class:`backends.base.direct.DirectTier` may answer without waiting.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -109,9 +112,12 @@ class _PresentWhenAsked(AsyncPolicy):
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 
     def evaluate_nowait(self, keys: Sequence[Key]) -> Reasons | None:
-        """Return the keys that a shared index shows; ``None`` where there is none, or it cannot tell."""
-        # Asked each time: a tier that comes late is another one by then. Behind a breaker it is the tier itself, since an
-        # answer without a message says nothing about the health of the server.
+        """Return the keys that a shared index shows.
+
+        ``None`` if there is no such index, or the index does not know.
+        """
+        # Read each time: a tier that comes late is another one by then. Behind a breaker it is the tier itself, since
+        # an answer without a message shows nothing about the health of the server.
         direct = self._tier.direct
         found = None if direct is None else direct.contains_from_thread(keys)
         if found is None:
@@ -126,35 +132,35 @@ _HALF = bytes(count // 2 for count in range(_CEILING + 1))
 
 
 class FrequencyFilter:
-    """Rejects blocks that were not requested more than ``threshold`` times, with the reason ``infrequent``.
+    """A policy that rejects blocks requested at most ``threshold`` times.
 
-    Every call counts as one sight of each of its keys, the present one included. Behind other policies in
-    :func:`AllOf` it sees, and so counts, only what these let through.
+    The reason is ``infrequent``. Every call counts as one request of each of its keys, the present one included. After
+    other policies in :func:`AllOf` it is called for, and so counts, only the blocks that these let through.
 
     Counts are kept in a count-min sketch: three rows of one-byte counters, of which a key owns one in each row. Its
-    count is the least of the three: never less than its sights since the last aging, and more only where all three
+    count is the least of the three: never less than its requests since the last aging, and more only if all three
     counters are shared with busier keys. Two refinements:
 
     * *Conservative update*: of a key's counters only those are raised that hold the least value. The count stays an
-      upper bound, and keys seen once pollute far less.
-    * *Aging*: after every ``window`` sights all counters are halved, so that what was popular long ago is forgotten,
-      and, a row being ``window`` wide, rows never fill up. A counter stops at 255, and half of that is as much as any
-      threshold.
+      upper bound, and keys requested once pollute far less.
+    * *Aging*: after every ``window`` requests all counters are halved, so that blocks which were popular long ago are
+      forgotten, and, a row being ``window`` wide, rows never fill up. A counter stops at 255, and half of that is as
+      much as any threshold.
 
-    Memory is ``3 * window`` bytes, whatever is seen. The hash is a fixed one: the same sights give the same answers in
-    every process. Measured on a window of nothing but new keys: at the default threshold none passes wrongly, at 2 one
-    in ten thousand, at 1 one in twelve (a fourth row would halve that, and cost a quarter more time).
+    Memory is ``3 * window`` bytes, whatever the number of keys. The hash is a fixed one: the same requests give the
+    same answers in every process. Measured on a window of nothing but new keys: at the default threshold none passes
+    wrongly, at 2 one in ten thousand, at 1 one in twelve (a fourth row would halve that, and cost a quarter more time).
     """
 
     __slots__ = ("_fresh", "_mask", "_rows", "threshold", "window")
 
     def __init__(self, threshold: int = 8, *, window: int = 1 << 18) -> None:
-        """Start with nothing seen.
+        """Start with all counters at zero.
 
         Args:
             threshold: 0 to 127; with 0 everything passes.
-            window: sights between two agings, 1,024 to 16,777,216; rounded up to a power of two. About as many
-                different keys can be told apart.
+            window: requests between two agings, 1,024 to 16,777,216; rounded up to a power of two. About as many
+                different keys can be distinguished.
 
         Raises:
             ValueError: out of these bounds.
@@ -215,9 +221,10 @@ class FrequencyFilter:
 
 
 class PriorityPrefixFilter:
-    """Keeps the leading blocks whose priority is at least ``at_least``; rejects the rest with the reason ``priority``.
+    """A policy that keeps the leading blocks with a high priority.
 
-    The first block below cuts off all that follow, since only a prefix without gaps is of use.
+    A block passes if its priority is at least ``at_least``. The first block below that, and all blocks after it, are
+    rejected with the reason ``priority``, since only a prefix without gaps is of use.
     """
 
     __slots__ = ("_at_least", "_priority_of")
@@ -230,7 +237,10 @@ class PriorityPrefixFilter:
         return f"PriorityPrefixFilter({self._priority_of!r}, {self._at_least!r})"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """Return all keys from the first one on whose priority is too low (or not a number)."""
+        """Return all keys from the first whose priority is too low.
+
+        A priority that is not a number is too low.
+        """
         priority_of, at_least = self._priority_of, self._at_least
         for position, key in enumerate(keys):
             if not priority_of(key) >= at_least:
@@ -246,15 +256,16 @@ def AllOf(*policies: Policy) -> Policy: ...
 @overload
 def AllOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AllOf(*policies: AnyPolicy) -> AnyPolicy:
-    """A policy that lets a block leave if every member does. Members are called in order, for the blocks that remain.
+    """Return a policy that lets a block leave if every member does.
 
-    A rejected block has the reason of the member that rejected it. Once all are rejected, no further member is called.
+    Members are called in order, for the blocks that remain. A rejected block has the reason of the member that rejected
+    it. Once all are rejected, no further member is called.
 
-    The leases of members become one. If a later member raises or is cancelled, those taken so far are released before the
-    exception goes on.
+    The leases of members become one. If a later member raises or is cancelled, those taken so far are released before
+    the exception goes on.
 
-    Where the members up to one that has to wait have rejected all blocks, or have answered for all others, the pipeline needs
-    no task and no deadline for it. Each member is asked once.
+    The pipeline needs no task and no deadline if every block is decided before a member has to wait. Each member is
+    asked once.
 
     Returns:
         An :class:`offload.abc.AsyncPolicy` if a member is one, else a plain policy.
@@ -271,22 +282,24 @@ def AnyOf(*policies: Policy) -> Policy: ...
 @overload
 def AnyOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AnyOf(*policies: AnyPolicy) -> AnyPolicy:
-    """A policy that lets a block leave if one member does. Members are called in order, for the blocks rejected so far.
+    """Return a policy that lets a block leave if one member does.
 
-    A block that all members reject has the reason of the first one. Once all may leave, no further member is called.
-    Leases, result and errors are those of :func:`AllOf`.
+    Members are called in order, for the blocks rejected so far. A block that all members reject has the reason of the
+    first one. Once all may leave, no further member is called. Leases, result and errors are those of :func:`AllOf`.
     """
     return _joined("AnyOf", _Rejects, policies)
 
 
 def in_thread(policy: Policy) -> AsyncPolicy:
-    """Call this policy in a thread: for one that blocks on a file, a database or a lock, for example.
+    """Call this policy in a thread, because it blocks.
 
-    The loop goes on meanwhile, and ``policy_timeout`` applies as to any async policy. One call at a time. A call that times out
-    is abandoned: the policy is not called again before it has returned, and a lock that it takes until then is released.
+    It may block on a file, a database or a lock, for example. The loop goes on meanwhile, and ``policy_timeout``
+    applies as to any async policy. There is one call at a time. A call that times out is abandoned: the policy is not
+    called again before it has returned, and a lock that it takes until then is released.
 
     Args:
-        policy: a plain policy that may be called in any thread. Not one that uses a tier, which only the trio thread may.
+        policy: a plain policy that may be called in any thread. Not one that uses a tier, which only the trio thread
+            may.
 
     Raises:
         TypeError: it is no plain policy.
@@ -299,16 +312,25 @@ def in_thread(policy: Policy) -> AsyncPolicy:
 
 @attrs.frozen(eq=False)
 class Evaluation:
-    """What is left of an evaluation that has to wait. Either of the two functions must be called, once."""
+    """The rest of an evaluation that has to wait.
+
+    One of the two functions must be called, once.
+    """
 
     finish: Callable[[], Awaitable[Reasons | Leased]]
-    """Goes on, and returns the answer. Raising or cancelled, it has released all locks."""
+    """Goes on, and returns the answer.
+
+    If it raises or is cancelled, it has released all locks.
+    """
     abandon: Callable[[], None]
-    """Releases the locks that were taken until now: nobody waits for the answer any more."""
+    """Releases the locks taken so far, if the answer is not needed."""
 
 
 def begin(policy: AsyncPolicy, keys: Sequence[Key]) -> Reasons | Leased | Evaluation:
-    """Ask a policy as far as it can tell without waiting. What a combination has asked until then, it does not ask again."""
+    """Ask a policy as far as it can answer without waiting.
+
+    A member of a combination that has answered is not asked again.
+    """
     if isinstance(policy, _AsyncJoined):
         return policy.begin(keys)
     answer = policy.evaluate_nowait(keys)
@@ -316,18 +338,24 @@ def begin(policy: AsyncPolicy, keys: Sequence[Key]) -> Reasons | Leased | Evalua
 
 
 def _take_no_lock() -> None:
-    """What a single policy that has yet to wait leaves behind: nothing."""
+    """Release nothing: a policy that has not waited holds no lock."""
 
 
 def timed(policy: AnyPolicy, limit: float, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
-    """Wrap a policy: when a plain one in it blocks the loop for over ``limit`` seconds, call ``blocked`` with the time."""
+    """Wrap a policy to report plain policies that block the loop.
+
+    When a plain policy in it blocks for over ``limit`` seconds, ``blocked`` is called with the policy and the time.
+    """
     if isinstance(policy, _Joined | _AsyncJoined):
         return policy.of_members(lambda member: timed(member, limit, blocked))
     return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, limit, blocked)
 
 
 class _Timed:
-    """Measures how long a plain policy takes, in real time, since virtual time does not pass while code runs."""
+    """A wrapper that measures how long a plain policy takes.
+
+    Measured is real time, since virtual time does not pass while code runs.
+    """
 
     __slots__ = ("_blocked", "_limit", "_policy")
 
@@ -367,7 +395,7 @@ def as_policy(policy: object) -> AnyPolicy:
 
 
 def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
-    """Split a policy's answer into the rejected keys and the function that releases its lock.
+    """Split a policy's answer into rejected keys and release function.
 
     Raises:
         TypeError: it is not an answer of a policy. A lock that came with it has been released.
@@ -387,7 +415,10 @@ def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
 
 
 class _Fold(ABC):
-    """The pure part of AllOf and AnyOf: takes the answers one by one, and knows the keys for the next member."""
+    """The pure part of AllOf and AnyOf.
+
+    It takes the members' answers one by one, and has the keys for the next member.
+    """
 
     __slots__ = ("_leases", "_reasons", "rest")
 
@@ -411,13 +442,16 @@ class _Fold(ABC):
         """Update ``rest`` and the result, given the rejected ones of ``rest``."""
 
     def give_back(self) -> None:
-        """Release all locks, the latest first, each once; an error in one does not keep the others locked."""
+        """Release all locks, the latest first, each once.
+
+        An error in one does not keep the others locked.
+        """
         with ExitStack() as stack:
             while self._leases:
                 stack.callback(self._leases.pop(0))
 
     def answer(self) -> Reasons | Leased:
-        """The combined answer."""
+        """Return the combined answer."""
         return Leased(self._reasons, self.give_back) if self._leases else self._reasons
 
 
@@ -459,7 +493,7 @@ class _Joined:
         self._policies = policies
 
     def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
-        """The same combination with other members."""
+        """Return the same combination with changed members."""
         return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     def __repr__(self) -> str:
@@ -489,7 +523,7 @@ class _AsyncJoined(AsyncPolicy):
     __repr__ = _Joined.__repr__
 
     def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
-        """The same combination with other members."""
+        """Return the same combination with changed members."""
         return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
@@ -498,7 +532,7 @@ class _AsyncJoined(AsyncPolicy):
         return await begun.finish() if isinstance(begun, Evaluation) else begun
 
     def begin(self, keys: Sequence[Key]) -> Reasons | Leased | Evaluation:
-        """Ask member by member, up to the first one that has to wait."""
+        """Ask the members up to the first that has to wait."""
         fold, members = self._fold(keys), iter(self._policies)
         try:
             for policy in members:
@@ -514,7 +548,7 @@ class _AsyncJoined(AsyncPolicy):
         return fold.answer()
 
     async def _finish(self, fold: _Fold, begun: Evaluation, members: Iterator[AnyPolicy]) -> Reasons | Leased:
-        """Wait for this member's answer, and ask those behind it."""
+        """Wait for this member's answer, and ask the members after it."""
         try:
             fold.take(await begun.finish())
             while fold.rest and (policy := next(members, None)) is not None:
@@ -526,7 +560,7 @@ class _AsyncJoined(AsyncPolicy):
 
 
 def _abandon(fold: _Fold, begun: Evaluation) -> None:
-    """Release the locks of a combination whose evaluation does not go on, the latest first."""
+    """Release the locks of an abandoned evaluation, the latest first."""
     with ExitStack() as stack:
         stack.callback(fold.give_back)
         stack.callback(begun.abandon)

@@ -1,7 +1,7 @@
-"""Ready-made preconditions: they say when the data is there.
+"""Ready-made preconditions, which hold once the data may be read.
 
-A precondition that holds never stops holding. Those that are ``passive`` run no code of the caller's while they wait, so that a
-container which is cancelled meanwhile settles in the same tick.
+A precondition that holds never stops holding. One that is ``passive`` runs no code of the caller's while it waits, so
+that a container which is cancelled meanwhile settles in the same tick.
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ class _NoWait(Precondition):
 
 
 NO_WAIT: Final = _NoWait()
-"""The bytes may be read now. Explicit, since forgetting the forward pass corrupts data without an error."""
+"""The precondition that always holds: the bytes may be read now.
+
+It must be passed explicitly, since forgetting the forward pass corrupts data without an error.
+"""
 
 
 def as_precondition(value: object) -> Precondition:
-    """Convert the argument of ``precondition=`` to a :class:`~offload.abc.Precondition`.
+    """Convert the argument of ``precondition=`` to a precondition.
+
+    The result is a :class:`~offload.abc.Precondition`.
 
     Raises:
-        TypeError: it cannot be awaited and cancelled; the text says what can.
+        TypeError: it cannot be awaited and cancelled; the text lists the types that can.
     """
     if isinstance(value, Precondition):
         return value
@@ -85,7 +90,7 @@ def _hint(value: object) -> str:
 
 @final
 class TrioEvent(Precondition):
-    """Holds once a :class:`trio.Event` is set."""
+    """A precondition that holds once a :class:`trio.Event` is set."""
 
     def __init__(self, event: trio.Event) -> None:
         self._event = event
@@ -94,11 +99,14 @@ class TrioEvent(Precondition):
         return f"TrioEvent({self._event!r})"
 
     def is_set(self) -> bool:
-        """Whether the event is set."""
+        """Return whether the event is set."""
         return self._event.is_set()
 
     def __eq__(self, other: object) -> bool:
-        """Two preconditions of the same event are equal: their containers share one wait."""
+        """Compare the events.
+
+        Containers whose preconditions are of the same event share one wait.
+        """
         return isinstance(other, TrioEvent) and other._event is self._event
 
     def __hash__(self) -> int:
@@ -110,7 +118,10 @@ class TrioEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
+        """True: waiting runs no code of the caller's.
+
+        So containers that wait for the same event may share one task.
+        """
         return True
 
 
@@ -138,9 +149,10 @@ class TrioEvent(Precondition):
 
 @final
 class ThreadEvent(Precondition):
-    """An event that any thread may set, and that any number of trio runs may wait for.
+    """An event that any thread may set.
 
-    Public as ``offload.from_thread.Event``. Like a :class:`trio.Event`, it cannot be cleared: use a new one each time.
+    Any number of trio runs may wait for it. Public as ``offload.from_thread.Event``. Like a :class:`trio.Event`, it
+    cannot be cleared: use a new one each time.
     """
 
     def __init__(self) -> None:
@@ -151,7 +163,10 @@ class ThreadEvent(Precondition):
         return f"<offload.from_thread.Event {'set' if self._flag else 'not set'}>"
 
     def set(self) -> None:
-        """Set it, and wake all tasks that wait. For any thread, also in a signal handler. Never blocks; idempotent."""
+        """Set the event, and wake all tasks that wait.
+
+        Any thread may call it, also in a signal handler. Never blocks; idempotent.
+        """
         self._flag = True
         while self._runs:
             try:
@@ -162,11 +177,14 @@ class ThreadEvent(Precondition):
                 token.run_sync_soon(event.set)
 
     def is_set(self) -> bool:
-        """Whether it was set, by any thread."""
+        """Return whether the event was set, by any thread."""
         return self._flag
 
     async def wait(self) -> None:
-        """Return once it is set; at once (with a checkpoint) if it was set before."""
+        """Return once the event is set.
+
+        If it was set before, return at once (with a checkpoint).
+        """
         token = trio.lowlevel.current_trio_token()
         event = self._runs.get(token)
         if event is None:
@@ -182,7 +200,10 @@ class ThreadEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
+        """True: waiting runs no code of the caller's.
+
+        So containers that wait for the same event may share one task.
+        """
         return True
 
 
@@ -201,28 +222,37 @@ class ThreadEvent(Precondition):
 #     an equal one, of a later recording, in r too  -> each query that ends the first one begins after that recording
 
 _FIRST_PAUSE: Final = 64e-6
-"""Seconds between the first two rounds; doubled up to the longest, so that a step of 10 ms costs some 20 rounds."""
+"""Seconds between the first two rounds.
+
+The pause is doubled up to the longest one, so that a step of 10 ms costs some 20 rounds.
+"""
 _LONGEST_PAUSE: Final = 512e-6
-"""Seconds that a long wait may lose at its end, against less than 2,000 rounds a second. A query takes microseconds, and with
-torch the interpreter's lock."""
+"""Most seconds that a long wait loses at its end.
+
+In return there are less than 2,000 rounds a second. A query takes microseconds, and with torch the interpreter's lock.
+"""
 
 
 class Query(Protocol):
     """The one method of a ``torch.cuda.Event`` that is used."""
 
     def query(self) -> bool:
-        """Whether all work recorded before the event is done. Never blocks; raises if that work failed."""
+        """Return whether all work recorded before the event is done.
+
+        Never blocks; raises if that work failed.
+        """
         ...
 
 
 @final
 class CudaEvent(Precondition):
-    """Holds once the work recorded before a ``torch.cuda.Event``, or a ``torch.Event``, is done. Never imports torch.
+    """A precondition that holds once the work of a CUDA event is done.
 
-    The event is kept until then. Recorded again meanwhile, it is waited for as it was recorded last.
+    Its work is the work recorded before it. The event is a ``torch.cuda.Event`` or a ``torch.Event``; torch is never
+    imported here. The event is kept until then. If it is recorded again meanwhile, the wait is for the last recording.
 
     Raises:
-        ValueError: the event was never recorded. CUDA would say that it is done.
+        ValueError: the event was never recorded. CUDA would report that it is done.
     """
 
     def __init__(self, event: Query) -> None:
@@ -237,7 +267,11 @@ class CudaEvent(Precondition):
         return f"CudaEvent({self._event!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Two preconditions of one event are equal if no query of it has begun in between: their containers share one wait."""
+        """Compare the events, and the rounds of queries.
+
+        Two preconditions of one event are equal if no query of it has begun in between: their containers share one
+        wait.
+        """
         return (
             isinstance(other, CudaEvent) and other._event is self._event and other._made_in_round == self._made_in_round
         )
@@ -246,11 +280,14 @@ class CudaEvent(Precondition):
         return hash((CudaEvent, id(self._event)))
 
     def is_set(self) -> bool:
-        """Whether a wait has found that the work is done. Queries nothing; :meth:`wait` raises errors of the device."""
+        """Return whether a wait has found that the work is done.
+
+        It queries nothing; :meth:`wait` raises errors of the device.
+        """
         return self._over.is_set() and self._error is None
 
     async def wait(self) -> None:
-        """Wait until the work is done; raise what the query raises if it failed."""
+        """Wait until the work is done; raise the query's error."""
         wait = object()
         try:
             if not self._over.is_set():
@@ -263,7 +300,10 @@ class CudaEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
+        """True: waiting runs no code of the caller's.
+
+        So containers that wait for the same event may share one task.
+        """
         return True
 
 
@@ -275,10 +315,16 @@ class _Watcher:
         self._waits: dict[object, CudaEvent] = {}
         self._thread: threading.Thread | None = None
         self.rounds: int = 0
-        """Rounds that have begun: each queries every event that is waited for once."""
+        """Number of rounds that have begun.
+
+        Each round queries every awaited event once.
+        """
 
     def add(self, wait: object, event: CudaEvent) -> None:
-        """Query this event too, until it is over or the wait is discarded. Those that are watched are queried no sooner."""
+        """Query this event until it is over or the wait is discarded.
+
+        The events that are queried already are not queried any sooner.
+        """
         with self._lock:
             self._waits[wait] = event
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
@@ -301,7 +347,10 @@ class _Watcher:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _begin_round(self) -> list[list[CudaEvent]]:
-        """Return what is to be queried, the preconditions of one event together. If there is nothing, the thread ends."""
+        """Return the events to query, each with its preconditions.
+
+        If there are none, the thread ends.
+        """
         events: dict[int, list[CudaEvent]] = {}
         with self._lock:
             self.rounds += 1
@@ -322,17 +371,23 @@ def _leave_captures_alone() -> None:
 
 
 def _attach(event: CudaEvent, device: int) -> int:
-    """Have this thread use the device of an event, if it is another one than before. Returns the device."""
+    """Attach this thread to an event's device, and return the device.
+
+    Nothing is done if it is the thread's device already.
+    """
     its: Any = getattr(event._event, "device", None)
     if getattr(its, "type", "") != "cuda" or its.index in (None, device):
         return device
-    with contextlib.suppress(CudaError):  # a driver of another kind, or a device that is lost: the query says so
+    with contextlib.suppress(CudaError):  # a driver of another kind, or a lost device: the query raises
         find_driver().attach(its.index)
     return cast(int, its.index)
 
 
 def _end_if_done(same: Sequence[CudaEvent], device: int) -> int:
-    """Query an event, and end its preconditions if its work is done, or has failed. Returns the device of this thread."""
+    """Query an event, and end its preconditions if its work is over.
+
+    The work may also have failed. Returns the device of this thread.
+    """
     error: BaseException | None = None
     try:
         device = _attach(same[0], device)
@@ -354,7 +409,10 @@ _watcher = _Watcher()
 
 @final
 class AsyncCallable(Precondition):
-    """Holds once an async function has returned. It is called when a container waits, and cancelled with the container."""
+    """A precondition that holds once an async function has returned.
+
+    The function is called when a container waits, and cancelled with the container.
+    """
 
     def __init__(self, function: Callable[[], Awaitable[object]]) -> None:
         _check_callable(function)
@@ -365,11 +423,14 @@ class AsyncCallable(Precondition):
         return f"AsyncCallable({self._function!r})"
 
     def is_set(self) -> bool:
-        """Whether a call has returned."""
+        """Return whether a call has returned."""
         return self._returned
 
     async def wait(self) -> None:
-        """Call it, unless a call has returned already; raise what it raises."""
+        """Call the function, unless a call has returned already.
+
+        Its error is raised.
+        """
         if self._returned:
             await trio.lowlevel.checkpoint()
             return
@@ -389,7 +450,9 @@ def _check_callable(function: object) -> None:
 
 
 def all_of(*preconditions: PreconditionLike) -> Precondition:
-    """Holds once all of them hold. Fails as soon as one fails, and cancels the others.
+    """Return a precondition that holds once all members hold.
+
+    It fails as soon as one fails, and cancels the others.
 
     Raises:
         TypeError: one of them is no precondition (see :func:`as_precondition`).
@@ -399,7 +462,9 @@ def all_of(*preconditions: PreconditionLike) -> Precondition:
 
 
 def any_of(*preconditions: PreconditionLike) -> Precondition:
-    """Holds once one of them holds, and cancels the others. Fails as soon as one fails: an error is not an answer.
+    """Return a precondition that holds once one member holds.
+
+    It then cancels the others. It fails as soon as one fails: an error is not an answer.
 
     Raises:
         TypeError: one of them is no precondition (see :func:`as_precondition`).
@@ -446,7 +511,10 @@ class _AnyOf(_Several):
 
 
 async def _wait_for(members: Sequence[Precondition], *, one_is_enough: bool) -> None:
-    """Wait for all members, or for the first; with none, a checkpoint. An error is raised as it is, not in a group."""
+    """Wait for all members, or for the first one.
+
+    Without members it is a checkpoint. An error is raised as it is, not in a group.
+    """
     if not members:
         await trio.lowlevel.checkpoint()
         return

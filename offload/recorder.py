@@ -1,7 +1,8 @@
-"""The flight recorder: keeps the last minutes of decisions, for the day on which something goes wrong.
+"""The flight recorder, which keeps the decisions of the last minutes.
 
-:class:`FlightRecorder` is given to a pipeline or an engine as one of its instruments; ``offload incident`` saves and prints
-what it has written, and ``offload scenario from-incident`` makes a scenario of it.
+A user reads its file when something has gone wrong. :class:`FlightRecorder` is given to a pipeline or an engine as one
+of its instruments; ``offload incident`` saves and prints its recording, and ``offload scenario from-incident`` makes a
+scenario of it.
 """
 
 from ._errors import IncidentError as IncidentError

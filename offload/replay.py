@@ -1,9 +1,9 @@
-"""Replay a request trace through an engine and report: ``offload replay TRACE``.
+"""A replay of a request trace through an engine: ``offload replay TRACE``.
 
     trace -> laps -> requests -> [lookup, load, compare, store] each -> a table, or JSON
 
-The times are of the cache alone; ``offload bench replay`` compares them with a plain dictionary that makes the same copies.
-:func:`drive` sends the same requests to any cache, one of another project too.
+The times are of the cache alone; ``offload bench replay`` compares them with a plain dictionary that makes the same
+copies. :func:`drive` sends the same requests to any cache, also to one of another project.
 """
 
 from ._replay.baseline import Baseline as Baseline

@@ -1,6 +1,6 @@
-"""The commands ``offload scenario run | fuzz | shrink | from-incident | diff | explore | check | list | show | schema``.
+"""The command ``offload scenario``, with its subcommands.
 
-The modules of a command are imported when it is used. The table below names the module of each, which has a click command.
+The modules of a command are imported when it is used. The table below names the module and the click command of each.
 """
 
 from __future__ import annotations
