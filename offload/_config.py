@@ -4,8 +4,7 @@ The reason for each default and bound is next to it. Pure, except for reading a 
 
 Rule 1. A setting is checked when its class is made, wherever the value came from: a configuration that exists is valid.
 Rule 2. An error is a :class:`~offload._errors.ConfigError`: it names the setting, the value, the bound, and where it
-was
-        set.
+        was set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
 
 In a file, a pipeline is one table (``[pipeline]``), and nested classes are nested tables. The environment takes
@@ -267,7 +266,9 @@ def config_from_toml(
     others: Collection[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> PipelineConfig:
-    """Load a configuration from a TOML file and the environment, which takes precedence.
+    """Load a configuration from a TOML file and the environment.
+
+    The environment takes precedence.
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.

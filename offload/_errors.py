@@ -128,7 +128,7 @@ class TransferCancelled(OffloadError):
 
 
 class LayoutCheckFailed(OffloadError):
-    """Stored blocks come back in other planes: keys as values, say.
+    """Stored blocks come back in other planes: keys as values, for example.
 
     One head may also come back as another one. No block that is loaded can be used. Raised by
     :meth:`offload.Engine.check_layout`. The caller must act: its places read a layout otherwise than they write it, or

@@ -3,8 +3,8 @@
 An *instrument* is an object with some of the hooks of :mod:`offload.abc`; a pipeline or an engine calls the hooks when
 something happens. The rules:
 
-Rule 1. A hook without instruments is an empty tuple, so that the hot path pays an attribute and a truth test:
-``if hooks.settled: hooks.fire("settled", container)``.
+Rule 1. A hook without instruments is an empty tuple, so that the hot path pays an attribute and a truth test: ``if
+        hooks.settled: hooks.fire("settled", container)``.
 Rule 2. An instrument that raises is removed, from all of its hooks, and logged; the pipeline and the others go on.
 Rule 3. Only an ``Exception`` removes an instrument; a KeyboardInterrupt is raised.
 """

@@ -44,7 +44,7 @@ def block_key(content: Buffer, *, parent: Key = b"", salt: str | bytes = "", alg
     """Return the key of a block with this content.
 
     Args:
-        content: the data from which the block is computed (its tokens, say), or its bytes.
+        content: the data from which the block is computed (its tokens, for example), or its bytes.
         parent: the key of the block that this one continues. A block of KV depends on all tokens before it, so its key
             must as well; empty for the first one.
         salt: a text that separates blocks which must not be shared: a tenant, a model, a layout. A text and its UTF-8

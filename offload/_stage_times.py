@@ -4,8 +4,7 @@ It measures how long containers are in each stage, and counts the stages in whic
 blocks are not stored. The rules:
 
 Rule 1. The time in a stage is from the hook of that name to the next hook of the container. ``chain`` begins when the
-copy is
-        over: later routes, if there are any, and settling.
+        copy is over: later routes, if there are any, and settling.
 Rule 2. A container that ends before its policies were asked has ended in ``admission``, with no time there.
 Rule 3. Reasons are a policy's own words and the names of error classes, so there may be any number of them. The first
         ``MOST_REASONS`` are counted by name, the others together.

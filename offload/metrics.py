@@ -5,8 +5,8 @@ the tables below map its fields to series. So the hot path has no part in it. On
 instrument, which :class:`StageCollector` reads. The rules:
 
 Rule 1. Every series exists from the first scrape, at 0: each label value that is known beforehand (tiers, pipelines,
-statuses, reasons) is written, whether it has been counted or not. A reason of a policy's or plugin's own appears with
-its first block.
+        statuses, reasons) is written, whether it has been counted or not. A reason of a policy's or plugin's own
+        appears with its first block.
 Rule 2. A counter of a part stands next to a counter of the whole: hit blocks next to asked blocks.
 Rule 3. A name has one meaning: a gauge has the present value, and a name that ends with ``_total`` only grows.
 """
@@ -514,7 +514,7 @@ def _of_load_or_recompute(statistics: EngineStatistics) -> Iterator[Metric]:
 
 
 def _known(words: Iterable[str], counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-    """Return the counts by label, with 0 for the words that have none."""
+    """Return the counts by label, with 0 for words without one."""
     return {(word,): counts.get(word, 0) for word in dict.fromkeys([*words, *counts])}
 
 

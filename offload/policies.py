@@ -381,7 +381,7 @@ def as_policy(policy: object) -> AnyPolicy:
     """Return the argument if it can be a policy.
 
     Raises:
-        TypeError: it is neither a plain callable nor an AsyncPolicy, but an async function, say, or a class.
+        TypeError: it is neither a plain callable nor an AsyncPolicy, but an async function, for example, or a class.
     """
     if isinstance(policy, AsyncPolicy):
         return policy
@@ -456,7 +456,7 @@ class _Fold(ABC):
 
 
 class _Survivors(_Fold):
-    """AllOf: the next member is called for the blocks that were not rejected."""
+    """AllOf: the next member decides the blocks that were not rejected."""
 
     __slots__ = ()
 
@@ -467,7 +467,7 @@ class _Survivors(_Fold):
 
 
 class _Rejects(_Fold):
-    """AnyOf: the next member is called for the blocks that were rejected."""
+    """AnyOf: the next member decides the blocks that were rejected."""
 
     __slots__ = ("_asked",)
 

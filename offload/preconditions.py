@@ -134,7 +134,7 @@ class TrioEvent(Precondition):
 #     W3  sleeps                                                                that it found there
 #
 # A wake-up would be lost if a waiter slept and was never woken: if it saw no flag in W2, and the setter did not find its
-# entry in S2. The first says that W2 came before S1; W1 comes before W2, and S1 before S2; so W1 came before S2, and
+# entry in S2. The first means that W2 came before S1; W1 comes before W2, and S1 before S2; so W1 came before S2, and
 # the setter did find the entry. (The order of the steps is the whole argument: to look at the flag first and enter the
 # table afterwards, as one writes without thinking, loses the wake-up.) Both sides may act on one entry: then the waiter
 # does not sleep, and the event it would have slept on is set in vain.
@@ -246,7 +246,7 @@ class Query(Protocol):
 
 @final
 class CudaEvent(Precondition):
-    """A precondition that holds once the work of a CUDA event is done.
+    """A precondition that holds once a CUDA event's work is done.
 
     Its work is the work recorded before it. The event is a ``torch.cuda.Event`` or a ``torch.Event``; torch is never
     imported here. The event is kept until then. If it is recorded again meanwhile, the wait is for the last recording.

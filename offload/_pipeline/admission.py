@@ -1,9 +1,9 @@
 """The first stage, admission: the policies decide which blocks may leave.
 
-It takes containers off the queue, a few per tick so that a cancel need not wait for a burst, calls the policies once for all of
-a container's blocks, and marks those that passed as pending at the destination, all in one step. Only an async policy gets a
-task and a deadline, and that only where it cannot tell without waiting; what was asked until then is not asked again. The
-number of such tasks is limited, and containers behind them stay cancellable in the queue.
+It takes containers off the queue, a few per tick so that a cancel need not wait for a burst. In one step it calls the
+policies once for all of a container's blocks, and marks those that passed as pending at the destination. Only an async
+policy that cannot answer without waiting gets a task and a deadline; policies that have answered by then are not asked
+again. The number of such tasks is limited, and the containers after them stay cancellable in the queue.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED
 _log = logging.getLogger("offload.pipeline")
 _PER_TICK = 32
-"""Containers admitted in one tick: the scheduler costs some 5 us a tick, and other tasks wait while a tick lasts."""
+"""Most containers admitted in one tick.
+
+The scheduler costs some 5 us a tick, and other tasks wait while a tick lasts.
+"""
 _PER_HURRIED_TICK = 2
-"""The same while a task waits for the confirmation of a cancellation: 32 a tick would delay it by 200 us."""
+"""Most containers admitted in a tick while a cancellation is awaited.
+
+32 a tick would delay its confirmation by 200 us.
+"""
 
 
 @attrs.define(eq=False)
 class Admission:
-    """The first stage."""
+    """The first stage, which asks the policies."""
 
     policies: Sequence[Policy | AsyncPolicy]
     config: PipelineConfig
@@ -47,17 +53,20 @@ class Admission:
     inbound: CancellableChannel
     outbound: CancellableChannel
     waiting: int = 0
-    """Containers whose policies are waiting."""
+    """Number of containers whose policies are waiting."""
     errors: int = 0
-    """Policies that raised."""
+    """Number of policies that raised."""
     timeouts: int = 0
-    """Containers whose policies overran ``policy_timeout``."""
+    """Number of containers whose policies overran ``policy_timeout``."""
     blocked: int = 0
-    """Answers of plain policies that held the loop for longer than that."""
+    """Number of answers of plain policies that took longer than that."""
     blocking: str = ""
-    """The policy that gave the latest of them."""
+    """The policy that gave the latest of these answers."""
     in_any_thread: bool = attrs.field(init=False)
-    """Whether its policies answer at once, in any thread that has the pipeline to itself."""
+    """Whether the policies answer at once, in any thread.
+
+    That thread must have the pipeline to itself.
+    """
     _mark: Callable[[Sequence[Key]], Collection[Key]] = attrs.field(init=False)
     _policy: Policy | None = attrs.field(init=False, default=None)
     _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
@@ -75,7 +84,10 @@ class Admission:
             self._policy = policy
 
     def _held_the_loop(self, policy: Policy, seconds: float) -> None:
-        """Count an answer of a plain policy that blocked the loop: no cancel, deadline or other pipeline ran meanwhile."""
+        """Count an answer of a plain policy that blocked the loop.
+
+        No cancel, deadline or other pipeline ran meanwhile.
+        """
         self.blocking = repr(policy)
         # Once: a policy that blocks does so for each container.
         level = logging.DEBUG if self.blocked else logging.WARNING
@@ -100,7 +112,7 @@ class Admission:
             for _ in range(_PER_TICK if not self.settlement.awaited_confirmations else _PER_HURRIED_TICK):
                 if not inbound.parked:
                     break
-                # One by one: what runs in between may cancel those that are still inside.
+                # One by one: code that runs in between may cancel containers that are still inside.
                 container = inbound.pop()
                 if self.step(container):
                     passed.append(container)
@@ -108,7 +120,10 @@ class Admission:
                 self.outbound.send(passed)
 
     def step(self, container: OffloadContainer) -> bool:
-        """Ask the policies that need not wait, and act on the answer. Whether the container goes on; else it has settled."""
+        """Ask the policies that need not wait, and act on the answer.
+
+        Returns whether the container goes on; otherwise it has settled.
+        """
         if self.hooks.admission:
             self.hooks.fire("admission", container)
         answer: Reasons | Leased = _NOTHING
@@ -126,7 +141,8 @@ class Admission:
         permits = trio.Semaphore(self.config.max_waiting_policies)
         async with trio.open_nursery() as nursery:
             while True:
-                # The permit first: a container leaves the channel, where a cancel takes it out at once, only to be waited for.
+                # The permit first: in the channel a cancel takes the container out at once, so it leaves the channel
+                # only with a permit.
                 await permits.acquire()
                 while not self.inbound.parked:
                     await self.inbound.wait_filled()
@@ -143,7 +159,11 @@ class Admission:
                 nursery.start_soon(self._evaluate, begun, container, container.cancel_scope, permits)
 
     def _begin(self, policy: AsyncPolicy, container: OffloadContainer) -> Evaluation | None:
-        """What is left to wait for; None where the policy could tell: then the container has gone on, or has settled."""
+        """Ask a policy as far as it can answer without waiting.
+
+        Returns the rest of the evaluation, or ``None`` if the policy has answered: then the container has gone on, or
+        has settled.
+        """
         try:
             answer = begin(policy, container.keys) if container.phase.proceeds else _NOTHING
         except Exception as error:
@@ -175,11 +195,11 @@ class Admission:
             if leaving is not None:
                 raise leaving from leaving.__cause__
         finally:
-            # In a finally clause: code behind the scope is skipped when an outer scope is cancelled in the same tick.
+            # In a finally clause: code after the scope is skipped when an outer scope is cancelled in the same tick.
             self.waiting -= 1
             permits.release()
             container.cancel_scope = None
-            if leaving is not None:  # not its own: the pipeline is being torn down
+            if leaving is not None:  # not this policy's own: the pipeline is being torn down
                 container.abandon(PipelineClosed(f"the pipeline ended while a policy waited: {error!r}"))
                 self.settlement.settle(container)
             elif error is not None:
@@ -191,7 +211,10 @@ class Admission:
                 self.outbound.send([container])
 
     def ask_nowait(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None] | None:
-        """Like :meth:`ask`; ``None`` where the policies cannot tell without waiting."""
+        """Return the policies' answer like :meth:`ask`, or ``None``.
+
+        It is ``None`` if they cannot answer without waiting.
+        """
         answer: Reasons | Leased | None = _NOTHING
         try:
             if self._policy is not None:
@@ -203,10 +226,11 @@ class Admission:
             return self._all_rejected(keys, error)
 
     async def ask(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None]:
-        """What the policies say of blocks that come to a tier another way than through this pipeline; see `Pipeline`.
+        """Ask the policies about blocks that do not pass this pipeline.
 
-        A policy that fails, or overruns its time, is counted, and has rejected all of them, whatever ``on_policy_error`` says:
-        no container is there to fail. Cancelled, no lock is held.
+        See :meth:`Pipeline.ask_policies`. A policy that fails, or overruns its time, is counted, and has rejected all
+        blocks, whatever the value of ``on_policy_error``: no container is there to fail. If this is cancelled, no lock
+        is held.
         """
         told = self.ask_nowait(keys)
         if told is not None:
@@ -229,7 +253,10 @@ class Admission:
     # -- the decision ----------------------------------------------------------------------------------------------
 
     def _admit(self, container: OffloadContainer, answer: Reasons | Leased) -> bool:
-        """Act on the policies' answer. Returns whether the container goes on; otherwise it has settled."""
+        """Act on the policies' answer.
+
+        Returns whether the container goes on; otherwise it has settled.
+        """
         reasons: Reasons = _NOTHING
         if answer is not _NOTHING:
             try:
@@ -255,13 +282,16 @@ class Admission:
             return False
         container.marked = True
         if container.watch is None:
-            container.status = _QUEUED  # what move() does, for the common case: it was EVALUATING
+            container.status = _QUEUED  # as in move(), for the common case: it was EVALUATING
         else:
             container.move(_QUEUED)
         return True
 
     def _refuse(self, container: OffloadContainer, reason: str, error: BaseException) -> None:
-        """Handle a policy that failed: filter all blocks with that reason, or fail the container, as configured."""
+        """Handle a policy that failed.
+
+        Filter all blocks with that reason, or fail the container, as configured.
+        """
         if reason == "timeout":
             self.timeouts += 1
         else:

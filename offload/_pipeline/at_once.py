@@ -1,13 +1,14 @@
-"""Stores that wait for nothing: all stages of one container in one step, without a task and without a channel.
+"""Stores that wait for nothing: all stages in one step.
 
-Who calls this has the pipeline to itself until it returns: its trio thread, or a thread that acts in its place while that one
-waits for events (:mod:`offload.from_thread._loop_lock`). So no task of trio may be woken here, and none may be waited for:
+They take neither a task nor a channel. The calling thread has the pipeline to itself until the call returns: it is the
+pipeline's trio thread, or a thread that acts in its place while that one waits for events
+(:mod:`offload.from_thread._loop_lock`). So no trio task may be woken here, and none may be awaited:
 
-Rule 1. Only what needs no wait is begun: policies and instruments that may be called in any thread, blocks whose refs are
-        known, a destination that says so (:meth:`backends.base.direct.DirectTier.stores_at_once`), no chain behind it, no load
-        before it.
-Rule 2. What was admitted and then finds no room goes the ordinary way from there on (:meth:`Pipeline.resume`): its policies
-        have answered, and are not asked again.
+Rule 1. A store begins only if nothing in it has to wait: its policies and instruments may be called in any thread, the
+        refs of its blocks are known, the destination stores at once
+        (:meth:`backends.base.direct.DirectTier.stores_at_once`), no chain follows, and no load goes before it.
+Rule 2. A container that was admitted and then finds no room continues the ordinary way (:meth:`Pipeline.resume`): its
+        policies have answered, and are not asked again.
 Rule 3. The stages are the same functions that tasks call, with their hooks, marks and counts, in their order.
 """
 
@@ -46,7 +47,7 @@ class AtOnce:
     load_priority: LoadPriority | None
     _slot: Slot = attrs.field(init=False)
     _destination: BreakerTier | None = attrs.field(init=False, default=None)
-    """Where they are stored, if that is possible at all."""
+    """The destination, or ``None`` if such stores are impossible."""
 
     def __attrs_post_init__(self) -> None:
         self._slot = Slot(self.transfer)
@@ -58,11 +59,14 @@ class AtOnce:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there are stores that it allows."""
+        """Whether the pipeline can store at once at all."""
         return self._destination is not None
 
     def allows(self, blocks: Blocks) -> bool:
-        """Whether a store of these blocks, whose precondition holds, need not wait: rule 1."""
+        """Return whether a store of these blocks need not wait: rule 1.
+
+        Its precondition holds already.
+        """
         destination, refs, source = self._destination, blocks.refs, blocks.source
         return (
             destination is not None
@@ -76,7 +80,10 @@ class AtOnce:
         )
 
     def carry(self, container: OffloadContainer) -> bool:
-        """Take a container that is allowed through all stages. Whether it has settled: rule 2."""
+        """Take an allowed container through all stages.
+
+        Returns whether it has settled; it has not if there is no room, see rule 2.
+        """
         if not self.admission.step(container):
             return True
         hooks = self.hooks
@@ -88,14 +95,17 @@ class AtOnce:
         try:
             assert self._destination is not None
             reservation = self._destination.reserve_nowait(request)
-        except Exception:  # the ordinary way asks once more, and tells full from broken
+        except Exception:  # the ordinary way asks again, and distinguishes a full destination from a broken one
             return False
         _run(self._slot.carry_reserved(batch, reservation))
         return True
 
 
 def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run to its end what by rule 1 waits for nothing. Where it does all the same, its copy counts as unproven."""
+    """Run a coroutine that, by rule 1, waits for nothing.
+
+    If it waits all the same, its copy counts as unproven.
+    """
     try:
         coroutine.send(None)
         _log.error("a destination that stores at once has waited: what it copies is put into quarantine")

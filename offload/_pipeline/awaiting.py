@@ -1,10 +1,12 @@
-"""The second stage, awaiting: containers wait for their preconditions, mostly for the end of a forward pass.
+"""The second stage, awaiting: containers wait for their preconditions.
 
-P6: a precondition is waited for together with a cancellation, whichever comes first; the gate decides when both come in
+A precondition is mostly the end of a forward pass.
+
+P6: a precondition is awaited together with a cancellation, whichever comes first; the gate decides when both come in
 the same tick. Waiting takes no transfer slot. A precondition that holds already costs a call. One that does not gets a
-task, whose scope is the container's ``cancel_scope``. Where waiting runs no code of the caller's, all containers that wait
-for the same share one task and park in its channel: a step of the model has one event and many containers, and cancelling a
-task costs ten times what taking a container out of a channel does.
+task, whose scope is the container's ``cancel_scope``. If waiting runs no code of the caller's, all containers that wait
+for the same precondition share one task and park in its channel: a step of the model has one event and many containers,
+and cancelling a task costs ten times as much as taking a container out of a channel.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from .settlement import Settlement
 
 
 class SharedWait:
-    """One task's wait for a passive precondition, on behalf of all containers parked in its channel."""
+    """One task's wait for a passive precondition.
+
+    It waits on behalf of all containers parked in its channel.
+    """
 
     __slots__ = ("channel", "precondition", "scope", "stage")
 
     def __init__(self, precondition: Precondition, stage: Awaiting) -> None:
         self.precondition = precondition
         self.stage = stage
-        # In the order in which they came, which is that of their deadlines.
+        # In the order of their arrival, which is that of their deadlines.
         self.channel = CancellableChannel(self._withdrawn)
         self.scope = trio.CancelScope()
 
@@ -42,7 +47,7 @@ class SharedWait:
 
 @attrs.define(eq=False)
 class Awaiting:
-    """The second stage."""
+    """The second stage, which waits for preconditions."""
 
     config: PipelineConfig
     settlement: Settlement
@@ -50,18 +55,24 @@ class Awaiting:
     inbound: CancellableChannel
     outbound: CancellableChannel
     waiting: int = 0
-    """Containers whose precondition does not hold yet."""
+    """Number of containers whose precondition does not hold yet."""
     _shared: dict[Precondition, SharedWait] = attrs.Factory(dict)
     _nursery: trio.Nursery | None = attrs.field(init=False, default=None)
 
     async def run(self) -> None:
-        """Receive admitted containers, and be the parent of the tasks that wait, until cancelled."""
+        """Receive admitted containers until cancelled.
+
+        This task is the parent of the tasks that wait.
+        """
         async with trio.open_nursery() as self._nursery:
             with self.inbound.stepped_by(self.step):
                 await trio.sleep_forever()
 
     def step(self, containers: Sequence[OffloadContainer]) -> None:
-        """Pass on those whose precondition holds, and have a task wait for each of the others."""
+        """Pass on the containers whose precondition holds.
+
+        A task waits for each of the others.
+        """
         if self.hooks.awaiting:
             for container in containers:
                 self.hooks.fire("awaiting", container)
@@ -77,7 +88,7 @@ class Awaiting:
             return False
         try:
             holds, passive = precondition.is_set(), precondition.passive
-            hash(precondition)  # by which those that wait for the same are found
+            hash(precondition)  # by which containers that wait for the same precondition are found
         except Exception as error:
             self._fail(container, error)
             return False
@@ -104,7 +115,10 @@ class Awaiting:
         wait.channel.put(container)
 
     def withdrawn(self, wait: SharedWait, container: OffloadContainer) -> None:
-        """A container has left a shared wait, since its gate has closed: it settles now, and nothing waits for its last."""
+        """Settle a container that left a shared wait because its gate closed.
+
+        The wait ends if it was the last container.
+        """
         self.waiting -= 1
         self.settlement.settle(container)
         if not wait.channel.parked:
@@ -112,12 +126,15 @@ class Awaiting:
             wait.scope.cancel()
 
     def _close(self, wait: SharedWait) -> None:
-        """Let no further container join it. The next one with the same precondition gets a new task."""
+        """Let no further container join a shared wait.
+
+        The next container with the same precondition gets a new task.
+        """
         if self._shared.get(wait.precondition) is wait:
             del self._shared[wait.precondition]
 
     async def _wait_for_all(self, wait: SharedWait) -> None:
-        """Wait until the precondition holds, or no container waits for it any more."""
+        """Wait until the precondition holds, or no container waits for it."""
         parked = wait.channel.parked
         held = False
         error: BaseException | None = None
@@ -137,10 +154,11 @@ class Awaiting:
             if (leaving := escaping_part(exc)) is not None:
                 raise leaving from leaving.__cause__
         finally:
-            # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
+            # In a finally clause, since code after the scope is skipped when an outer one is cancelled in the same
+            # tick.
             self._close(wait)
-            # All are taken out before any is passed on or failed: an observer of one may cancel another, which is then in no
-            # channel any more, and settles when its turn comes.
+            # All are taken out before any is passed on or failed: an observer of one may cancel another, which is then
+            # in no channel, and settles when its turn comes.
             containers = []
             while parked:
                 containers.append(wait.channel.pop())
@@ -152,7 +170,10 @@ class Awaiting:
                     self._fail(container, error or self._too_slow())
 
     def _expire(self, wait: SharedWait) -> None:
-        """Fail the containers whose time is over. An observer of one may cancel another, or enqueue one that joins."""
+        """Fail the containers whose time is over.
+
+        An observer of one may cancel another, or enqueue one that joins.
+        """
         now = trio.current_time()
         parked = wait.channel.parked
         while parked and next(iter(parked)).deadline <= now:
@@ -177,7 +198,8 @@ class Awaiting:
             if (leaving := escaping_part(exc)) is not None:
                 raise leaving from leaving.__cause__
         finally:
-            # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
+            # In a finally clause, since code after the scope is skipped when an outer one is cancelled in the same
+            # tick.
             self.waiting -= 1
             container.cancel_scope = None
             if not container.phase.proceeds:

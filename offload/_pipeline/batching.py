@@ -1,12 +1,14 @@
-"""The third stage, batching: gathers ready containers until a batch is full or late, and a free transfer slot takes it.
+"""The third stage, batching: gathers ready containers into batches.
 
-A slot pulls: it asks :class:`ReadyChannel`, batching's receiving end, and from then until the claim it owns what it got. A
-batch is put together in that moment. Until then each container stays parked and cancellable alone; pushing ready batches to
-slots was tried, and cost a burst a quarter more time.
+A batch leaves when it is full or late, and a free transfer slot takes it.
 
-Containers come in by plain calls while slots sleep, so a wake-up could be lost. Therefore one function decides, after every
-change: :meth:`ReadyChannel.schedule` wakes a sleeping slot if a batch is due, or else has batching's task do so at the flush
-time.
+A slot pulls: it receives a batch from :class:`ReadyChannel`, batching's receiving end, and owns it until the claim. A
+batch is put together in that moment. Until then each container stays parked and cancellable alone. Pushing ready
+batches to slots was tried, and cost a burst a quarter more time.
+
+Containers come in by plain calls while slots sleep, so a wake-up could be lost. Therefore one function decides, after
+every change: :meth:`ReadyChannel.schedule` wakes a sleeping slot if a batch is due, or else has batching's task do so
+at the flush time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .settlement import Settlement
 
 
 class ReadyChannel(CancellableChannel):
-    """The containers that are ready for a batch, and the slots that wait for one."""
+    """The ready containers, and the slots that wait for a batch."""
 
     __slots__ = ("_flush_at", "_flush_timer", "_settlement", "_slots", "accumulator")
 
@@ -36,21 +38,21 @@ class ReadyChannel(CancellableChannel):
         super().__init__(self._withdrawn)
         self.accumulator = Accumulator(config)
         self._settlement = settlement
-        # Slots with nothing to do, longest idle first. A dict, since one that is cancelled leaves from the middle.
+        # Idle slots, longest idle first. A dict, since one that is cancelled leaves from the middle.
         self._slots: dict[trio.lowlevel.Task, None] = {}
         self._flush_at = math.inf
         self._flush_timer = trio.CancelScope()
 
     @property
     def idle_slots(self) -> int:
-        """Slots with nothing to do."""
+        """Number of idle slots."""
         return len(self._slots)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def park(self, containers: Sequence[OffloadContainer]) -> None:
-        """Containers are ready from now on; wakes a slot if that makes a batch due."""
-        # Reading the clock costs a tenth of a checkpoint: not where a batch leaves as soon as there is one.
+        """Park ready containers; wakes a slot if that makes a batch due."""
+        # Reading the clock costs a tenth of a checkpoint, so it is not read if a batch leaves as soon as there is one.
         now = trio.current_time() if self.accumulator.config.flush_interval > 0 else -math.inf
         blocks = 0
         for container in containers:
@@ -65,7 +67,10 @@ class ReadyChannel(CancellableChannel):
             self.schedule(now)
 
     def put_back(self, container: OffloadContainer) -> None:
-        """A slot gives back what it could not reserve room for together with the others: it goes first next time."""
+        """Take back a container for which a slot found no room.
+
+        It goes first next time.
+        """
         if not container.phase.proceeds:  # cancelled while the slot asked for room
             self._settlement.settle(container)
             return
@@ -74,7 +79,10 @@ class ReadyChannel(CancellableChannel):
         self.schedule(trio.current_time())
 
     def flush(self, flushing: bool) -> None:
-        """Set whether the end of input was announced: then all ready containers leave now, without waiting for more."""
+        """Set whether the end of input was announced.
+
+        If so, all ready containers leave now, without waiting for more.
+        """
         self.accumulator.flushing = flushing
         self.schedule(trio.current_time())
 
@@ -85,7 +93,7 @@ class ReadyChannel(CancellableChannel):
     # -- the one function that decides -----------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> None:
-        """Wake a sleeping slot if a batch is due, or else set the flush timer to when one will be."""
+        """Wake a sleeping slot for a due batch, or set the timer."""
         flush_at = math.inf
         if self._slots and self.parked:
             flush_at = self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
@@ -95,15 +103,15 @@ class ReadyChannel(CancellableChannel):
                 del self._slots[slot]
                 trio.lowlevel.reschedule(slot)
                 flush_at = math.inf
-        # Moving a deadline costs a heap operation, and a burst comes here once per tick: only where it changes.
+        # Moving a deadline costs a heap operation, and a burst comes here once per tick: move it only if it changes.
         if flush_at != self._flush_at:
             self._flush_at = self._flush_timer.deadline = flush_at
 
     async def keep_flush_time(self) -> None:
         """Schedule at each flush time, for ever. Batching's task."""
         while True:
-            # A scope is good for one deadline that has passed, so each time gets a new one. Nothing is taken inside it: a
-            # deadline that came in the same tick would lose the batch.
+            # A scope is good for one deadline that has passed, so each time gets a new one. Nothing is taken inside it:
+            # a deadline that came in the same tick would lose the batch.
             with trio.CancelScope(deadline=self._flush_at) as self._flush_timer:
                 await trio.sleep_forever()
             self._flush_at = math.inf
@@ -113,35 +121,42 @@ class ReadyChannel(CancellableChannel):
         if not self.parked:
             return False
         leaves_at = self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
-        # The clock is read only where the flush time decides: that costs as much as all of the rest.
+        # The clock is read only if the flush time decides: that costs as much as all of the rest.
         return leaves_at == -math.inf or leaves_at <= trio.current_time()
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
     async def receive(self, owner: Holder) -> OffloadBatch:
-        """Wait until a batch is due and take it for the slot ``owner``. Cancelled while waiting, it has taken nothing."""
+        """Wait until a batch is due; take it for slot ``owner``.
+
+        If cancelled while waiting, it has taken nothing.
+        """
         await self.wait_due()
         return self._take(owner)
 
     def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
-        """Take a batch if one is due, else None."""
+        """Take a batch if one is due, else return ``None``."""
         return self._take(owner) if self._due() else None
 
     async def wait_due(self) -> None:
-        """Wait until a batch is due. Until the next checkpoint it is there to be taken."""
+        """Wait until a batch is due.
+
+        It can be taken until the next checkpoint.
+        """
         if self._due():
             await trio.lowlevel.checkpoint()
         else:
             await self._sleep()
-        # Decide anew after each wake-up: in the ticks between, what made the batch due may have been cancelled or taken.
+        # Decide again after each wake-up: in the ticks between, containers that made the batch due may have been
+        # cancelled or taken.
         while not self._due():
             await self._sleep()
 
     async def _sleep(self) -> None:
         slot = trio.lowlevel.current_task()
         self._slots[slot] = None
-        # Only to have the flush timer set. Nothing was due a moment ago; by a later time something may be, and a task that
-        # still runs must not be woken.
+        # Only to have the flush timer set. Nothing was due a moment ago; at the present time a batch may be due, and a
+        # task that still runs must not be woken.
         self.schedule(-math.inf)
 
         def abort(_: object) -> trio.lowlevel.Abort:
@@ -158,7 +173,7 @@ class ReadyChannel(CancellableChannel):
         size = 0
         full = accumulator.config.max_batch_size
         while parked and size < full:
-            container, _ = parked.popitem(last=False)  # what pop() does, less a call
+            container, _ = parked.popitem(last=False)  # as in pop(), less a call
             blocks = len(container.keys)
             if size + blocks > full and not accumulator.fits(size, blocks):
                 # Not this class's put_back: its blocks are still counted, and this function schedules below.
@@ -176,7 +191,10 @@ class ReadyChannel(CancellableChannel):
 
 @attrs.define(eq=False)
 class Batching:
-    """The third stage. Passes on by what it parks: ``outbound`` is where the transfer slots take their batches."""
+    """The third stage, which parks ready containers in ``outbound``.
+
+    The transfer slots take their batches from there.
+    """
 
     config: PipelineConfig
     settlement: Settlement
@@ -185,12 +203,12 @@ class Batching:
     outbound: ReadyChannel
 
     async def run(self) -> None:
-        """Receive what is ready, and keep the flush time, for ever."""
+        """Receive ready containers, and keep the flush time, for ever."""
         with self.inbound.stepped_by(self.step):
             await self.outbound.keep_flush_time()
 
     def step(self, containers: Sequence[OffloadContainer]) -> None:
-        """The containers are ready: let them join a batch."""
+        """Let ready containers join a batch."""
         if self.hooks.batching:
             for container in containers:
                 self.hooks.fire("batching", container)

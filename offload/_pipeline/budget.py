@@ -1,8 +1,8 @@
-"""The budget: how many blocks may be inside a pipeline at once. All backpressure comes from here.
+"""The budget: the most blocks that may be inside a pipeline.
 
-Waiting tasks are served in order, so that a large container is not starved by small ones; a call that does not wait does not
-overtake those that do. Room that was granted to a task in the tick in which that task is cancelled is used or given back by
-the task itself: it runs, with the room, to its next checkpoint.
+All backpressure comes from here. Waiting tasks are served in order, so that a large container is not starved by small
+ones; a call that does not wait does not overtake those that do. If a task is cancelled in the tick in which it was
+granted room, the task itself uses the room or gives it back: it runs, with the room, to its next checkpoint.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ class Budget:
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait for room."""
+        """Number of tasks that wait for room."""
         return len(self._waiting)
 
     def take_nowait(self, blocks: int) -> bool:
-        """Take room if there is some and no task waits for it (what needs none need not wait)."""
+        """Take room if there is some and no task waits for it.
+
+        A call for 0 blocks need not queue. Returns whether the room was taken.
+        """
         if (self._waiting and blocks) or self.used + blocks > self.total:
             return False
         self.used += blocks
         return True
 
     async def take(self, blocks: int) -> None:
-        """Wait for room and take it. Cancelled while waiting, it has taken none.
+        """Wait for room and take it.
+
+        If cancelled while waiting, it has taken none.
 
         Raises:
             PipelineClosed: the pipeline closed meanwhile.
@@ -51,14 +56,14 @@ class Budget:
 
         def abort(_: object) -> trio.lowlevel.Abort:
             del self._waiting[task]
-            # Those behind a large one may fit now.
+            # The tasks after a large one may fit now.
             self._serve()
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     def give_back(self, blocks: int) -> None:
-        """Give room back. Wakes the waiting tasks that fit now, in order."""
+        """Give room back; wake the waiting tasks that fit now, in order."""
         self.used -= blocks
         if self._waiting:
             self._serve()
@@ -73,7 +78,7 @@ class Budget:
             trio.lowlevel.reschedule(task)
 
     def close(self) -> None:
-        """Raise :class:`PipelineClosed` in all tasks that wait, and in those that would."""
+        """Raise :class:`PipelineClosed` in all present and future waits."""
         self._closed = True
         while self._waiting:
             task, _ = self._waiting.popitem(last=False)

@@ -1,13 +1,15 @@
-"""CancellationToken: one cancellation for any number of containers, in any number of pipelines.
+"""The cancellation token: one cancellation for containers of several pipelines.
 
-P2: each container carries its own cancellation from enqueue on, its gate. A token handed in at enqueue is a second way to that
-gate: cancelling the token asks the gate of every container that has it, as ``handle.request_cancel()`` asks one.
+P2: each container carries its own cancellation from enqueue on, its gate. A token passed at enqueue is a second way to
+that gate: cancelling the token requests the cancel of every container that has it, as ``handle.request_cancel()`` does
+for one.
 
-Rule 1. A container joins the token when it is enqueued, and leaves it when it settles: a token holds nothing that has ended.
-Rule 2. A token is cancelled once and for good. What is enqueued with it afterwards settles as CANCELLED at once, and no
-        policy is asked.
-Rule 3. ``cancel()`` returns when all that were in it at that moment have settled. So it promises for each of them what
-        ``handle.cancel()`` promises for one.
+Rule 1. A container joins the token when it is enqueued, and leaves it when it settles: a token holds nothing that has
+        ended.
+Rule 2. A token is cancelled once and for good. A container enqueued with it afterwards settles as CANCELLED at once,
+        and no policy is asked.
+Rule 3. ``cancel()`` returns when all members of that moment have settled. So it promises for each of them the same as
+        ``handle.cancel()`` for one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .._errors import DrainUnproven
 
 
 class _Member(Protocol):
-    """What a token cancels: a container, or the scope of an enqueue that waits for room."""
+    """A token's member: a container, or the scope of a waiting enqueue."""
 
     def cancel(self) -> None: ...
 
@@ -41,11 +43,11 @@ class Confirmation:
     remaining: set[_Member]
     """Members that have not left yet."""
     unproven: list[DrainUnproven] = attrs.Factory(list)
-    """Errors of members that have left, if the end of their copy could not be proven."""
+    """Errors of members that left with an unproven copy."""
     over: trio.Event = attrs.Factory(trio.Event)
 
     def note(self, member: _Member, error: BaseException | None) -> None:
-        """Record that a member has left, with this error, if any."""
+        """Record that a member has left, with its error, if any."""
         if member in self.remaining:
             self.remaining.discard(member)
             if isinstance(error, DrainUnproven):
@@ -55,16 +57,18 @@ class Confirmation:
 
 
 class CancellationToken:
-    """Cancels any number of containers together: pass it to ``enqueue(..., cancel_token=token)``, any number of times.
+    """A cancellation that is shared by any number of containers.
 
-    For one trio run. A thread without trio uses :class:`offload.from_thread.CancellationToken`.
+    Pass it to ``enqueue(..., cancel_token=token)``, any number of times. For one trio run; a thread without trio uses
+    :class:`offload.from_thread.CancellationToken`.
     """
 
     __slots__ = ("_called", "_confirmations", "_members")
 
     def __init__(self) -> None:
         self._called = False
-        # Each with what lets its containers out, or None for an enqueue that waits for room. A dict keeps the order of enqueue.
+        # Each member with the settlement of its pipeline, or None for an enqueue that waits for room. A dict keeps the
+        # order of enqueue.
         self._members: dict[_Member, _Settlement | None] = {}
         self._confirmations: list[Confirmation] = []
 
@@ -72,11 +76,14 @@ class CancellationToken:
         return f"<CancellationToken: {'cancelled' if self._called else 'not cancelled'}, {len(self._members)} inside>"
 
     def __len__(self) -> int:
-        """How many containers (and enqueues that wait for room) have it and have not ended."""
+        """Return the number of members that have not ended.
+
+        Members are containers, and enqueues that wait for room.
+        """
         return len(self._members)
 
     def __bool__(self) -> bool:
-        """Always true: a token without containers is a token."""
+        """Return true: a token without containers is a token."""
         return True
 
     @property
@@ -85,27 +92,28 @@ class CancellationToken:
         return self._called
 
     def request_cancel(self) -> None:
-        """Request the cancellation of all containers that have the token, without waiting. Idempotent.
+        """Request the cancellation of all containers that have the token.
 
-        Those that are not committed end as CANCELLED; the copies of the others drain.
+        It does not wait, and is idempotent. Containers that are not committed end as CANCELLED; the copies of the
+        others drain.
         """
         self._called = True
-        # A copy: a container that is parked settles, and so leaves, within this call; an observer may enqueue another.
+        # A copy: a parked container settles, and so leaves, within this call; an observer may enqueue another.
         for member, settlement in list(self._members.items()):
             if member in self._members:
                 _cancel(member, settlement)
 
     async def cancel(self) -> None:
-        """Request the cancellation of all containers that have the token, and wait until each is confirmed.
+        """Cancel all containers that have the token, and await confirmation.
 
-        When it returns, no block of any of them is referenced, reserved or in flight any more. Any number of callers may
-        wait; a caller that is itself cancelled leaves the request in effect. Always a checkpoint.
+        When it returns, no block of any of them is referenced, reserved or in flight. Any number of callers may wait; a
+        caller that is itself cancelled leaves the request in effect. Always a checkpoint.
 
         Raises:
             DrainUnproven: the end of one copy could not be proven in time; its blocks and memory are quarantined.
             ExceptionGroup: of DrainUnproven, one for each such container, if there are several.
         """
-        # Before the request, which makes some of them leave at once: theirs is a confirmation, too.
+        # Before the request, which makes some of them leave at once: they count as confirmed, too.
         settlements = {settlement for settlement in self._members.values() if settlement is not None}
         confirmation = Confirmation(set(self._members))
         self._confirmations.append(confirmation)
@@ -130,13 +138,19 @@ class CancellationToken:
     # -- for the pipeline ----------------------------------------------------------------------------------------------
 
     def join(self, member: _Member, settlement: _Settlement | None) -> None:
-        """Add a container (with its settlement) or a scope; cancels it at once if the token is cancelled."""
+        """Add a container (with its settlement) or a scope.
+
+        If the token is cancelled, the member is cancelled at once.
+        """
         self._members[member] = settlement
         if self._called:
             _cancel(member, settlement)
 
     def leave(self, member: _Member, error: BaseException | None) -> None:
-        """Remove a member that has ended, with its error, if any. Called once everything it held is released."""
+        """Remove a member that has ended, with its error, if any.
+
+        Called once all its resources are released.
+        """
         if member in self._members:
             del self._members[member]
             for confirmation in list(self._confirmations):
@@ -144,7 +158,10 @@ class CancellationToken:
 
     @contextmanager
     def scope(self) -> Iterator[trio.CancelScope]:
-        """A scope that is cancelled with the token, for a wait that has no container yet."""
+        """Open a scope that is cancelled with the token.
+
+        It is for a wait that has no container yet.
+        """
         with trio.CancelScope() as scope:
             self.join(scope, None)
             try:
@@ -160,7 +177,10 @@ def _cancel(member: _Member, settlement: _Settlement | None) -> None:
 
 
 def _again(error: DrainUnproven) -> DrainUnproven:
-    """A copy of the error: one exception that is raised in several tasks collects the frames of all of them."""
+    """Return a copy of the error.
+
+    One exception that is raised in several tasks collects the frames of all of them.
+    """
     again = DrainUnproven(*error.args)
     again.__cause__ = error
     return again

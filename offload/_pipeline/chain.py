@@ -1,18 +1,21 @@
-"""A chain of pipelines: what one has stored at its destination, the next ones copy on from there.
+"""A chain of pipelines: later ones copy on the stored blocks.
 
-Rule 1. The handle of the first enqueue is terminal only after all required routes; any of these that fails makes it FAILED.
-        Routes that are not required change nothing for it: they are offered what was stored, and take or drop it
-        (:mod:`offload._pipeline.offer`).
-Rule 2. A chain never splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a
-        committed gate.
-Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
-        reservation holds it, :meth:`backends.abc.Reservation.hold`) to the end of that route's copy, whose pipeline has
-        the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed. A page
-        store has to be asked: there each route holds what has passed its policies (:mod:`offload._pipeline.page_hold`). A route
-        that is not required holds no more than its share, and nothing while it waits for room there.
-Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and
-        the copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
-        for what is held wait for something that ends, and they themselves for ``destination_timeout`` at most.
+They read the blocks from the destination of the first. A route is such a next pipeline. The rules:
+
+Rule 1. The handle of the first enqueue is terminal only after all required routes; any of these that fails makes it
+        FAILED. Routes that are not required change nothing for it: they are offered the stored blocks, and take or drop
+        them (:mod:`offload._pipeline.offer`).
+Rule 2. A chain never splits: after the first commit a cancel changes nothing, so the containers of the routes enter
+        with a committed gate.
+Rule 3. Stored blocks are held until they have been copied on, once for each route: from the tick in which they are
+        registered (their reservation holds them, :meth:`backends.abc.Reservation.hold`) to the end of that route's
+        copy, whose pipeline has the refs. So they are not evicted between two tiers. A block that is gone all the same
+        (from a tier that cannot hold) has failed. A page store has to be asked: there each route holds the blocks that
+        have passed its policies (:mod:`offload._pipeline.page_hold`). A route that is not required holds no more than
+        its share, and nothing while it waits for room there.
+Rule 4. A hold always ends: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and the
+        copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
+        for held blocks wait for something that ends, and they themselves wait for ``destination_timeout`` at most.
 """
 
 from __future__ import annotations
@@ -37,35 +40,41 @@ from .settlement import Settlement
 
 
 class Route(Protocol):
-    """A pipeline, as the chain sees it."""
+    """A pipeline that copies on, with the methods that the chain calls."""
 
     @property
     def name(self) -> str:
-        """The name under which the result of the first enqueue reports this route."""
+        """The route's name in the result of the first enqueue."""
         ...
 
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Enqueue blocks that cannot be cancelled any more. Raises if this pipeline has closed, or can never hold so many."""
+        """Enqueue blocks that can no longer be cancelled.
+
+        Raises if this pipeline has closed, or can never hold so many.
+        """
         ...
 
     async def enqueue_pages(self, blocks: WeakBlocks) -> TransferHandle:
-        """Enqueue blocks of a page store, whose pages the route holds itself. Raises like :meth:`enqueue_committed`."""
+        """Enqueue blocks of a page store, whose pages the route holds itself.
+
+        Raises like :meth:`enqueue_committed`.
+        """
         ...
 
 
 @attrs.define(eq=False)
 class Chain:
-    """The pipelines that copy on from one destination, and the containers whose blocks they have."""
+    """The pipelines that copy on from one destination, and their containers."""
 
     routes: Sequence[Route]
-    """Those that are required."""
+    """The required routes."""
     tier: Source | Tier
     """The destination, which is a source as well, or a page store."""
     settlement: Settlement
     optional: Sequence[OptionalRoute] = ()
-    """Those that are not."""
+    """The routes that are not required."""
     following: int = 0
-    """Containers whose required routes are under way."""
+    """Number of containers whose required routes are under way."""
     _waiting: int = 0
     _none_waits: trio.Event = attrs.Factory(trio.Event)
     _offers: Offers = attrs.Factory(lambda chain: Offers(chain.tier), takes_self=True)
@@ -85,9 +94,10 @@ class Chain:
                 await trio.sleep_forever()
 
     def hold(self, containers: Sequence[OffloadContainer]) -> None:
-        """Hold what the first copy of these containers has stored, once for each route that has room.
+        """Hold the blocks that the first copy stored, once for each route.
 
-        To be called before the reservation of that copy is released, and `follow` in the same tick.
+        A route that is not required holds only as many as it has room for. Must be called before the reservation of
+        that copy is released, and `follow` in the same tick.
         """
         for container in containers:
             if container.completed:
@@ -96,13 +106,16 @@ class Chain:
                 container.offers = [self._offers.make(route, container.completed, depths) for route in self.optional]
 
     def follow(self, containers: list[OffloadContainer]) -> None:
-        """Settle those of these containers that no required route takes on, and the others when all such routes have ended."""
+        """Settle these containers, those with a required route when it has ended.
+
+        A container without such a route settles at once.
+        """
         for container in containers:
             for route, offer in zip(self.optional, container.offers, strict=False):
                 self._pass(route, offer)
             if self.routes and container.completed and not self._scope.cancel_called:
-                # The first copy is over, and each route has its own hold on what was stored: the caller's blocks are not needed
-                # any more, and need not wait for the slowest route.
+                # The first copy is over, and each route has its own hold on the stored blocks: the caller's blocks are
+                # not needed any more, and need not wait for the slowest route.
                 self.settlement.release(container)
                 assert self._nursery is not None
                 self._nursery.start_soon(self._follow, container)
@@ -110,7 +123,10 @@ class Chain:
                 self._settle(container, {})
 
     async def drain(self) -> None:
-        """Wait until the routes that are not required have ended what they were offered. Always a checkpoint."""
+        """Wait until the routes that are not required have ended all offers.
+
+        Always a checkpoint.
+        """
         await trio.lowlevel.checkpoint()
         while self._waiting:
             self._none_waits = trio.Event()
@@ -119,16 +135,16 @@ class Chain:
             await route.drain()
 
     def cut_off(self) -> None:
-        """Settle as FAILED all containers that are still followed, and drop what waits for room in a route.
+        """Settle the followed containers as FAILED, and drop waiting offers.
 
-        The routes go on to their own end.
+        Dropped are the blocks that wait for room in a route. The routes go on to their own end.
         """
         self._scope.cancel()
 
     # -- routes that are not required ----------------------------------------------------------------------------------
 
     def _pass(self, route: OptionalRoute, offer: Offer) -> None:
-        """Give a route what is held for it, and have the rest wait for room."""
+        """Give a route its held blocks; the rest waits for room."""
         if self._offers.give(route, offer):
             return
         if self._scope.cancel_called:
@@ -162,7 +178,10 @@ class Chain:
             self._settle(container, results)
 
     def _settle(self, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
-        """Settle a container with what its routes have answered; a route that has not answered has failed."""
+        """Settle a container with the results of its routes.
+
+        A route without a result has failed.
+        """
         for blocks in container.onward:  # no route took them
             give_back(blocks.release)
         if container.completed:
@@ -176,17 +195,23 @@ class Chain:
     async def _run_route(
         self, route: Route, blocks: Blocks, container: OffloadContainer, results: dict[str, TransferResult]
     ) -> None:
-        """Enqueue these blocks on one route and wait for its end. The route owns the holds on the blocks from now on."""
+        """Enqueue these blocks on one route and wait for its end.
+
+        The route owns the holds on the blocks from now on.
+        """
         enqueue: Any = route.enqueue_committed if self._offers.held_pages is None else route.enqueue_pages
         try:
             handle = await enqueue(blocks)
-        except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other
+        except Exception as error:  # it has closed, or can never hold so many: only this route fails
             results[route.name] = _failed(container.completed, error)
         else:
             results[route.name] = self._without(await handle.wait(), container.completed, blocks.keys)
 
     def _without(self, result: TransferResult, stored: Sequence[Key], held: Sequence[Key]) -> TransferResult:
-        """The result of a route, in which blocks that were gone before they were copied count as failed."""
+        """Return a route's result, with blocks that were gone as failed.
+
+        These were gone before they were copied.
+        """
         gone = set(stored).difference(held).union(result.evicted)
         if not gone:
             return result
@@ -199,7 +224,10 @@ _NONE: Mapping[str, TransferResult] = MappingProxyType({})
 
 
 def _worst(failed: Sequence[TransferResult]) -> BaseException | None:
-    """The error to report for all routes, if one failed: an unproven end of a copy before all others."""
+    """Return the error to report for all routes, if one failed.
+
+    An unproven end of a copy goes before all others.
+    """
     errors = [result.error or next(iter(result.failed.values()), None) for result in failed]
     return min(errors, key=lambda error: not isinstance(error, DrainUnproven), default=None)
 

@@ -1,13 +1,15 @@
-"""CancellableChannel: what links two stages. First in, first out, with removal from anywhere in constant time.
+"""The channel between two stages, from which any container can be removed.
+
+First in, first out, with removal from anywhere in constant time.
 
 Rule 1. A stage that can step containers now is handed them at once, as trio's memory channel hands a value to a waiting
-        receiver. Where none can, they are parked. So a burst passes four stages at the price of four calls, not of four
+        receiver. Otherwise they are parked. So a burst passes four stages at the price of four calls, not of four
         wake-ups.
-Rule 2. Sending is synchronous and never refuses: the pipeline's budget bounds what can be inside.
+Rule 2. Sending is synchronous and never refuses: the pipeline's budget bounds the number of containers inside.
 Rule 3. A parked container that is cancelled is taken out in place, in constant time, and settles in the same step.
 
-An ordered dictionary is the queue: deleting from the middle leaves no tombstone, and popping the front stays constant (a
-plain dict scans over what was deleted before, so that popping its front turns quadratic).
+The queue is an ordered dictionary: deleting from the middle leaves no tombstone, and popping the front stays constant
+(a plain dict scans over the entries deleted before, so that popping its front turns quadratic).
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ import trio
 from .container import Holder, OffloadBatch, OffloadContainer
 
 Step: TypeAlias = Callable[[Sequence[OffloadContainer]], None]
-"""What a stage does at once with containers that are sent to it."""
+"""The function with which a stage handles sent containers at once."""
 
 
 class CancellableChannel:
-    """Containers on their way from one stage to the next. One that is cancelled while it is parked settles at once.
+    """Containers on their way from one stage to the next.
+
+    A container that is cancelled while it is parked settles at once.
 
     Attributes:
-        parked: what is inside, first in first. To be looked at, also as a truth value; changed by the methods only.
+        parked: the containers inside, first in first. To be looked at, also as a truth value; changed by the methods
+            only.
     """
 
     __slots__ = ("_receiver", "_settle", "_step", "parked")
@@ -48,7 +53,10 @@ class CancellableChannel:
     # -- the sending stage ---------------------------------------------------------------------------------------------
 
     def send(self, containers: Sequence[OffloadContainer]) -> None:
-        """Hand containers to the receiving stage: at once where it can step them now, else they are parked, in order."""
+        """Hand containers to the receiving stage, or park them in order.
+
+        They are handed over at once if the stage can step them now.
+        """
         if self._step is not None:
             self._step(containers)
         else:
@@ -72,9 +80,10 @@ class CancellableChannel:
 
     @contextmanager
     def stepped_by(self, step: Step) -> Iterator[None]:
-        """While the block lasts, what is sent is handed to ``step`` at once; begins with what is parked.
+        """Hand sent containers to ``step`` at once, while the block lasts.
 
-        So stages may start in any order: what is sent to one that does not run yet waits here for it.
+        Begins with the parked containers. So stages may start in any order: containers that are sent to one that does
+        not run yet wait here for it.
         """
         # One at a time: stepping one may run an observer that cancels the next, which must still be parked then.
         while self.parked:
@@ -86,13 +95,19 @@ class CancellableChannel:
             self._step = None
 
     def pop(self) -> OffloadContainer:
-        """Take out the first container; nothing holds it then. The channel must not be empty."""
+        """Take out the first container, which then has no holder.
+
+        The channel must not be empty.
+        """
         container = self.parked.popitem(last=False)[0]
         container.holder = None
         return container
 
     async def wait_filled(self) -> None:
-        """Return once something is inside. For one receiver only; nothing is taken, so nothing is lost on cancel."""
+        """Return once a container is inside.
+
+        For one receiver only; nothing is taken, so nothing is lost on cancel.
+        """
         if self.parked:
             await trio.lowlevel.checkpoint()
             return
@@ -107,26 +122,36 @@ class CancellableChannel:
     # -- a cancel ------------------------------------------------------------------------------------------------------
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """Take out a container whose gate has closed, wherever it is in the queue, and settle it."""
+        """Take out a container whose gate has closed, and settle it.
+
+        It may be anywhere in the queue.
+        """
         del self.parked[container]
         container.holder = None
         self._settle(container)
 
 
 class BatchReceiver(Protocol):
-    """The receiving end of batching, as transfer sees it: a free slot takes a batch from it when one is due.
+    """The receiving end of batching, for free slots.
 
-    A batch is put together when it is taken, so that until then each of its containers stays parked and can be cancelled alone.
+    A batch is put together when it is taken, so that until then each of its containers stays parked and can be
+    cancelled alone.
     """
 
     async def receive(self, owner: Holder) -> OffloadBatch:
-        """Wait until a batch is due and take it for the slot ``owner``. Cancelled while waiting, it has taken nothing."""
+        """Wait until a batch is due; take it for slot ``owner``.
+
+        If cancelled while waiting, it has taken nothing.
+        """
         ...
 
     def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
-        """Take a batch if one is due, else None."""
+        """Take a batch if one is due, else return ``None``."""
         ...
 
     def put_back(self, container: OffloadContainer) -> None:
-        """Take a container back as the first of the next batch; settles it where it was cancelled meanwhile."""
+        """Take a container back as the first of the next batch.
+
+        Settles it if it was cancelled meanwhile.
+        """
         ...

@@ -1,13 +1,15 @@
-"""The unit that passes through a pipeline (OffloadContainer), and what a slot copies at a time (OffloadBatch).
+"""The container, a pipeline's unit of work, and the batch, a slot's.
 
 P1: a container is cancelled whole or not at all: its phase is one value for all of its blocks.
-P2: a container carries its own cancellation from enqueue on: the phase, and what waits for it or holds it right now.
+P2: a container carries its own cancellation from enqueue on: the phase, and the scope or the holder that it has right
+now.
 P4: the last sweep comes right before the upgrade: :meth:`OffloadBatch.sweep_cancelled`.
-P5: behind the upgrade a batch is one flat list of blocks, in which each container owns a span.
+P5: after the upgrade a batch is one flat list of blocks, in which each container owns a span.
 
-A container is always in exactly one place: a task waits on its behalf (``cancel_scope`` is the scope that this wait is in);
-or a channel has it parked, or a slot owns its batch (that is its ``holder``); or, with neither, a stage steps it synchronously.
-When the gate closes, the scope is cancelled, or the holder takes the container out, and it settles. So a cancel is O(1).
+A container is always in exactly one place: a task waits on its behalf (``cancel_scope`` is the scope that this wait is
+in); or a channel has it parked, or a slot owns its batch (that is its ``holder``); or, with neither, a stage steps it
+synchronously. When the gate closes, the scope is cancelled, or the holder takes the container out, and it settles. So a
+cancel is O(1).
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ _NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
 
 
 class Holder(Protocol):
-    """What holds a container: a channel it is parked in, or a slot that owns its batch."""
+    """The channel that parks a container, or the slot of its batch."""
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """Settle the container, whose gate has just closed (cancelled, or failed). Synchronous."""
+        """Settle the container, whose gate has just closed. Synchronous.
+
+        The gate closed because the container was cancelled, or failed.
+        """
 
 
 @attrs.define(eq=False, repr=False)
@@ -59,9 +64,12 @@ class OffloadContainer:
     blocks: Blocks
     """The blocks as enqueued."""
     precondition: Precondition | None
-    """What must hold before the bytes may be read; ``None``: they may be read now."""
+    """The condition for reading the bytes; ``None``: now."""
     keys: Sequence[Key]
-    """The keys still to transfer: first all, then those that passed the policies, then those that were upgraded."""
+    """The keys still to transfer.
+
+    First all, then those that passed the policies, then those that were upgraded.
+    """
     phase: Phase = _OPEN
     """The commit gate. See :mod:`offload._pipeline.lifecycle`."""
     status: Status = Status.EVALUATING
@@ -69,19 +77,25 @@ class OffloadContainer:
     holder: Holder | None = None
     """The channel or slot that takes it out when the gate closes."""
     cancel_scope: trio.CancelScope | None = None
-    """The scope of the task that waits for it, if one does. A new one for each wait, since a scope can be entered once only."""
+    """The scope of the task that waits for the container, if any.
+
+    A new one for each wait, since a scope can be entered once only.
+    """
     deadline: float = 0.0
-    """When its part in a shared wait ends, on trio's clock, in seconds."""
+    """The end of its part in a shared wait, on trio's clock."""
     ready_at: float = 0.0
-    """When it became ready for a batch, on trio's clock, in seconds."""
+    """The time when it became ready for a batch, on trio's clock."""
     evaluated: bool = False
     """Whether the policies have answered."""
     announced: bool = False
-    """Whether observers were told of its commit."""
+    """Whether its commit was announced to the observers."""
     marked: bool = False
-    """Whether ``keys`` are marked as pending at the destination on its behalf."""
+    """Whether ``keys`` are marked as pending at the destination."""
     filtered: Mapping[Key, str] = _NOTHING
-    """Blocks that a policy, a pending mark or an overflow filtered, with the reason."""
+    """Filtered blocks, each with its reason.
+
+    A policy, a pending mark or an overflow filtered them.
+    """
     completed: Sequence[Key] = ()
     """Blocks that are in the destination now."""
     failed: Mapping[Key, BaseException] = _NO_FAILURES
@@ -89,28 +103,37 @@ class OffloadContainer:
     evicted: Sequence[Key] = ()
     """Weak blocks that were gone at the upgrade."""
     error: BaseException | None = None
-    """Why the whole container failed."""
+    """The error because of which the whole container failed."""
     lease: Callable[[], None] | None = None
-    """Releases what a policy locked for it, and what is held for it (:meth:`hold`)."""
+    """Releases the locks and holds of this container (:meth:`hold`)."""
     onward: Sequence[Blocks] = ()
-    """What arrived, held at the destination once for each route of the chain; weak where that has to be asked for it.
-    Empty once the routes have them."""
+    """The stored blocks, held at the destination once for each route.
+
+    The routes are those of the chain. Weak if the destination has to be asked to hold them. Empty once the routes have
+    them.
+    """
     routes: Mapping[str, TransferResult] | None = None
     """The results of the chain's required routes, by pipeline."""
     offers: Sequence[Offer] = ()
-    """What arrived, as it was offered to the routes of the chain that are not required."""
+    """The offers of stored blocks to routes that are not required."""
     cancel_token: CancellationToken | None = None
-    """The token it was enqueued with, if any. It leaves the token when it settles."""
+    """The token it was enqueued with, if any.
+
+    It leaves the token when it settles.
+    """
     confirmed: trio.Event | None = None
     """Set once it has settled; made when a task waits."""
     watch: AsyncValue[Status] | None = None
-    """The status as a value that tasks can wait on; made when it is first used."""
+    """The status as a value that tasks can wait on.
+
+    Made when it is first used.
+    """
 
     def __repr__(self) -> str:
         return f"<OffloadContainer {self.number}: {len(self.blocks)} blocks, {self.status.value}>"
 
     def move(self, status: Status) -> None:
-        """Show ``status`` from now on.
+        """Change the status.
 
         Raises:
             IllegalMove: no arrow of the transition table leads there; nothing was changed.
@@ -125,17 +148,26 @@ class OffloadContainer:
                 _log.exception("a predicate on the status of %r raised", self)
 
     def cancel(self) -> None:
-        """Request a cancellation of the gate. If it is open, the container ends as CANCELLED."""
+        """Request a cancellation of the gate.
+
+        If the gate is open, the container ends as CANCELLED.
+        """
         self._close(_IF_CANCELLED)
 
     def fail(self, error: BaseException) -> None:
-        """Request a failure of the gate. If it is open, the container ends as FAILED with this error."""
+        """Request a failure of the gate.
+
+        If the gate is open, the container ends as FAILED with this error.
+        """
         if self.phase is _OPEN:
             self.error = error
         self._close(_IF_FAILED)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail it, committed or not: the blocks still to copy have failed. A cancelled container stays cancelled."""
+        """Fail the container, committed or not.
+
+        The blocks still to copy have failed. A cancelled container stays cancelled.
+        """
         self.fail(error)
         if self.phase is _COMMITTED:  # after the upgrade, or a route of a chain, committed when it was enqueued
             self.error = error
@@ -145,7 +177,7 @@ class OffloadContainer:
     def _close(self, phase: Phase) -> None:
         if self.phase is not _OPEN or self.status.terminal:
             return
-        # The phase first: it is the truth, and what is woken below decides by it. The scope is only the wake-up.
+        # The phase first: it is the truth, by which the tasks woken below decide. The scope is only the wake-up.
         self.phase = phase
         if self.cancel_scope is not None:
             self.cancel_scope.cancel()
@@ -153,7 +185,10 @@ class OffloadContainer:
             self.holder.withdraw(self)
 
     def claim(self) -> bool:
-        """Request the commit of the gate. Returns True if it is committed, False if it was cancelled or failed before."""
+        """Request the commit of the gate.
+
+        Returns True if it is committed, False if it was cancelled or failed before.
+        """
         self.phase = phase = GATE[self.phase][Request.CLAIM]
         return phase is _COMMITTED
 
@@ -164,7 +199,10 @@ class OffloadContainer:
             self.filtered = {**self.filtered, **reasons}
 
     def hold(self, release: Callable[[], None]) -> None:
-        """Have ``release`` called at the end of this container, before it is told. It must not raise."""
+        """Have ``release`` called at the end of this container.
+
+        It is called before the end is published, and must not raise.
+        """
         lease = self.lease
 
         def release_all() -> None:
@@ -175,7 +213,10 @@ class OffloadContainer:
         self.lease = release_all
 
     def after_offers(self, call: Callable[[], None]) -> None:
-        """Call this when the routes that are not required have ended what they were offered, which may be now."""
+        """Call a function when the optional routes have ended their offers.
+
+        Those are the routes that are not required. The call may be made now.
+        """
         left = len(self.offers)
         if not left:
             call()
@@ -191,7 +232,10 @@ class OffloadContainer:
             offer.when_ended(one_ended)
 
     def refs_of(self, keys: Sequence[Key]) -> list[int]:
-        """The refs of some of this container's blocks; weak ones are upgraded, one counted ref each."""
+        """Return the refs of some of this container's blocks.
+
+        Weak blocks are upgraded, one counted ref each.
+        """
         refs = self.blocks.refs
         if refs is None:
             return self.blocks.source.upgrade(keys)
@@ -203,49 +247,67 @@ class OffloadContainer:
 
 @attrs.define(eq=False)
 class FlatBlocks:
-    """The blocks of a batch after the upgrade: columns in which each container owns the next ``sizes[i]`` rows."""
+    """The blocks of a batch after the upgrade, as columns.
+
+    Each container owns the next ``sizes[i]`` rows.
+    """
 
     containers: list[OffloadContainer]
-    """Those with at least one block to transfer."""
+    """The containers with at least one block to transfer."""
     sizes: list[int]
-    """How many blocks each of them has here."""
+    """The number of blocks of each container here."""
     keys: list[Key]
-    """One per block."""
+    """The key of each block."""
     refs: list[int]
-    """One per block: where the source has its bytes."""
+    """The ref of each block: its place in the source."""
     held: Sequence[int]
-    """The refs that the upgrade took, to be released when the copy is over."""
+    """The refs that the upgrade took, to be released after the copy."""
     dropped: Sequence[Key] = ()
-    """Blocks that are not here, since they were evicted, or the destination had no room for them."""
+    """Blocks that dropped out of the batch.
+
+    They were evicted, or the destination had no room for them.
+    """
 
 
 @attrs.define(eq=False)
 class OffloadBatch:
-    """Containers that leave together, each still cancellable on its own until it is claimed."""
+    """Containers that leave together.
+
+    Each can be cancelled on its own until it is claimed.
+    """
 
     containers: list[OffloadContainer]
-    """In the order in which they became ready."""
+    """The containers, in the order in which they became ready."""
     keys: list[Key] = attrs.Factory(lambda batch: _keys_of(batch.containers), takes_self=True)
     """The keys of all containers, in order."""
 
     def keep(self, containers: list[OffloadContainer], keys: list[Key] | None = None) -> None:
-        """Reduce the batch to these containers; ``keys`` are theirs, if the caller has them already."""
+        """Reduce the batch to these containers.
+
+        ``keys`` are theirs, if the caller has them already.
+        """
         self.containers = containers
         self.keys = _keys_of(containers) if keys is None else keys
 
     def sweep_cancelled(self) -> list[OffloadContainer]:
-        """Take out, and return, the containers whose gate has closed. They are not settled yet."""
+        """Take out, and return, the containers whose gate has closed.
+
+        They are not settled yet.
+        """
         swept = [container for container in self.containers if not container.phase.proceeds]
         if swept:
             self.keep([container for container in self.containers if container.phase.proceeds])
         return swept
 
     def claim(self) -> list[OffloadContainer]:
-        """Commit every container whose gate is open; take out, and return, the others."""
+        """Commit every container whose gate is open.
+
+        Takes out, and returns, the others.
+        """
         lost: list[OffloadContainer] = []
         for container in self.containers:
             if container.phase is _OPEN:
-                container.phase = _COMMITTED  # what claim() does, for the common case
+                container.phase = _COMMITTED  # as in claim(), for the common case
             elif not container.claim():
                 lost.append(container)
         if lost:
@@ -253,9 +315,9 @@ class OffloadBatch:
         return lost
 
     def upgrade(self, source: Source, granted: Sequence[Key] | None = None) -> FlatBlocks:
-        """Weak to strong, for the committed containers: flatten them into columns.
+        """Upgrade the committed containers: weak to strong, into flat columns.
 
-        Blocks that were evicted are noted on their container, as are those that are not in ``granted`` (where the
+        Blocks that were evicted are noted on their container, as are those that are not in ``granted`` (if the
         destination granted room for a part only). ``keys`` of a container are afterwards those it transfers; one that
         has none left is not in the result.
         """
@@ -287,7 +349,10 @@ def _keys_of(containers: Sequence[OffloadContainer]) -> list[Key]:
 
 
 def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:
-    """The depths of all blocks of these containers, as far as they were said. More than are copied now, maybe."""
+    """Return the known depths of all blocks of these containers.
+
+    Some of these blocks may not be copied now.
+    """
     depths: dict[Key, int] = {}
     for container in containers:
         blocks = container.blocks
@@ -298,7 +363,7 @@ def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:
 
 
 def _refs_of(containers: Sequence[OffloadContainer]) -> tuple[list[int], list[int]]:
-    """The refs of all blocks, and those among them that the upgrade took just now."""
+    """Return the refs of all blocks, and those the upgrade took."""
     refs: list[int] = []
     held: list[int] = []
     try:

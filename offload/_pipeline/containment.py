@@ -1,9 +1,12 @@
-"""What a place, a policy or a precondition raises ends the container it was raised for, never a stage: three rules of that.
+"""The containment of foreign exceptions: one ends a container, never a stage.
 
-Rule 1. What by contract never raises is called by :func:`give_back`: one that does is logged, and what comes after it is done.
-Rule 2. What else raises an ordinary exception has refused the containers it was asked for, each for itself where they can be
-        told apart.
-Rule 3. Of any other exception only what really ends a task goes on: see :func:`escaping_part`.
+The exceptions are those of a tier, a policy or a precondition. The rules:
+
+Rule 1. A function that by contract never raises is called by :func:`give_back`: if it raises, that is logged, and the
+        steps after it are done.
+Rule 2. Any other call that raises an ordinary exception has refused the containers that it was made for, each for
+        itself if the culprit can be found.
+Rule 3. Of any other exception only the part that really ends a task goes on: see :func:`escaping_part`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ _log = logging.getLogger("offload.pipeline")
 
 
 def give_back(call: Callable[[*Ts], object], *args: *Ts) -> None:
-    """Call what by contract never raises. Where it does all the same, what it should give back may be lost: that is logged."""
+    """Call a function that by contract never raises.
+
+    If it raises all the same, that is logged; the resources that it should give back may be lost.
+    """
     try:
         call(*args)
     except Exception:
@@ -30,10 +36,11 @@ def give_back(call: Callable[[*Ts], object], *args: *Ts) -> None:
 
 
 def escaping_part(error: BaseException) -> BaseException | None:
-    """The part of an exception raised by a caller's code that goes on past the container it was raised for, if any does.
+    """Return the part of an exception that ends more than its container.
 
-    Nothing of it that is ordinary: beside a Cancelled in a group it would end the pipeline. And no Cancelled that was not
-    asked for: code that awaits the result of a task of its own may raise what ended that task.
+    A caller's code raised the exception. An ordinary part does not go on: next to a Cancelled in a group it would end
+    the pipeline. Nor does a Cancelled that was not requested: code that awaits the result of a task of its own may
+    raise the exception that ended that task.
     """
     rest = error.split(Exception)[1] if isinstance(error, BaseExceptionGroup) else error
     if rest is None or isinstance(rest, Exception):
@@ -43,5 +50,5 @@ def escaping_part(error: BaseException) -> BaseException | None:
 
 
 def only_cancelled(error: BaseException) -> bool:
-    """Whether this is a Cancelled, or a group of nothing else."""
+    """Return whether this is a Cancelled, or a group of nothing else."""
     return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(error))

@@ -1,4 +1,7 @@
-"""TransferHandle: the result of enqueue. A view of one container, which can be cancelled through it."""
+"""The transfer handle, the result of enqueue.
+
+It shows the state of one container, and can cancel it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class _Settlement(Protocol):
 
 
 class TransferHandle:
-    """The state and the result of one enqueue. Made by a pipeline only.
+    """The state and result of one enqueue. Made by a pipeline only.
 
     The pipeline does not depend on it: a handle may be dropped.
     """
@@ -47,12 +50,18 @@ class TransferHandle:
 
     @property
     def status(self) -> Status:
-        """The status of the container: EVALUATING, QUEUED, TRANSFERRING, then COMPLETE, CANCELLED or FAILED."""
+        """The status of the container.
+
+        EVALUATING, QUEUED, TRANSFERRING, then COMPLETE, CANCELLED or FAILED.
+        """
         return self._container.status
 
     @property
     def status_value(self) -> AsyncValue[Status]:
-        """The status as a ``trio_util.AsyncValue``: ``await handle.status_value.wait_value(Status.TRANSFERRING)``."""
+        """The status as a ``trio_util.AsyncValue``.
+
+        A task can wait for a status: ``await handle.status_value.wait_value(Status.TRANSFERRING)``.
+        """
         if self._container.watch is None:
             from trio_util import AsyncValue
 
@@ -89,7 +98,10 @@ class TransferHandle:
 
     @property
     def remaining_blocks(self) -> Sequence[Key]:
-        """The blocks without an outcome; for a container that was cancelled or failed as a whole, those that never get one."""
+        """The blocks without an outcome.
+
+        For a container that was cancelled or failed as a whole, the blocks that never get one.
+        """
         container = self._container
         known = {*container.filtered, *container.completed, *container.failed, *container.evicted}
         return [key for key in container.blocks.keys if key not in known]
@@ -111,7 +123,7 @@ class TransferHandle:
 
     @property
     def result(self) -> TransferResult | None:
-        """The result, or None before the end."""
+        """The result, or ``None`` before the end."""
         container = self._container
         if not container.status.terminal:
             return None
@@ -126,9 +138,9 @@ class TransferHandle:
         )
 
     async def wait(self) -> TransferResult:
-        """Wait for the end and return the result; failures are in it, not raised.
+        """Wait for the end and return the result.
 
-        Cancelling this wait changes nothing for the container.
+        Failures are in the result, not raised. Cancelling this wait changes nothing for the container.
         """
         await self._settled()
         result = self.result
@@ -136,19 +148,20 @@ class TransferHandle:
         return result
 
     async def wait_routes(self) -> Mapping[str, TransferResult]:
-        """Wait for the routes that are not required, and return their results, by the name of the route.
+        """Wait for the optional routes, and return their results by name.
 
-        What they do is no part of this handle's own result, which may have been there long before. What a route has dropped, as
-        it was behind, is ``filtered`` in its result. Cancelling this wait changes nothing for the routes.
+        These are the routes that are not required. They are no part of this handle's own result, which may have been
+        there long before. A block that a route dropped because it was behind is ``filtered`` in its result. Cancelling
+        this wait changes nothing for the routes.
         """
         await self._settled()
         return {offer.name: await offer.wait() for offer in self._container.offers}
 
     def request_cancel(self) -> None:
-        """Request a cancellation without waiting. Synchronous, in constant time, harmless after the end.
+        """Request a cancellation without waiting.
 
-        Before the commit the container ends CANCELLED with nothing copied; after it, the copy drains and the container
-        ends by its result.
+        Synchronous, in constant time, harmless after the end. Before the commit the container ends CANCELLED with
+        nothing copied; after it, the copy drains and the container ends by its result.
         """
         self._settlement.announce_cancel(self._container)
         self._container.cancel()
@@ -156,7 +169,7 @@ class TransferHandle:
     async def cancel(self) -> None:
         """Request a cancellation and wait until it is confirmed.
 
-        When it returns, no block of the container is referenced, reserved or in flight any more, whether it was
+        When it returns, no block of the container is referenced, reserved or in flight, whether the container was
         cancelled in time, had ended, or drained. Any number of callers may wait; a caller that is itself cancelled
         leaves the request in effect.
 
@@ -184,5 +197,8 @@ class TransferHandle:
 
     @property
     def committed(self) -> bool:
-        """Whether it has been committed: it will end by its result, not as CANCELLED."""
+        """Whether the container is committed.
+
+        If so, it will end by its result, not as CANCELLED.
+        """
         return self._container.phase is Phase.COMMITTED

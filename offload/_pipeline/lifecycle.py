@@ -1,4 +1,6 @@
-"""The states of a container, the one table of legal moves, and the commit gate. Pure.
+"""The states of a container: legal moves and the commit gate.
+
+Pure. The rules:
 
 Rule 1. A container has one *status*, which only moves along an arrow of ``MOVES``; the three terminal ones have none.
 Rule 2. A container has one *phase*, the commit gate. It leaves OPEN exactly once: committed, cancelled, or failed.
@@ -15,10 +17,16 @@ from typing import Final
 
 
 class Status(enum.Enum):
-    """The status of a container. It moves forward only, and becomes terminal exactly once."""
+    """The status of a container.
+
+    It moves forward only, and becomes terminal exactly once.
+    """
 
     next: tuple[Status, ...]
-    """The row of ``MOVES``: where this status may move. A tuple is searched by identity, without hashing."""
+    """The statuses that may follow this one: its row of ``MOVES``.
+
+    A tuple is searched by identity, without hashing.
+    """
     terminal: bool
     """Whether the container has settled."""
 
@@ -30,7 +38,7 @@ class Status(enum.Enum):
     FAILED = "failed"
 
     def __hash__(self) -> int:
-        """By identity, which is what equality means here."""
+        """Hash by identity, since members are equal only to themselves."""
         return id(self)
 
 
@@ -63,7 +71,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
     def __hash__(self) -> int:
-        """By identity, which is what equality means here."""
+        """Hash by identity, since members are equal only to themselves."""
         return id(self)
 
 
@@ -75,7 +83,7 @@ class Request(enum.Enum):
     FAIL = "fail"
 
     def __hash__(self) -> int:
-        """By identity, which is what equality means here."""
+        """Hash by identity, since members are equal only to themselves."""
         return id(self)
 
 
@@ -92,7 +100,10 @@ for _phase, _answers in GATE.items():
 
 
 class IllegalMove(AssertionError):
-    """A status was asked to move where no arrow leads. A bug of this package; nothing was changed."""
+    """A status was set that no arrow of the table leads to.
+
+    This is a bug of this package; nothing was changed.
+    """
 
 
 def check_move(old: Status, new: Status) -> None:
@@ -102,5 +113,5 @@ def check_move(old: Status, new: Status) -> None:
 
 
 def ask(phase: Phase, what: Request) -> Phase:
-    """The phase of a gate after a request."""
+    """Return the phase of a gate after a request."""
     return GATE[phase][what]

@@ -1,7 +1,8 @@
-"""Pending marks: the keys on their way to a destination. Shared by all pipelines into it (I7).
+"""Pending marks: the keys on their way to a destination.
 
-A mark is taken after the policies, in one step for a whole container, and stays until the copy is physically over. The
-marks of a quarantined copy stay until an operator releases it.
+All pipelines into a destination share its marks (I7). A mark is taken after the policies, in one step for a whole
+container, and stays until the copy is physically over. The marks of a quarantined copy stay until an operator releases
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class PendingMarks:
         return len(self._pending)
 
     def mark(self, keys: Sequence[Key]) -> Collection[Key]:
-        """Mark the unmarked ones of these keys. Returns the others, which another container has on its way."""
+        """Mark the unmarked ones of these keys, and return the others.
+
+        The others are on their way in another container.
+        """
         pending = self._pending
         if pending.isdisjoint(keys):
             pending.update(keys)
@@ -39,7 +43,10 @@ class PendingMarks:
         return lost
 
     def release(self, keys: Collection[Key]) -> None:
-        """Remove the marks of these keys; they must have been marked for the same container."""
+        """Remove the marks of these keys.
+
+        They must have been marked for the same container.
+        """
         self._pending.difference_update(keys)
 
 
@@ -47,17 +54,23 @@ _MARKS: WeakKeyDictionary[TransferExecutor, PendingMarks] = WeakKeyDictionary()
 
 
 def marks_of(destination: TransferExecutor) -> PendingMarks:
-    """The marks of this destination: one set, however many pipelines lead there, with a breaker before it or not."""
+    """Return the marks of this destination.
+
+    There is one set, however many pipelines lead there, with or without a breaker in front of it.
+    """
     return _MARKS.setdefault(place_of(destination), PendingMarks())
 
 
 def place_of(place: P) -> P:
-    """The place itself, where this is that place behind a breaker (:func:`offload.with_breaker`): a place may go by both."""
+    """Return the place itself, without its breaker.
+
+    A place may be named by either (:func:`offload.with_breaker`).
+    """
     return place.inner if isinstance(place, BreakerTier) else place
 
 
 def innermost(place: object) -> object:
-    """Return the place that keeps the blocks, behind a breaker and wrappers."""
+    """Return the place that keeps the blocks, without breaker and wrappers."""
     while (inner := getattr(place, "inner", None)) is not None:
         place = inner
     return place

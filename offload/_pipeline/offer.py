@@ -1,15 +1,17 @@
-"""Offers to routes that nothing waits for: what such a route may hold of the tier above it, and how its result is asked for.
+"""Offers of stored blocks to routes for which no store waits.
+
+Such a route is not required. It may hold a share of the tier above it; the result of an offer is read separately.
 
     stored above --> room in the route's share? --yes--> held, and a container of the route
                               | no: wait for some, at most ``route_patience``, and hold nothing meanwhile
                               `--> none came: dropped, which is a container of the route that is filtered
 
-Rule 1. Nothing that happens to an offer changes the store it comes from, which has ended.
-Rule 2. A route holds at most its share of the tier above (``route_share``) and never more than its budget, copies in quarantine
-        included. So a route that hangs leaves the rest of that tier to others.
-Rule 3. A container of a route has at most a quarter of the share: a tier that hangs breaks by its ``max_faults`` (3) copies
-        before the share is used up, and what comes then is rejected at once.
-Rule 4. What is dropped is counted and explained as anything else that is filtered.
+Rule 1. No outcome of an offer changes the store that it comes from, which has ended.
+Rule 2. A route holds at most its share of the tier above (``route_share``) and never more than its budget, copies in
+        quarantine included. So a route that hangs leaves the rest of that tier to others.
+Rule 3. A container of a route has at most a quarter of the share: a tier that hangs breaks by its ``max_faults`` (3)
+        copies before the share is used up, and later containers are rejected at once.
+Rule 4. A dropped block is counted and explained as any other block that is filtered.
 """
 
 from __future__ import annotations
@@ -36,22 +38,22 @@ if TYPE_CHECKING:
     from .handle import TransferHandle
 
 BEHIND: Final = "behind"
-"""Why a block is dropped that found no room in the share of its route in time."""
+"""The reason of blocks without room in the share in time."""
 GONE: Final = "gone"
-"""Why a block is dropped that was evicted before its route could hold it."""
+"""The reason of blocks evicted before their route could hold them."""
 CLOSED: Final = "closed"
-"""Why a block is dropped that is offered to a route which has closed."""
+"""The reason of blocks offered to a route that has closed."""
 _PARTS: Final = 4
 _log = logging.getLogger("offload.pipeline")
 _NO_ROUTES: Mapping[str, TransferResult] = MappingProxyType({})
 
 
 class RouteShare(Budget):
-    """Room for the blocks of the tier above that a route may hold.
+    """Room for the blocks that a route holds in the tier above.
 
     Args:
         place: the tier above.
-        config: of the route.
+        config: the configuration of the route.
     """
 
     __slots__ = ("_config", "_known", "_place", "complained", "offered")
@@ -62,12 +64,15 @@ class RouteShare(Budget):
         self._config = config
         self._known = False
         self.offered: int = 0
-        """Blocks that wait for room here."""
+        """Number of blocks that wait for room here."""
         self.complained: bool = False
-        """Whether the log says that blocks do not arrive."""
+        """Whether the log has reported that blocks do not arrive."""
 
     def measure(self) -> int:
-        """Return how many blocks one container may have, once the size of the tier above is known."""
+        """Return the most blocks for one container.
+
+        The share is computed once the size of the tier above is known.
+        """
         if not self._known:
             blocks = blocks_of(self._place)
             if blocks:  # else bounded by the budget alone
@@ -76,14 +81,20 @@ class RouteShare(Budget):
         return max(1, self.total // _PARTS) if self._known else self.total
 
     def take_some(self, most: int) -> int:
-        """Take room for as many blocks as there is room for, at most ``most``; none while a task waits for room."""
+        """Take room for as many blocks as possible, at most ``most``.
+
+        None is taken while a task waits for room.
+        """
         taken = 0 if self.waiting else max(0, min(most, self.total - self.used))
         self.used: int = self.used + taken
         return taken
 
 
 def blocks_of(place: Any) -> int:
-    """Return the capacity of a tier in blocks; 0 where it is not known, as of a source without statistics or an absent tier."""
+    """Return the capacity of a tier in blocks; 0 if unknown.
+
+    It is unknown for a source without statistics, or an absent tier.
+    """
     try:
         return int(place.statistics().capacity_bytes // (place.block_bytes or 1))
     except Exception:
@@ -99,15 +110,21 @@ class Offer:
     rest: Sequence[Key]
     """Blocks that the route has neither taken nor dropped."""
     depths: Mapping[Key, int]
-    """Their depths, as far as these were said."""
+    """The known depths of the offered blocks."""
     held: list[tuple[Sequence[Key], Blocks]] = attrs.Factory(list)
-    """Blocks that are held for the route, with those that were gone by then, until it has them."""
+    """Blocks held for the route until it has them.
+
+    Each entry has the keys, and the held blocks without those that were gone by then.
+    """
     handles: list[TransferHandle] = attrs.Factory(list)
-    """The containers of the route that have the others, or count them as dropped."""
+    """The containers of the route with blocks of this offer.
+
+    Some of them only count blocks as dropped.
+    """
     left: int = attrs.field(init=False)
-    """Blocks whose end is not known yet."""
+    """Number of blocks whose end is not known yet."""
     waiting: int = 0
-    """Blocks that are counted as waiting for room in the share."""
+    """Number of blocks counted as waiting for room in the share."""
     _changed: trio.Event | None = None
     _then: list[Callable[[], None]] = attrs.Factory(list)
 
@@ -115,7 +132,7 @@ class Offer:
         self.left = len(self.rest)
 
     async def wait(self) -> TransferResult:
-        """Wait until all blocks have ended on this route, and return the result."""
+        """Wait until all blocks have ended on this route; return the result."""
         while self.rest:
             if self._changed is None:
                 self._changed = trio.Event()
@@ -123,12 +140,12 @@ class Offer:
         return _joined([await handle.wait() for handle in self.handles])
 
     def note_dealt_with(self) -> None:
-        """Wake what waits for the route to have taken or dropped all blocks."""
+        """Wake the waiting tasks if all blocks are taken or dropped."""
         if not self.rest and self._changed is not None:
             self._changed.set()
 
     def note_ended(self, n: int) -> None:
-        """Note the end of so many blocks. Must not raise."""
+        """Record the end of so many blocks. Must not raise."""
         self.left -= n
         if not self.left:
             then, self._then = self._then, []
@@ -136,7 +153,10 @@ class Offer:
                 call()
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call this when all blocks have ended, on the routes behind this one as well, which may be now."""
+        """Call a function when all blocks have ended, which may be now.
+
+        They must have ended on the routes after this one as well.
+        """
         if self.left:
             self._then.append(call)
         else:
@@ -151,11 +171,14 @@ class OptionalRoute(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which ``handle.wait_routes()`` reports this route."""
+        """The route's name in the result of ``handle.wait_routes()``."""
         ...
 
     def enqueue_offered(self, blocks: Blocks, hold: Callable[[OffloadContainer], Callable[[], None]]) -> TransferHandle:
-        """Enqueue blocks that cannot be cancelled any more, or raise if there is no room."""
+        """Enqueue blocks that can no longer be cancelled.
+
+        Raises if there is no room.
+        """
         ...
 
     def drop_offered(self, blocks: WeakBlocks, reason: str) -> TransferHandle:
@@ -163,12 +186,12 @@ class OptionalRoute(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait until everything inside has settled."""
+        """Wait until all containers inside have settled."""
         ...
 
 
 class Offers:
-    """Makes offers of what is stored in one tier, and gives them to routes.
+    """The offers of one tier's stored blocks to routes.
 
     Args:
         tier: the tier; a source, or a page store.
@@ -179,23 +202,29 @@ class Offers:
 
     def __init__(self, tier: Source | Tier) -> None:
         self.held_pages: HeldSource | None = held_pages_of(tier)
-        """The pages of a page store that are held; ``None`` for any other tier."""
+        """The source of a page store's held pages; ``None`` for other tiers."""
         self._source = origin_of(tier)
 
     def make(self, route: OptionalRoute, keys: Sequence[Key], depths: Mapping[Key, int]) -> Offer:
-        """Offer blocks to a route: hold as many of them as it has room for, in the tick in which they are there."""
+        """Offer blocks to a route, and hold those with room.
+
+        To be called in the tick in which the blocks are stored.
+        """
         offer, share = Offer(route.name, keys, depths), route.share
         while n := share.take_some(min(share.measure(), len(offer.rest))):
             offer.held.append(self._next(offer, n))
         return offer
 
     def _next(self, offer: Offer, n: int) -> tuple[Sequence[Key], Blocks]:
-        """Take the next blocks of an offer, and hold those of them that are there."""
+        """Take the next blocks of an offer, and hold those still stored."""
         keys, offer.rest = offer.rest[:n], offer.rest[n:]
         return keys, self.hold(keys, offer.depths)
 
     def hold(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> Blocks:
-        """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
+        """Hold those of these blocks that are still stored.
+
+        A block that is gone is left out, and has failed when the route ends.
+        """
         if self.held_pages is not None:
             return WeakBlocks(self.held_pages, keys, None, list(map(depths.get, keys)) if depths else None)
         source = self._source
@@ -210,11 +239,14 @@ class Offers:
         return StrongBlocks(source, keys, refs, list(map(depths.get, keys)) if depths else None)
 
     def give(self, route: OptionalRoute, offer: Offer) -> bool:
-        """Give a route what is held for it. Returns whether it has all; else :meth:`give_rest` is to be called."""
+        """Give a route the blocks held for it.
+
+        Returns whether it has all blocks; otherwise :meth:`give_rest` must be called.
+        """
         held, offer.held = offer.held, []
         for keys, blocks in held:
             self._enqueue(route, offer, keys, blocks)
-        # What waits holds no block, but takes memory: as many as the budget has may wait.
+        # Waiting blocks are not held, but take memory: at most the route's budget of blocks may wait.
         if offer.rest and route.share.offered + len(offer.rest) > route.config.budget_blocks:
             self.drop_rest(route, offer)
         offer.waiting = len(offer.rest)
@@ -222,7 +254,10 @@ class Offers:
         return not offer.rest
 
     async def give_rest(self, route: OptionalRoute, offer: Offer) -> None:
-        """Give a route the rest of an offer as room comes; drop what has none within ``route_patience``, or at a cancel."""
+        """Give a route the rest of an offer as room comes.
+
+        Blocks without room within ``route_patience``, or at a cancel, are dropped.
+        """
         share = route.share
         try:
             while offer.rest:
@@ -242,7 +277,10 @@ class Offers:
             self.drop_rest(route, offer)
 
     def _enqueue(self, route: OptionalRoute, offer: Offer, keys: Sequence[Key], blocks: Blocks) -> None:
-        """Give a route blocks that have room in its share; those that are gone already are dropped."""
+        """Give a route blocks that have room in its share.
+
+        Blocks that are gone already are dropped.
+        """
         n, share = len(blocks.keys), route.share
         if n < len(keys):
             share.give_back(len(keys) - n)
@@ -267,7 +305,7 @@ class Offers:
             self._drop(route, offer, blocks.keys, BEHIND if isinstance(error, PipelineFull) else CLOSED)
 
     def drop_rest(self, route: OptionalRoute, offer: Offer) -> None:
-        """Drop what a route has not taken of an offer."""
+        """Drop the blocks of an offer that the route has not taken."""
         route.share.offered -= offer.waiting
         offer.waiting = 0
         rest, offer.rest = offer.rest, ()
@@ -283,7 +321,7 @@ class Offers:
 
 
 def _log_end(route: OptionalRoute, container: OffloadContainer) -> None:
-    """Log that blocks of a container have not arrived, the first time since some have."""
+    """Log the first failure of a container's blocks since some arrived."""
     failed = len(container.failed) or (len(container.keys) if container.error is not None else 0)
     if failed:
         why = container.error or next(iter(container.failed.values()))
@@ -294,7 +332,7 @@ def _log_end(route: OptionalRoute, container: OffloadContainer) -> None:
 
 
 def _log_once(route: OptionalRoute, blocks: int, why: str) -> None:
-    # Once for each time that it begins: a tier that is down for an hour is one line, not one for each store.
+    # Once for each outage: a tier that is down for an hour is one line, not one for each store.
     level = logging.DEBUG if route.share.complained else logging.WARNING
     route.share.complained = True
     _log.log(level, "%d blocks are not copied on to %s, and stay above: %s", blocks, route.name, why)

@@ -1,4 +1,7 @@
-"""Opening a pipeline for the length of a block: its nursery, and how that ends, whatever ends the block."""
+"""The opening of a pipeline for the length of a block.
+
+It has the nursery of the pipeline, and ends it, whatever ends the block.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ class _OpenPipeline:
     async def __aenter__(self) -> Pipeline:
         self._nursery = nursery = await self._nursery_manager.__aenter__()
         try:
-            # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
+            # Shielded: if a start is cancelled, nursery.start waits for the end of its task, and ours does not end by
+            # that.
             with trio.CancelScope(shield=True):
                 await nursery.start(self._pipeline.run)
             attach(self._watchers, self._pipeline)
@@ -48,7 +52,7 @@ class _OpenPipeline:
         try:
             await self._pipeline.aclose()
         except BaseException as cut_short:
-            # Ctrl-C, while it drained: what was left ends now, and no nursery stays open behind it.
+            # Ctrl-C, while it drained: the remaining containers end now, and no nursery stays open after it.
             self._pipeline.stop()
             await self._leave(cut_short)
             raise
@@ -56,7 +60,10 @@ class _OpenPipeline:
         return await self._leave(error)
 
     async def _leave(self, error: BaseException | None) -> bool:
-        """End the nursery. An error of the body leaves as it came; one of the stages is not wrapped in a group of one."""
+        """End the nursery.
+
+        An error of the body leaves as it came; an error of the stages is not wrapped in a group of one.
+        """
         nursery, self._nursery = self._nursery, None
         assert nursery is not None
         if not nursery.cancel_scope.cancel_called:
@@ -80,25 +87,26 @@ def open_pipeline(
     load_priority: LoadPriority | None = None,
     optional_chain: Sequence[Pipeline] = (),
 ) -> AbstractAsyncContextManager[Pipeline]:
-    """Open a pipeline from a source to a destination, for the length of an ``async with`` block.
+    """Open a pipeline from a source to a destination.
 
-    Leaving the block closes it (see :meth:`Pipeline.aclose`): what is not committed ends as FAILED, copies under way
-    drain, and no task, thread or reservation is left. ``await pipeline.drain()`` before that has everything stored.
-    Cancelling the scope around the block does the same, within ``drain_timeout``.
+    It is open for the length of an ``async with`` block. Leaving the block closes it (see :meth:`Pipeline.aclose`):
+    containers that are not committed end as FAILED, copies under way drain, and no task, thread or reservation is left.
+    ``await pipeline.drain()`` before that stores everything. Cancelling the scope around the block does the same,
+    within ``drain_timeout``.
 
     Args:
-        source: where blocks are read from; a tier stands for its :attr:`~backends.abc.Tier.source`. A page store only by a
-            chain, or by :meth:`offload.Engine.pass_on`.
-        destination: where they are written to.
+        source: the place from which blocks are read; a tier stands for its :attr:`~backends.abc.Tier.source`. A page
+            store is read only by a chain, or by :meth:`offload.Engine.pass_on`.
+        destination: the place to which blocks are written.
         policies: called in order, once per container; all must let a block pass.
         config: the settings; the defaults are those of :class:`offload.PipelineConfig`.
         chain: pipelines out of ``destination`` that copy on everything stored there; opened before, closed after.
         instruments: observers; see :class:`offload.abc.Instrument` and :class:`offload.abc.Watcher`.
         name: its name in statistics, logs and the results of a chain; by default the destination's.
         load_priority: loads that go before its copies; shared by all pipelines that compete with the same loads.
-        optional_chain: like ``chain``, but nothing waits for these: a store has ended when the destination has it, and their
-            results come from ``await handle.wait_routes()``. They take as much as they have room for (``route_share``), and
-            drop and count the rest.
+        optional_chain: like ``chain``, but no store waits for these: a store has ended when the destination has it, and
+            the results of these pipelines come from ``await handle.wait_routes()``. They take as much as they have room
+            for (``route_share``), and drop and count the rest.
 
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.

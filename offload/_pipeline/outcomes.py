@@ -1,4 +1,4 @@
-"""What became of the blocks of a batch: the outcomes of a copy, and whose they are. Pure."""
+"""The outcomes of a copy, by container of its batch. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .container import FlatBlocks
 
 
 def unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:
-    """The error of a block whose copy may still be going on, if there is one."""
+    """Return the error of a block whose copy may be going on.
+
+    ``None`` if there is no such block.
+    """
     if outcomes.count(STORED) == len(outcomes):
         return None
     errors = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
@@ -20,7 +23,7 @@ def unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:
 
 
 def all_failed(flat: FlatBlocks, text: str, cause: BaseException | None) -> list[Outcome]:
-    """Every block has failed, for this reason."""
+    """Return the outcome that every block failed, for this reason."""
     error = TransferFailed(text)
     error.__cause__ = cause
     return [Failed(error)] * len(flat.keys)

@@ -1,14 +1,14 @@
-"""Holding pages of a tier that has to be asked for them, before a pipeline copies on from there.
+"""A hold on pages of a page store, for a pipeline.
 
 A tier of this process is a source: the pipeline takes a ref of each block at its commit, without waiting. A page store
-(:attr:`backends.abc.Tier.held_pages`) is asked, which takes a message, and may find a block gone. So its blocks enter a
-pipeline as weak ones, and that they are held is their precondition:
+(:attr:`backends.abc.Tier.held_pages`) has to be asked, which takes a message, and may find a block gone. So its blocks
+enter a pipeline as weak ones, and the hold on them is their precondition:
 
-    admission -> awaiting: pin what has passed the policies -> batching -> transfer: upgrade, copy -> settled: released
+    admission -> awaiting: pin the passed blocks -> batching -> transfer: upgrade, copy -> settled: released
 
-Rule 1. What is held stays held until its container has settled, whatever its end; a copy has refs of its own.
-Rule 2. What is not there is left out, and counts as evicted at the upgrade.
-Rule 3. A tier that does not answer fails the container. That is not to say that its blocks are gone.
+Rule 1. Held pages stay held until their container has settled, whatever its end; a copy has refs of its own.
+Rule 2. A block that is gone is left out, and counts as evicted at the upgrade.
+Rule 3. A tier that does not answer fails the container. That does not mean that its blocks are gone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 
 def held_pages_of(place: object) -> HeldSource | None:
-    """The held pages of a page store, with a breaker before it or not; ``None`` for any other place."""
+    """Return the held pages of a page store, or ``None``.
+
+    The page store may have a breaker in front of it. ``None`` for any other place.
+    """
     return place.held_pages if isinstance(place, Tier) else None
 
 
 def origin_of(place: Source | Tier) -> Source:
-    """Return the source of a pipeline that starts at this place: of a tier its blocks, or those that are held.
+    """Return the source of a pipeline that starts at this place.
+
+    For a tier these are its blocks, or, for a page store, its held pages.
 
     Raises:
         TypeError: it is a tier that cannot be read so.
@@ -48,10 +53,12 @@ def origin_of(place: Source | Tier) -> Source:
 
 
 class PageHold(Precondition):
-    """The pages of a container are held. Released with what else the container holds.
+    """A precondition that holds once the pages of a container are held.
+
+    They are released with the other resources of the container.
 
     Args:
-        tier: asked for them; behind its breaker, so that it cannot take for ever.
+        tier: the page store, asked through its breaker, so that it cannot take for ever.
 
     Attributes:
         container: the container, to be set before its stages run.
@@ -63,11 +70,14 @@ class PageHold(Precondition):
         self._pages = cast("HeldSource", origin_of(tier))
 
     def is_set(self) -> bool:
-        """Never: the tier has to be asked."""
+        """Return False: the tier has to be asked."""
         return False
 
     async def wait(self) -> None:
-        """Hold those pages that are there. Cancelled, or where the tier does not answer, none is held."""
+        """Hold the pages that are stored.
+
+        If this is cancelled, or the tier does not answer, none is held.
+        """
         container = self.container
         assert container is not None
         held: list[StrongBlocks] = []
@@ -76,7 +86,7 @@ class PageHold(Precondition):
             wanted = list(container.keys)
             while wanted:
                 held.append(self._taken(await self._tier.pin(wanted)))
-                # A pin ends at the first that is not there. Of those behind it, the tier is asked which ones are.
+                # A pin ends at the first missing block. For the blocks after it, the tier is asked which ones it has.
                 wanted = wanted[len(held[-1]) + 1 :]
                 if wanted:
                     there = await self._tier.contains(wanted)

@@ -1,15 +1,18 @@
-"""The pipeline: four stages, the channels that link them, one nursery. The only module that knows the order.
+"""The pipeline: four stages, their channels, and one nursery.
+
+This is the only module that knows the order of the stages.
 
     enqueue -> admission -> awaiting -> batching -> transfer -> settled
                (policies)   (preconditions)         (sweep, claim, upgrade, copy)
 
-Each stage is a task, ``run()``, and knows the next one only by its channel; they may start in any order. A container that need
-not wait in a stage passes straight through (see :class:`offload._pipeline.channel.CancellableChannel`); the tasks are there
-for what must wait.
+Each stage is a task, ``run()``, and knows the next one only by its channel; they may start in any order. A container
+that need not wait in a stage passes straight through (see :class:`offload._pipeline.channel.CancellableChannel`); the
+tasks are there for containers that must wait.
 
-The stages run in one shielded child of the pipeline's nursery: cancelling the scope around ``async with`` never tears a copy
-apart, and the caller's own body is never shielded. Leaving the block refuses new blocks, asks every container's gate to fail
-(shutdown against commit is decided there, like a cancel), drains what is committed, bounded, and leaves no task.
+The stages run in one shielded child of the pipeline's nursery: cancelling the scope around ``async with`` never tears a
+copy apart, and the caller's own body is never shielded. Leaving the block refuses new blocks, asks every container's
+gate to fail (shutdown against commit is decided there, like a cancel), drains the committed containers within
+``drain_timeout``, and leaves no task.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from .statistics import PipelineStatistics
 from .transfer import Sampling, Transfer
 
 _SWEPT = 64
-"""Parked containers that the safety net looks at in each channel, per round."""
+"""Parked containers that the safety net checks in each channel, per round."""
 
 
 class _Stage(Protocol):
@@ -56,7 +59,10 @@ class _Stage(Protocol):
 
 
 class Pipeline:
-    """Moves blocks from a source to a destination. Made by :func:`open_pipeline` only."""
+    """A pipeline that copies blocks from a source to a destination.
+
+    Made by :func:`open_pipeline` only.
+    """
 
     def __init__(
         self,
@@ -124,16 +130,17 @@ class Pipeline:
     def enqueue_nowait(
         self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> TransferHandle:
-        """Store blocks, or raise if there is no room. Synchronous: no stage has run when it returns.
+        """Store blocks, or raise if there is no room.
 
-        Strong blocks belong to the pipeline from this call on, also when it raises.
+        Synchronous: no stage has run when it returns. Strong blocks belong to the pipeline from this call on, also when
+        it raises.
 
         Args:
             blocks: from the pipeline's source: its ``weak(keys)``, ``strong(keys)`` or ``external(ids, keys)``.
-            precondition: what must hold before the bytes may be read: :data:`offload.NO_WAIT`, an event of trio, of a
-                thread or of CUDA, an async callable, or several (:func:`offload.all_of`, :func:`offload.any_of`).
-            cancel_token: cancels these blocks together with others. With a token that was cancelled before, the handle is
-                CANCELLED at once, without room or policies.
+            precondition: the condition for reading the bytes: :data:`offload.NO_WAIT`, an event of trio, of a thread or
+                of CUDA, an async callable, or several (:func:`offload.all_of`, :func:`offload.any_of`).
+            cancel_token: cancels these blocks together with others. With a token that was cancelled before, the handle
+                is CANCELLED at once, without room or policies.
 
         Raises:
             PipelineFull: there is no room in the budget (unless ``on_overflow`` is ``drop``).
@@ -155,18 +162,19 @@ class Pipeline:
 
     @property
     def stores_at_once(self) -> bool:
-        """Whether :meth:`enqueue_at_once` is of any use here."""
+        """Whether :meth:`enqueue_at_once` can store anything here."""
         return self._at_once.is_possible
 
     def starts_at(self, source: Source) -> bool:
-        """Whether this pipeline reads from that source."""
+        """Return whether this pipeline reads from that source."""
         return source is self._origin
 
     def enqueue_at_once(self, blocks: Blocks) -> TransferHandle | None:
-        """Store blocks that may be read now, all stages in this call, if none of them waits for anything; else ``None``.
+        """Store blocks now, if no stage has to wait.
 
-        For a thread that has the pipeline to itself, if need be another one than its own (:mod:`offload._pipeline.at_once`).
-        A handle that has not ended was admitted and has found no room: the trio thread is to call :meth:`resume` of it.
+        All stages run in this call. Otherwise ``None`` is returned. For a thread that has the pipeline to itself, if
+        need be another one than its own (:mod:`offload._pipeline.at_once`). A handle that has not ended was admitted
+        and has found no room: the trio thread must call :meth:`resume` with it.
         """
         size = len(blocks.keys)
         ours = self.starts_at(blocks.source)
@@ -181,7 +189,10 @@ class Pipeline:
         return TransferHandle(container, self._settlement)
 
     def resume(self, handle: TransferHandle) -> None:
-        """Go on the ordinary way with what :meth:`enqueue_at_once` has admitted. On the trio thread."""
+        """Continue a store of :meth:`enqueue_at_once` in the ordinary way.
+
+        Called on the trio thread.
+        """
         container = handle._container
         if not container.status.terminal:
             self._admission.outbound.send([container])
@@ -191,7 +202,10 @@ class Pipeline:
     def enqueue_many(
         self, many: Iterable[Blocks], precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> list[TransferHandle]:
-        """Store several sets of blocks, one container each: all of them or, if it raises, none. For bursts."""
+        """Store several sets of blocks, one container each.
+
+        All of them or, if it raises, none. For bursts.
+        """
         many = list(many)
         handed: list[Blocks] = []
         try:
@@ -216,10 +230,11 @@ class Pipeline:
     async def enqueue(
         self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> TransferHandle:
-        """Store blocks, after waiting for room in the budget; otherwise like :meth:`enqueue_nowait`.
+        """Store blocks, after waiting for room in the budget.
 
-        Waiting calls are served in order. Cancelled while it waits, it stores nothing and releases strong blocks. If its
-        ``cancel_token`` is cancelled meanwhile, it returns a handle that is CANCELLED.
+        Otherwise like :meth:`enqueue_nowait`. Waiting calls are served in order. If cancelled while it waits, it stores
+        nothing and releases strong blocks. If its ``cancel_token`` is cancelled meanwhile, it returns a handle that is
+        CANCELLED.
         """
         taken, size = 0, len(blocks.keys)
         blocks.hand_over()
@@ -230,7 +245,7 @@ class Pipeline:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             elif self._budget.take_nowait(size):
                 taken = size
-                # Shielded, as what was taken would be lost otherwise: a checkpoint is promised, not that it can be cancelled.
+                # Shielded, as the room would be lost otherwise: a checkpoint is promised, not that it can be cancelled.
                 await trio.lowlevel.cancel_shielded_checkpoint()
             elif self._drops([blocks]):
                 await trio.lowlevel.cancel_shielded_checkpoint()
@@ -249,22 +264,26 @@ class Pipeline:
             self._budget.give_back(taken)
             blocks.release()
             raise
-        # Where there was no need to take room, the token is cancelled: the container gives this back within the next call.
+        # If no room was taken, the token is cancelled: the container gives this back within the next call.
         self._budget.used += size - taken
         return self._admit(blocks, awaited, cancel_token)
 
     @trio.lowlevel.enable_ki_protection
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Store blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
+        """Store blocks of a chain, whose gate is committed from the start.
+
+        Otherwise like :meth:`enqueue`.
+        """
         handle = await self.enqueue(blocks, NO_WAIT)
         handle._container.claim()  # no checkpoint since it was put into the first channel: nobody has seen it open
         return handle
 
     @trio.lowlevel.enable_ki_protection
     async def enqueue_pages(self, blocks: WeakBlocks) -> TransferHandle:
-        """Store blocks of the page store that this pipeline starts at: like :meth:`enqueue`, with their pages held meanwhile.
+        """Store blocks of the page store at which this pipeline starts.
 
-        They are held from when the policies have passed them. What is not there then counts as evicted.
+        Like :meth:`enqueue`, but their pages are held meanwhile, from when the policies have passed them. A block that
+        is gone by then counts as evicted.
         """
         assert self._page_store is not None
         hold = PageHold(self._page_store)
@@ -274,11 +293,14 @@ class Pipeline:
 
     @trio.lowlevel.enable_ki_protection
     def enqueue_offered(self, blocks: Blocks, hold: Callable[[OffloadContainer], Callable[[], None]]) -> TransferHandle:
-        """Store blocks that a chain offers, like :meth:`enqueue_committed`, or raise if there is no room. Synchronous.
+        """Store blocks of a chain's offer, or raise without room.
+
+        Synchronous; otherwise like :meth:`enqueue_committed`.
 
         Args:
-            blocks: held in a tier of this process; weak ones of a page store, which are held as by :meth:`enqueue_pages`.
-            hold: returns what is called once nothing of the container is held any more.
+            blocks: held in a tier of this process; weak ones of a page store, which are held as by
+                :meth:`enqueue_pages`.
+            hold: returns a function, which is called once nothing of the container is held.
         """
         pages = None if self._page_store is None else PageHold(self._page_store)
         blocks.hand_over()
@@ -297,11 +319,14 @@ class Pipeline:
         return handle
 
     def drop_offered(self, blocks: WeakBlocks, reason: str) -> TransferHandle:
-        """Count blocks that a chain offers, and that are not taken in, as filtered for this reason."""
+        """Count offered blocks that are not taken in as filtered."""
         return self._filtered(blocks, reason)
 
     def _needs_no_room(self, size: int, cancel_token: CancellationToken | None) -> bool:
-        """Whether this is cancelled already. What it takes of the budget here it gives back within the same call."""
+        """Return whether the token is cancelled already.
+
+        The budget is charged for the blocks here, and gets them back within the same call.
+        """
         if cancel_token is None or not cancel_token.cancel_called:
             return False
         self._budget.used += size
@@ -323,7 +348,10 @@ class Pipeline:
         cancel_token: CancellationToken | None = None,
         hold: Callable[[OffloadContainer], Callable[[], None]] | None = None,
     ) -> TransferHandle:
-        """Put blocks that have room into the first channel, or settle them at once where nothing is to be done with them."""
+        """Put blocks that have room into the first channel.
+
+        If nothing is to be done with them, they settle at once.
+        """
         self._enqueued += 1
         container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys)
         if hold is not None:  # before any stage has it: one that filters all of it ends it within this call
@@ -348,7 +376,7 @@ class Pipeline:
         return self.config.on_overflow == "drop" and all(type(blocks) is WeakBlocks for blocks in many)
 
     def _overflow(self, blocks: Blocks) -> TransferHandle:
-        """There is no room: drop a weak store where that was chosen, else say so."""
+        """Drop a weak store if so configured; otherwise raise PipelineFull."""
         if not self._drops([blocks]):
             raise PipelineFull(f"{self!r} has no room for {len(blocks)} blocks (budget_blocks = {self._budget.total})")
         return self._filtered(blocks, "overflow")
@@ -365,27 +393,36 @@ class Pipeline:
         return TransferHandle(container, self._settlement)
 
     async def ask_policies(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None]:
-        """Ask the policies about blocks that are stored another way: an engine of a daemon writes them into pages itself.
+        """Ask the policies about blocks that are not stored through here.
 
-        Returns the rejected keys with their reasons, and what releases a lock that came with the answer, to be called once.
-        Cancelled, no lock is held.
+        An engine of a daemon writes such blocks into pages itself. If this is cancelled, no lock is held.
+
+        Returns:
+            The rejected keys with their reasons, and a function that releases a lock that came with the answer, to be
+            called once.
         """
         return await self._admission.ask(keys)
 
     def ask_policies_nowait(self, keys: Sequence[Key]) -> tuple[Reasons, Callable[[], None] | None] | None:
-        """Like :meth:`ask_policies`; ``None`` where they cannot tell without waiting."""
+        """Ask the policies like :meth:`ask_policies`, without waiting.
+
+        ``None`` if they cannot answer without waiting.
+        """
         return self._admission.ask_nowait(keys)
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
-        """The copies whose end is unknown. An operator who knows that one is over calls its ``release()``."""
+        """The copies whose end is unknown.
+
+        An operator who knows that one is over calls its ``release()``.
+        """
         return list(self._transfer.quarantine)
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of the copies whose end is unknown."""
+        """Number of blocks of the copies whose end is unknown."""
         return sum(len(entry.keys) for entry in self._transfer.quarantine)
 
     def add_instrument(self, instrument: Instrument | object) -> None:
@@ -393,15 +430,19 @@ class Pipeline:
         self.hooks.add(instrument)
 
     def sample_with(self, sampling: Sampling) -> None:
-        """Have some of the blocks read at the source, too, before each copy."""
+        """Have some blocks read at the source, too, before each copy."""
         self._transfer.sampling = sampling
 
     def remove_instrument(self, instrument: Instrument | object) -> None:
-        """Stop calling an instrument; KeyError if it was not added (one that raised was removed)."""
+        """Stop calling an instrument.
+
+        Raises:
+            KeyError: it was not added, or it raised and was removed.
+        """
         self.hooks.remove(instrument)
 
     def statistics(self) -> PipelineStatistics:
-        """An immutable snapshot, in constant time."""
+        """Return an immutable snapshot, in constant time."""
         settlement, transfer = self._settlement, self._transfer
         return PipelineStatistics(
             budget_blocks=self._budget.total,
@@ -440,10 +481,11 @@ class Pipeline:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Wait until every container inside has settled, and those on the routes that have their blocks.
+        """Wait until every container inside has settled.
 
-        Meanwhile batches leave without waiting for more.
-        Blocks may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; no container is cancelled.
+        The containers on the routes that have their blocks must have settled, too. Meanwhile batches leave without
+        waiting for more blocks. Blocks may be enqueued meanwhile and afterwards. If cancelled, it stops waiting; no
+        container is cancelled.
         """
         self._draining += 1
         self._ready.flush(True)
@@ -456,10 +498,10 @@ class Pipeline:
             self._ready.flush(bool(self._draining))
 
     async def aclose(self) -> None:
-        """Shut down: settle what is not committed as FAILED, and drain what is, for ``drain_timeout`` at most.
+        """Shut down within ``drain_timeout``.
 
-        Copies that still run then are quarantined. Must not be cancelled; idempotent. Leaving ``async with``
-        calls it.
+        Containers that are not committed settle as FAILED; those that are drain. Copies that still run after
+        ``drain_timeout`` are quarantined. Must not be cancelled; idempotent. Leaving ``async with`` calls it.
         """
         deadline = trio.current_time() + self.config.drain_timeout
         with trio.CancelScope(shield=True):
@@ -478,7 +520,10 @@ class Pipeline:
                 await self._settlement.wait_settled()
 
     def _stop_intake(self) -> None:
-        """Refuse new blocks, and ask every open gate to fail, in one step: nothing commits any more."""
+        """Refuse new blocks, and ask every open gate to fail.
+
+        It is one step: nothing commits any more.
+        """
         self._closed = True
         self._budget.close()
         self.share.close()
@@ -487,10 +532,13 @@ class Pipeline:
             container.fail(error)
 
     def _cut_off(self) -> None:
-        """End what is still parked when the time to drain is over. Copies have their own deadlines."""
+        """End the containers still parked when the time to drain is over.
+
+        Copies have their own deadlines.
+        """
         if self._chain is not None:
             self._chain.cut_off()
-        # A list: what settles may run an observer that cancels another one that is parked.
+        # A list: a settling container may run an observer that cancels another one that is parked.
         for container in [container for channel in self._channels for container in channel.parked]:
             container.abandon(PipelineClosed(f"{self!r} closed before it was its turn"))
             assert container.holder is not None
@@ -499,13 +547,16 @@ class Pipeline:
     # -- the tasks ---------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run the stages until the pipeline has closed. Shielded; the parent of every task of this pipeline."""
+        """Run the stages until the pipeline has closed.
+
+        Shielded; the parent of every task of this pipeline.
+        """
         try:
             with self._scope:
                 async with keep_threads(), trio.open_nursery() as nursery:
                     if self._chain is not None:
                         await nursery.start(self._chain.run)
-                    # In any order: what is sent to a stage that does not run yet is parked in its channel.
+                    # In any order: containers sent to a stage that does not run yet are parked in its channel.
                     for stage in self._stages:
                         nursery.start_soon(stage.run)
                     nursery.start_soon(self._sweep)
@@ -518,7 +569,10 @@ class Pipeline:
         self._scope.cancel()
 
     def _finish_all(self) -> None:
-        """After the stages have ended: settle what is left, so that waiting tasks end. After a clean end nothing is left."""
+        """Settle the remaining containers after the stages have ended.
+
+        So waiting tasks end. After a clean end no container remains.
+        """
         if self._priority is not None:
             self._priority.close()
         self._stop_intake()
@@ -528,9 +582,10 @@ class Pipeline:
                 self._settlement.settle(container)
 
     async def _sweep(self) -> None:
-        """The safety net under cancellation, which is event-driven: look for parked containers that should have gone.
+        """Look for parked containers that should have gone.
 
-        Runs while something is inside. Counts what it finds, which should be nothing.
+        This is the safety net under cancellation, which is event-driven. It runs while there are containers inside, and
+        counts those it finds, of which there should be none.
         """
         while True:
             if not self._settlement.live:
@@ -540,7 +595,8 @@ class Pipeline:
                 self._sweeper_sleeps = False
             await trio.sleep(self.config.sweep_interval)
             for channel in self._channels:
-                # What is parked for long comes to the front: a look at the front is enough, and costs the same for any queue.
+                # Containers that are parked for long come to the front: a look at the front is enough, and costs the
+                # same for any queue.
                 front = list(islice(channel.parked, _SWEPT))
                 for container in [container for container in front if not container.phase.proceeds]:
                     self._swept_late += 1

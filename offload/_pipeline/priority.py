@@ -1,15 +1,17 @@
-"""LoadPriority: loads go before stores. How a load is announced, and how the transfer slots of pipelines yield to it.
+"""The priority of loads over stores.
 
-Rule 1. A load never waits. What it may find in its way are the store batches that were copying when it began.
+It announces loads, and makes the transfer slots of pipelines yield to them. The rules:
+
+Rule 1. A load never waits. Only store batches that were copying when it began may be in its way.
 Rule 2. While a load is under way no other batch starts: it *yields*, in the order in which it came.
-Rule 3. One that has yielded for ``patience`` goes all the same, one at a time: the first in the queue, and the next one when
-        the copy of that one is over. So loads that never end do not starve stores; and where no load is under way before it,
-        a load that is shorter than ``patience`` meets no batch that began after it.
-Rule 4. When the last load is over, all may go.
+Rule 3. A batch that has yielded for ``patience`` starts all the same, one at a time: the first in the queue, and the
+        next one when the copy of that one is over. So loads that never end do not starve stores; and a load that is
+        shorter than ``patience``, with no load under way before it, meets no batch that began after it.
+Rule 4. When the last load is over, all may start.
 
-One :class:`LoadPriority` is shared by all pipelines of an engine. A load says ``with load_priority.loading():``. A slot asks
-before it takes a batch, so that what yields stays parked, can be cancelled, and grows into a fuller batch. Where room was long
-in coming it asks again: loads may have begun meanwhile.
+One :class:`LoadPriority` is shared by all pipelines of an engine. A load runs in ``with load_priority.loading():``. A
+slot asks before it takes a batch, so that a yielding batch stays parked, can be cancelled, and grows into a fuller
+batch. If room was long in coming, the slot asks again: loads may have begun meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import trio
 from .channel import BatchReceiver
 from .container import Holder, OffloadBatch, OffloadContainer
 
-# --- the decision: pure, what is under way and the time go in -----------------------------------------------------------
+# --- the decision: pure, a function of the loads under way and the time
+# -------------------------------------------------
 
 
 @attrs.define(eq=False)
@@ -35,30 +38,42 @@ class YieldingStore:
     """A store batch that is about to start, or has started."""
 
     since: float
-    """When it began to yield, in seconds."""
+    """The time when it began to yield, in seconds."""
 
 
 @attrs.define(eq=False)
 class YieldQueue:
-    """Counts loads, keeps the queue of the stores that yield, and decides. There is no other place that decides."""
+    """Counts loads, queues the stores that yield, and decides.
+
+    No other code decides.
+    """
 
     patience: float
-    """How long a store yields at most, in seconds, where none before it does."""
+    """Most seconds that a store yields, if none before it does."""
     loads: int = 0
-    """Loads under way in the trio thread."""
+    """Number of loads under way in the trio thread."""
     in_threads: dict[object, None] = attrs.Factory(dict)
-    """Loads under way that other threads make, which add and remove them themselves."""
+    """Loads under way in other threads.
+
+    These threads add and remove them themselves.
+    """
     exception: YieldingStore | None = None
-    """The one store that went before loads that are, or were, under way. It is still copying."""
+    """The one store that started while loads were under way.
+
+    It is still copying; the loads may have ended.
+    """
     waiting: OrderedDict[YieldingStore, None] = attrs.Factory(OrderedDict)
-    """Those that yield, longest first."""
+    """The stores that yield, longest first."""
 
     def join(self, store: YieldingStore) -> None:
-        """Add a store that yields, behind all others."""
+        """Add a store that yields, after all others."""
         self.waiting[store] = None
 
     def may_go(self, store: YieldingStore, now: float) -> bool:
-        """Whether this store may start now. If so, it has left the queue; call :meth:`over` when its copy is over."""
+        """Return whether this store may start now.
+
+        If so, it has left the queue; call :meth:`over` when its copy is over.
+        """
         if self.loads or self.in_threads:
             if self.exception is not None or self.first is not store or now < store.since + self.patience:
                 return False
@@ -67,7 +82,10 @@ class YieldQueue:
         return True
 
     def looks_again(self, store: YieldingStore) -> float | None:
-        """When this store may start by the passing of time alone; ``None`` if only another event can let it start."""
+        """Return the time at which this store may start by itself.
+
+        ``None`` if only another event can let it start.
+        """
         return store.since + self.patience if self.exception is None and self.first is store else None
 
     @property
@@ -76,30 +94,33 @@ class YieldQueue:
         return next(iter(self.waiting), None)
 
     def leave(self, store: YieldingStore) -> None:
-        """Remove a store that does not want to start any more."""
+        """Remove a store that no longer wants to start."""
         self.waiting.pop(store, None)
 
     def over(self, store: YieldingStore) -> None:
-        """Record that the copy of this store is over, or will not begin. Idempotent."""
+        """Record that this store's copy is over, or will not begin."""
         if self.exception is store:
             self.exception = None
 
 
-# --- what loads and stores call -----------------------------------------------------------------------------------------
+# --- the functions for loads and stores --------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class LoadPriorityStatistics:
-    """A snapshot. Counters count from the start."""
+    """A snapshot of a :class:`LoadPriority`. Counters count from the start."""
 
     loads: int
-    """Loads under way."""
+    """Number of loads under way."""
     yielding: int
-    """Stores that wait for them now."""
+    """Number of stores that wait for loads now."""
     yielded: int
-    """Stores that have waited for loads."""
+    """Number of stores that have waited for loads."""
     went_first: int
-    """Stores of these that started while loads were under way, since they had yielded for long enough."""
+    """Number of such stores that started while loads were under way.
+
+    They had yielded for long enough.
+    """
 
 
 class CopyPermit:
@@ -112,12 +133,15 @@ class CopyPermit:
         self._store = store
 
     def release(self) -> None:
-        """Release the permit: the copy is over. Idempotent; must be called, since the next store may wait for it."""
+        """Release the permit: the copy is over.
+
+        Idempotent; must be called, since the next store may wait for it.
+        """
         self._priority._over(self._store)
 
 
 class LoadPriority:
-    """Lets loads go before stores, for all copies between the same tiers.
+    """The priority of loads over stores, between the same tiers.
 
     Args:
         patience: seconds that a store yields to loads; after that it starts all the same.
@@ -143,12 +167,17 @@ class LoadPriority:
         return not (self._queue.loads or self._queue.in_threads)
 
     def loading(self) -> AbstractContextManager[None]:
-        """Announce a load for as long as the ``with`` block lasts. Any number at a time. Never waits."""
+        """Announce a load for as long as the ``with`` block lasts.
+
+        Any number at a time. Never waits.
+        """
         return self._loading
 
     @contextmanager
     def loading_in_thread(self, call: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-        """Announce a load that another thread makes, in that thread, for as long as the ``with`` block lasts.
+        """Announce a load that another thread makes, in that thread.
+
+        It lasts as long as the ``with`` block.
 
         Args:
             call: has the trio thread call a function.
@@ -163,9 +192,10 @@ class LoadPriority:
             call(self._wake_all)
 
     async def acquire_permit(self) -> CopyPermit:
-        """Wait until a store may start to copy: no load is under way, or it has yielded for long enough.
+        """Wait until a store may start to copy.
 
-        Always a checkpoint. Cancelled, it has left the queue. The permit must be released when the copy is over.
+        It may if no load is under way, or it has yielded for long enough. Always a checkpoint. If cancelled, it has
+        left the queue. The permit must be released when the copy is over.
         """
         await trio.lowlevel.checkpoint()
         queue, store = self._queue, YieldingStore(trio.current_time())
@@ -182,13 +212,13 @@ class LoadPriority:
         finally:
             self._wake_ups.pop(store, None)
             queue.leave(store)
-            # Also where this one was cancelled: it may have been the one whose deadline was to wake the next.
+            # Also if this one was cancelled: its deadline may have been the one that was to wake the next.
             self._wake_first()
         self._went_first += queue.exception is store
         return CopyPermit(self, store)
 
     def statistics(self) -> LoadPriorityStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         queue = self._queue
         loads = queue.loads + len(queue.in_threads)
         return LoadPriorityStatistics(loads, len(queue.waiting), self._yielded, self._went_first)
@@ -199,20 +229,26 @@ class LoadPriority:
             self._wake_first()
 
     def _wake_all(self) -> None:
-        """Have the stores that yield decide again, where no load is under way."""
+        """Wake the stores that yield, if no load is under way."""
         if self.is_clear:
             for wake_up in self._wake_ups.values():
                 wake_up.set()
 
     def _wake_first(self) -> None:
-        """Have the first store in the queue decide again: it may have changed, or the one exception may be over."""
+        """Have the first store in the queue decide again.
+
+        The first store may have changed, or the one exception may be over.
+        """
         first = self._queue.first
         if first is not None:
             self._wake_ups[first].set()
 
 
 class _Loading:
-    """What every load enters: one object, since it keeps nothing of a single load."""
+    """The context that every load enters.
+
+    One object for all, since it keeps nothing of a single load.
+    """
 
     __slots__ = ("_priority",)
 
@@ -240,7 +276,10 @@ class _Ready(BatchReceiver, Protocol):
 
 @attrs.define(eq=False)
 class PriorityReceiver:
-    """Batching's receiving end for slots that yield to loads: a batch that is due may be taken when no load is in its way."""
+    """Batching's receiving end for slots that yield to loads.
+
+    A batch that is due may be taken when no load is in its way.
+    """
 
     priority: LoadPriority
     ready: _Ready
@@ -250,17 +289,20 @@ class PriorityReceiver:
     _closing: bool = False
 
     async def receive(self, owner: Holder) -> OffloadBatch:
-        """Wait until a batch is due and may start, and take it. Cancelled while waiting, it has taken nothing."""
+        """Wait until a batch is due and may start, and take it.
+
+        If cancelled while waiting, it has taken nothing.
+        """
         self.release_permit(owner)
         while True:
             await self.ready.wait_due()
             if not self._goes_first():
-                # Yield without a batch in hand: what is parked can be cancelled, and has time to become more.
+                # Yield without a batch in hand: parked containers can be cancelled, and have time to become more.
                 self._permits[owner] = await self.priority.acquire_permit()
             batch = self.ready.receive_nowait(owner)
             if batch is not None:
                 return batch
-            # While this one yielded, what was due was taken by another slot, or cancelled.
+            # While this one yielded, the due batch was taken by another slot, or cancelled.
             self.release_permit(owner)
 
     def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
@@ -273,23 +315,32 @@ class PriorityReceiver:
         self.ready.put_back(container)
 
     async def yield_to_loads(self, owner: Holder) -> None:
-        """Wait until the batch in hand may start. No checkpoint where it may at once."""
+        """Wait until the batch in hand may start.
+
+        No checkpoint if it may start at once.
+        """
         if not self._goes_first():
             self._permits[owner] = await self.priority.acquire_permit()
 
     def release_permit(self, owner: Holder) -> None:
-        """The batch of this slot is over, or waits for something else: another one may go. Idempotent."""
+        """Release the permit of a slot, so that another batch may start.
+
+        The slot's batch is over, or waits for something else. Idempotent.
+        """
         if self._permits:
             permit = self._permits.pop(owner, None)
             if permit is not None:
                 permit.release()
 
     def stop_yielding(self) -> None:
-        """The pipeline closes: what is committed goes ahead, for its time is short."""
+        """Let committed containers go ahead: the pipeline closes.
+
+        Their time is short.
+        """
         self._closing = True
 
     def close(self) -> None:
-        """There are no slots any more."""
+        """Release the permits of all slots, which have ended."""
         while self._permits:
             self._permits.popitem()[1].release()
 

@@ -1,7 +1,8 @@
-"""Quarantine: the resources of copies whose end could not be proven. Listed, counted, released by an operator only.
+"""Quarantine: the resources of copies whose end could not be proven.
 
-Until then its source refs, marks, locks and room at the destination stay taken: nothing it may still read or write is
-reused. The containers have settled as FAILED with :class:`DrainUnproven`; the promise is broken loudly, never silently.
+They are listed, counted, and released by an operator only. Until then a copy's source refs, marks, locks and room at
+the destination stay taken: nothing it may still read or write is reused. The containers have settled as FAILED with
+:class:`DrainUnproven`; the promise is broken loudly, never silently.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Quarantined:
     number: int
     """Counts up within a pipeline, from 1."""
     keys: Sequence[Key]
-    """The blocks it moved."""
+    """The keys of the blocks that it copied."""
     reason: str
-    """Why its end is unknown."""
+    """The reason why its end is unknown."""
     since: float
-    """When it was given up, on trio's clock, in seconds."""
+    """The time when it was abandoned, on trio's clock, in seconds."""
     _give_back: Callable[[], None]
     _home: dict[int, Quarantined]
 
@@ -35,7 +36,10 @@ class Quarantined:
         return f"<Quarantined {self.number}: {len(self.keys)} blocks, {self.reason}>"
 
     def release(self) -> None:
-        """Release everything that the copy held, when an operator knows that it is over. Idempotent, on the trio thread."""
+        """Release everything that the copy held.
+
+        An operator calls it who knows that the copy is over. Idempotent, on the trio thread.
+        """
         if self._home.pop(self.number, None) is not None:
             self._give_back()
 
@@ -45,7 +49,7 @@ class Quarantine:
     """All copies of one pipeline whose end is unknown."""
 
     total: int = 0
-    """How many there have been."""
+    """Number of copies quarantined so far."""
     _entries: dict[int, Quarantined] = attrs.Factory(dict)
 
     def __len__(self) -> int:
@@ -55,7 +59,7 @@ class Quarantine:
         return iter(list(self._entries.values()))
 
     def add(self, keys: Sequence[Key], reason: str, since: float, give_back: Callable[[], None]) -> Quarantined:
-        """Add a copy; ``give_back`` releases all that it holds."""
+        """Add a copy; ``give_back`` releases all its resources."""
         self.total += 1
         entry = Quarantined(self.total, list(keys), reason, since, give_back, self._entries)
         self._entries[entry.number] = entry

@@ -1,4 +1,4 @@
-"""The result of a handle, and the progress of a container: plain values."""
+"""The result of a handle, and the progress of a container."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .lifecycle import Status
 
 @attrs.frozen
 class Progress:
-    """Counts of one container's blocks by state; constant size. Counts only grow, except ``remaining``."""
+    """Counts of one container's blocks by state.
+
+    The size is constant. Counts only grow, except ``remaining``.
+    """
 
     total: int
     """Blocks enqueued."""
@@ -40,28 +43,42 @@ class TransferResult:
     """The result of one container."""
 
     status: Status
-    """COMPLETE, CANCELLED or FAILED (any of its blocks failed, here or on a required route of the chain)."""
+    """COMPLETE, CANCELLED or FAILED.
+
+    FAILED if any of its blocks failed, here or on a required route of the chain.
+    """
     completed: Sequence[Key]
-    """Blocks that are at the destination now, including those that were there before."""
+    """Blocks that are at the destination now.
+
+    Blocks that were there before are included.
+    """
     filtered: Mapping[Key, str]
-    """Filtered blocks, each with the reason: ``present``, ``pending``, ``timeout``, ``overflow``, or a policy's own word; on a
-    route that is not required also ``behind`` (no room in its share in time) and ``gone`` (evicted before)."""
+    """Filtered blocks, each with the reason.
+
+    A reason is ``present``, ``pending``, ``timeout``, ``overflow``, or a policy's own word; on a route that is not
+    required also ``behind`` (no room in its share in time) and ``gone`` (evicted before).
+    """
     failed: Mapping[Key, BaseException]
     """Blocks whose transfer failed or was rejected, each with the error."""
     evicted: Sequence[Key]
     """Weak blocks that were gone when they were upgraded."""
     error: BaseException | None
-    """Why the container as a whole failed, if it did."""
+    """The error because of which the whole container failed, if it did."""
     routes: Mapping[str, TransferResult]
-    """The results of the completed blocks on the required routes of the chain, by the name of the pipeline. Those of the others
-    come from ``await handle.wait_routes()``."""
+    """The results of the chain's required routes, by pipeline name.
+
+    They are about the completed blocks. Results of the other routes come from ``await handle.wait_routes()``.
+    """
 
     def raise_for_status(self) -> TransferResult:
-        """Return the result if it is COMPLETE (with or without filtered and evicted blocks), else raise.
+        """Return the result if it is COMPLETE, else raise.
+
+        It may be COMPLETE with filtered and evicted blocks.
 
         Raises:
             TransferCancelled: it was cancelled: nothing was copied.
-            OffloadError: the container as a whole failed: PreconditionFailed, PolicyFailed, PipelineClosed or DrainUnproven.
+            OffloadError: the container as a whole failed: PreconditionFailed, PolicyFailed, PipelineClosed or
+                DrainUnproven.
             TransferFailed: some of its blocks failed; the cause is their error, a group if there are several.
         """
         if self.status is Status.CANCELLED:

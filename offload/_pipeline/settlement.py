@@ -1,8 +1,9 @@
-"""Settling: the only way out of a pipeline. Every container is settled exactly once, whatever its end.
+"""Settlement: the only way out of a pipeline.
 
-The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source refs, marks,
-locks, room in the budget; its room at the destination was given back before by its slot), then the terminal status is
-published, then the tasks that wait are woken. So a task that is woken finds nothing left.
+Every container is settled exactly once, whatever its end. The order is the promise of ``await handle.cancel()``: first
+everything the container holds is released (source refs, marks, locks, room in the budget; its room at the destination
+was given back before by its slot), then the terminal status is published, then the tasks that wait are woken. So a task
+that is woken finds nothing left.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COMPLETE, _CANCELLED = Status.COMPLETE, Phase.CANCELLED
 
 @attrs.define(eq=False)
 class _Drain:
-    """A task waits for all containers up to a number."""
+    """A task's wait for all containers up to a number."""
 
     last: int
     remaining: int
@@ -35,13 +36,16 @@ class _Drain:
 
 @attrs.define(eq=False)
 class Settlement:
-    """Knows every container inside the pipeline, and settles it."""
+    """All containers inside the pipeline, and their settling."""
 
     marks: PendingMarks
     budget: Budget
     hooks: Hooks
     live: dict[OffloadContainer, None] = attrs.Factory(dict)
-    """All that are inside, in the order of their enqueue. Never popped from the front: see offload._pipeline.channel."""
+    """The containers inside, in the order of their enqueue.
+
+    Never popped from the front: see offload._pipeline.channel.
+    """
     complete: int = 0
     """Containers that ended COMPLETE."""
     cancelled: int = 0
@@ -51,33 +55,50 @@ class Settlement:
     blocks: dict[str, int] = attrs.Factory(
         lambda: dict.fromkeys(("completed", "filtered", "failed", "evicted", "returned"), 0)
     )
-    """How many blocks ended how; ``returned`` were in containers that were cancelled or failed before the copy."""
+    """Number of ended blocks, by outcome.
+
+    ``returned`` blocks were in containers that were cancelled or failed before the copy.
+    """
     awaited_confirmations: int = 0
-    """Tasks that wait for a cancellation to be confirmed. While there are any, the stages do less in a tick: the scheduler
-    must come round to them (those that wait for a copy under way are among them, and cost the same)."""
+    """Number of tasks that wait for the confirmation of a cancellation.
+
+    While there are any, the stages do less in a tick: the scheduler must come round to them (those that wait for a copy
+    under way are among them, and cost the same).
+    """
     refused: Callable[[Mapping[Key, str], Mapping[Key, BaseException]], None] | None = None
-    """Called with the filtered and the failed blocks of a container, each with its reason, so that they can be explained later.
-    Must not raise."""
+    """Called with the filtered and the failed blocks of a container.
+
+    Each block has its reason, so that it can be explained later. Must not raise.
+    """
     _drains: list[_Drain] = attrs.Factory(list)
 
     def announce_cancel(self, container: OffloadContainer) -> None:
-        """Tell the instruments that a user asks for the cancel of a container, before it is asked itself."""
+        """Notify the instruments of a user's request to cancel a container.
+
+        Called before the container itself is cancelled.
+        """
         if self.hooks.cancel_requested and not container.status.terminal:
             self.hooks.fire("cancel_requested", container)
 
     def settle(self, container: OffloadContainer) -> None:
-        """End a container: as its gate says if that was closed, by its blocks otherwise."""
+        """End a container by its closed gate, else by its blocks."""
         if container.marked or container.lease is not None or container.blocks.refs is not None:
             self.release(container)
         self.settle_unproven(container)
 
     def settle_all(self, containers: Iterable[OffloadContainer]) -> None:
-        """End several, in order. An observer of one may cancel another: each ends by its own gate."""
+        """End several containers, in order.
+
+        An observer of one may cancel another: each ends by its own gate.
+        """
         for container in containers:
             self.settle(container)
 
     def settle_unproven(self, container: OffloadContainer) -> None:
-        """End a container without releasing anything: its copy may still be going on, so the quarantine holds its resources."""
+        """End a container without releasing anything.
+
+        Its copy may still be going on, so the quarantine holds its resources.
+        """
         size = len(container.blocks.keys)
         if container.completed is container.blocks.keys and container.error is None:
             status = _COMPLETE
@@ -105,7 +126,10 @@ class Settlement:
                     drain.over.set()
 
     def release(self, container: OffloadContainer) -> None:
-        """Release everything that it holds, before its end (if a chain goes on) or at its end. Idempotent."""
+        """Release everything that a container holds.
+
+        Called before its end (if a chain goes on) or at its end. Idempotent.
+        """
         blocks = container.blocks
         if blocks.refs is not None:
             give_back(blocks.release)
@@ -117,7 +141,10 @@ class Settlement:
             give_back(lease)
 
     def _end_of(self, container: OffloadContainer, size: int) -> Status:
-        """The terminal status of a container that did not simply complete; counts its blocks."""
+        """Return the terminal status of a container, and count its blocks.
+
+        The container did not simply complete.
+        """
         if container.phase is _CANCELLED and not container.filtered:
             self.cancelled += 1
             self.blocks["returned"] += size
@@ -147,11 +174,11 @@ class Settlement:
 
     @property
     def draining(self) -> bool:
-        """Whether a task waits for the end of what is inside."""
+        """Whether a task waits for the containers inside to settle."""
         return bool(self._drains)
 
     async def wait_settled(self) -> None:
-        """Wait until everything that is inside now has settled."""
+        """Wait until every container that is inside now has settled."""
         if not self.live:
             await trio.lowlevel.checkpoint()
             return
@@ -164,8 +191,11 @@ class Settlement:
 
 
 def _failures(container: OffloadContainer) -> Mapping[Key, BaseException]:
-    """Its blocks that are not at the destination, and why, where that is not that they were kept back or gone."""
-    if container.error is None or container.completed:  # then it is of a route that leads on from there
+    """Return the error of each block that is not at the destination.
+
+    Filtered and evicted blocks are left out.
+    """
+    if container.error is None or container.completed:  # then the error is of a route that leads on from there
         return container.failed
     ended = {*container.filtered, *container.evicted}
     return {**{key: container.error for key in container.blocks.keys if key not in ended}, **container.failed}

@@ -1,20 +1,21 @@
-"""A slot of the transfer stage: it reserves room for a batch, sweeps, claims and upgrades it, copies it and settles it.
+"""A slot of the transfer stage, which copies batch after batch.
 
-P3: from the upgrade on nothing is cancelled. P4: the last sweep comes right before it. P5: what is copied is one flat list.
+P3: from the upgrade on nothing is cancelled. P4: the last sweep comes right before it. P5: the copy is of one flat
+list.
 
-What a slot does with a batch, in this order:
+The steps of a slot with a batch, in this order:
 
-1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
-   once, and the rest of the batch keeps its place in the queue for room, and its deadline. Where the destination knows no
-   way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
-   Where loads go first (:mod:`offload._pipeline.priority`) a batch that had to wait for room yields to them, with its
-   room.
-2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
-   What is raised meanwhile refuses the batch, and then each container of it for itself.
-3. Copy, shielded, bounded by ``transfer_timeout`` and more for its bytes. Outcomes or an ordinary exception prove that the copy
-   is over, unless there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor Ctrl-C, alone or
-   in a group, and what the copy touched is quarantined.
-4. Release what the copy held, then settle.
+1. Reserve room at the destination. This may wait, and holds nothing while it does. A container that is cancelled
+   meanwhile settles at once, and the rest of the batch keeps its place in the queue for room, and its deadline. If the
+   destination has no way to ask for less, the rest asks again, without leaving the slot. A destination that is broken
+   rejects the batch at once. If loads go first (:mod:`offload._pipeline.priority`), a batch that had to wait for room
+   yields to them, with its room.
+2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of blocks that dropped out, and only then
+   settle their containers. An exception meanwhile refuses the batch, and then each container of it for itself.
+3. Copy, shielded, bounded by ``transfer_timeout`` and more for its bytes. Outcomes or an ordinary exception prove that
+   the copy is over, unless there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor
+   Ctrl-C, alone or in a group, and the memory that the copy touched is quarantined.
+4. Release the resources of the copy, then settle.
 """
 
 from __future__ import annotations
@@ -53,37 +54,52 @@ _TRANSFERRING = Status.TRANSFERRING
 _FAILED = Phase.FAILED
 _log = logging.getLogger("offload.pipeline")
 _IN_A_ROW = 4
-"""Batches that a slot copies in one tick, where nothing makes it wait."""
+"""Most batches that a slot copies in one tick."""
 _GIVE_WAY = 3
-"""Ticks that a slot leaves to tasks that wait for a cancel to be confirmed; bounded, so that cancelling holds up nothing."""
+"""Ticks that a slot leaves to tasks that await a cancellation.
+
+They wait for its confirmation. Bounded, so that cancelling holds up nothing.
+"""
 
 
 @attrs.define(eq=False)
 class Slot:
-    """A slot of the stage: it has one batch at a time, from its reservation to its end."""
+    """A slot of the transfer stage.
+
+    It has one batch at a time, from its reservation to its end.
+    """
 
     stage: Transfer
     copying: FlatBlocks | None = None
-    """What is being copied."""
+    """The blocks being copied."""
     _block_bytes: int = 0
-    """The size of its blocks, asked of the source while it may still refuse the batch."""
+    """The size of its blocks in bytes.
+
+    Read from the source while that may still refuse the batch.
+    """
     _reserving: trio.CancelScope | None = None
-    """What it waits for room in, or yields to loads in: the only waits of a slot that a cancel may end."""
+    """The scope of a wait for room, or for loads.
+
+    These are the only waits of a slot that a cancel may end.
+    """
     _waiting: OffloadBatch | None = None
-    """What it waits for room for, or yields with."""
+    """The batch that waits for room, or yields."""
     _request: RoomRequest | None = None
-    """How it waits for room: it shrinks with the batch."""
+    """The request for room, which shrinks with the batch."""
     _ends_at: float = math.inf
-    """When the copy is to be over."""
+    """The deadline of the copy, in seconds on the pipeline's clock."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
-    """Bounds the copies, one after the other, until one overruns: entering a scope for each copy was tried, and is dear."""
+    """Bounds the copies, one after the other, until one overruns.
+
+    Entering a scope for each copy was tried, and is expensive.
+    """
     _overran: bool = False
-    """Whether a copy did."""
+    """Whether a copy overran."""
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """Take a container out of the batch that waits for room, since it was cancelled or has failed.
+        """Take a cancelled or failed container out of the waiting batch.
 
-        Anywhere else this does nothing: the next sweep finds it.
+        The batch waits for room or yields. In any other step this does nothing: the next sweep finds the container.
         """
         batch = self._waiting
         if batch is None or self._reserving is None or self._reserving.cancel_called:
@@ -96,8 +112,11 @@ class Slot:
             self._reserving.cancel()
 
     def _shrink(self, keys: Sequence[Key]) -> bool:
-        """Ask the destination for less room. Whether it can; if it raises it cannot, and the caller of cancel is not told."""
-        if self._request is None:  # it has its room, and waits behind loads with it
+        """Ask the destination for less room, and return whether it can.
+
+        If it raises it cannot, and the caller of cancel does not learn of the error.
+        """
+        if self._request is None:  # it has its room, and yields to loads with it
             return False
         try:
             return self._request.shrink(keys)
@@ -114,7 +133,10 @@ class Slot:
             self.stage.expire_at(self._ends_at)
 
     def expire(self, now: float) -> float:
-        """End the copy if its time is over. When it is to be looked at again."""
+        """End the copy if its time is over.
+
+        Returns the time of the next check.
+        """
         if self.copying is None:
             return math.inf
         if self._ends_at > now:
@@ -128,7 +150,7 @@ class Slot:
         batch: OffloadBatch | None = None
         in_a_row = 0
         while True:
-            # Left by a copy that took too long.
+            # This scope is left only if a copy took too long.
             with trio.CancelScope() as self._bound:
                 self._overran = False
                 while True:
@@ -140,7 +162,7 @@ class Slot:
                     await self._carry(carried)
                     if self._overran:
                         break  # the copy ended in the tick in which its time was over: this scope would end the next one's wait
-                    # Where copies do not wait, a few in the same tick share the price of being scheduled.
+                    # If copies do not wait, a few in the same tick share the price of being scheduled.
                     in_a_row += 1
                     if in_a_row < _IN_A_ROW and not self.stage.settlement.awaited_confirmations:
                         batch = self.stage.inbound.receive_nowait(self)
@@ -148,14 +170,20 @@ class Slot:
                         in_a_row = 0  # a tick ends here
 
     async def _give_way(self) -> None:
-        """Let the scheduler come round to the tasks that wait for a cancellation to be confirmed, before the next batch."""
+        """Let tasks that await a cancellation run before the next batch.
+
+        They wait for its confirmation.
+        """
         for _ in range(_GIVE_WAY):
             if not self.stage.settlement.awaited_confirmations:
                 return
             await trio.lowlevel.checkpoint()
 
     async def _carry(self, batch: OffloadBatch) -> None:
-        """Transfer one batch. However this is left, its containers have settled, or wait in the inbound channel once more."""
+        """Transfer one batch.
+
+        However this is left, its containers have settled, or wait in the inbound channel again.
+        """
         stage = self.stage
         if stage.hooks.transfer:
             stage.hooks.fire("transfer", batch)
@@ -184,7 +212,10 @@ class Slot:
             return
 
     async def carry_reserved(self, batch: OffloadBatch, reservation: Reservation) -> None:
-        """Transfer a batch that has its room, to a destination that waits for nothing: without a bound. It settles."""
+        """Transfer a batch that has its room, and settle it.
+
+        The destination waits for nothing, so there is no time bound.
+        """
         stage = self.stage
         if stage.hooks.transfer:
             stage.hooks.fire("transfer", batch)
@@ -201,7 +232,10 @@ class Slot:
     # -- 1. reserve --------------------------------------------------------------------------------------------------
 
     async def _reserve(self, batch: OffloadBatch) -> Reservation | None:
-        """Reserve room for what is left of the batch. None when nothing is left: all of it has settled then."""
+        """Reserve room for the rest of the batch.
+
+        ``None`` if nothing is left: all of it has settled then.
+        """
         stage = self.stage
         deadline: float | None = None
         while True:
@@ -248,9 +282,9 @@ class Slot:
         return reservation
 
     async def _yield_to_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:
-        """Yield to loads that have begun while the batch waited for room, and keep its room meanwhile.
+        """Yield to loads that began while the batch waited for room.
 
-        What is cancelled meanwhile gives its share of the room back.
+        The batch keeps its room. A container that is cancelled meanwhile gives its share of the room back.
         """
         stage = self.stage
         if stage.priority is None:
@@ -267,8 +301,8 @@ class Slot:
                 raise
             finally:
                 self._reserving = self._waiting = None
-            # Only here if the wait was cancelled: by `withdraw`, or because the drain is over. The room goes before anything
-            # settles, since who is told of a cancel may want that room at once.
+            # Only here if the wait was cancelled: by `withdraw`, or because the drain is over. The room is released
+            # before any container settles, since a caller that learns of a cancel may want that room at once.
             swept = batch.sweep_cancelled()
             late = trio.current_time() >= stage.cutoff
             if late or not batch.containers:
@@ -282,9 +316,10 @@ class Slot:
                 return None
 
     def _one_by_one(self, batch: OffloadBatch, error: BaseException) -> None:
-        """Try each container of a refused batch alone: what one makes a tier raise is no reason for another to fail.
+        """Try each container of a refused batch alone.
 
-        The first one stays in the batch, alone; a batch of one has failed.
+        An error that one container causes in a tier is no reason for another to fail. The first one stays in the batch,
+        alone; a batch of one has failed.
         """
         first, *others = batch.containers
         if not others:
@@ -295,18 +330,24 @@ class Slot:
         batch.keep([first])
 
     def _reject(self, batch: OffloadBatch, error: TierUnavailable) -> None:
-        """End the batch since the destination is broken: each of its blocks has failed with ``error``."""
+        """End the batch since the destination is broken.
+
+        Each of its blocks has failed with ``error``.
+        """
         containers = batch.containers
         batch.keep([])
         for container in containers:
             keys = container.keys
             container.abandon(error)
-            if container.phase is _FAILED:  # not where an observer of the one before has cancelled it
+            if container.phase is _FAILED:  # not if an observer of the one before has cancelled it
                 container.failed = dict.fromkeys(keys, error)
             self.stage.settlement.settle(container)
 
     def _end(self, batch: OffloadBatch, error: BaseException) -> None:
-        """End the batch before anything was reserved; an error that is not ours becomes the cause of a TransferFailed."""
+        """End the batch before anything was reserved.
+
+        An error that is not ours becomes the cause of a TransferFailed.
+        """
         if not isinstance(error, OffloadError):
             cause, error = error, TransferFailed(f"the destination refused the batch: {error!r}")
             error.__cause__ = cause
@@ -330,8 +371,9 @@ class Slot:
             _fail_where_short(batch, granted)
         if hooks.pre_claim:
             hooks.fire("pre_claim", batch)
-        # No checkpoint from this sweep to the upgrade, so that no task can cancel in between; what the hook of an instrument
-        # cancels there is dropped by the claim. What drops out settles last: who is told of it may cancel others of the batch.
+        # No checkpoint from this sweep to the upgrade, so that no task can cancel in between; a container that the hook
+        # of an instrument cancels there is dropped by the claim. Dropped containers settle last: their observers may
+        # cancel others of the batch.
         dropped = batch.sweep_cancelled()
         if hooks.sweep_claim_gap:
             hooks.fire("sweep_claim_gap", batch)
@@ -372,14 +414,14 @@ class Slot:
         stage, hooks = self.stage, self.stage.hooks
         for container in flat.containers:
             if container.watch is None:
-                container.status = _TRANSFERRING  # what move() does, for the common case: it was QUEUED
+                container.status = _TRANSFERRING  # as in move(), for the common case: it was QUEUED
             else:
                 container.move(_TRANSFERRING)
         stage.batches += 1
         self.copying = flat
         if hooks.xfer_start:
             hooks.fire("xfer_start", batch)
-        # Until the copy has proven its end: whatever takes us out of it in between leaves it unproven.
+        # Until the copy has proven its end: an exception that leaves it in between leaves it unproven.
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None
         try:
@@ -399,7 +441,8 @@ class Slot:
             else:
                 outcomes = all_failed(flat, f"the copy failed: {error!r}", error)
         except BaseException as error:
-            # Its time is over, or Ctrl-C: alone or in a group, it left the copy, perhaps with a thread that still writes.
+            # Its time is over, or Ctrl-C: alone or in a group, it left the copy, perhaps with a thread that still
+            # writes.
             leaving = escaping_part(error)
             if leaving is None or not only_cancelled(error):
                 cause = error
@@ -415,7 +458,10 @@ class Slot:
                 self._over(flat, reservation, outcomes)
 
     def _give_up(self, flat: FlatBlocks, reservation: Reservation, cause: BaseException | None) -> None:
-        """Quarantine a copy whose end is not proven: what it touches is not released, and its containers settle as unproven."""
+        """Quarantine a copy whose end is not proven.
+
+        The memory that it touches is not released, and its containers settle as unproven.
+        """
         stage = self.stage
         containers = flat.containers
         reason = f"the executor cannot tell: {cause!r}" if cause else "no end of the copy within its time"
@@ -436,7 +482,10 @@ class Slot:
     # -- 4. release and settle -----------------------------------------------------------------------------------------
 
     def _over(self, flat: FlatBlocks, reservation: Reservation, outcomes: Sequence[Outcome]) -> None:
-        """Release what a copy held, and settle its containers with their outcomes."""
+        """Release a copy's resources, and settle its containers.
+
+        Their outcomes are those of the copy.
+        """
         stage = self.stage
         give_back(stage.source.release, flat.held)
         if len(outcomes) != len(flat.keys):
@@ -462,28 +511,34 @@ class Slot:
 
 
 def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
-    """Announce the containers that are committed now; not those announced before, which were refused and tried again."""
+    """Announce the containers that are committed now.
+
+    Not announced again are those that were refused after their commit and are tried again.
+    """
     news = [container for container in batch.containers if not container.announced]
     for container in news:
         container.announced = True
-    if news or not batch.containers:  # also that none was left to be claimed
+    if news or not batch.containers:  # also if none was left to be claimed
         hooks.fire("post_claim", news)
 
 
 def hold_until_released(reservation: Reservation) -> None:
-    """Have a reservation hold what it stores until it is released."""
+    """Have a reservation hold its stored blocks until it is released."""
     reservation.hold()
 
 
 def note_depths(reservation: Reservation, containers: Sequence[OffloadContainer]) -> None:
-    """Tell the destination how deep its new blocks are, where that is known and it can be told."""
+    """Pass the known depths of new blocks to the destination."""
     depths = depths_of(containers)
     if depths:
         reservation.note_depths(depths)
 
 
 def _no_room(destination: object, config: PipelineConfig) -> DestinationFull:
-    """Return the error of a batch that waited for room in vain: what was waited for, and how there would have been room."""
+    """Return the error of a batch that waited for room in vain.
+
+    Its text has the wait, and the settings that would make room.
+    """
     text = f"no room in {destination!r} within destination_timeout = {config.destination_timeout:g} s"
     blocks = blocks_of(destination)
     if blocks:
@@ -497,9 +552,9 @@ def _no_room(destination: object, config: PipelineConfig) -> DestinationFull:
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:
-    """``on_destination_full`` is ``fail``: containers that did not get all of their room fail before the claim.
+    """Fail containers without all of their room before the claim.
 
-    Where a route of a chain is committed already, the blocks without room fail.
+    ``on_destination_full`` is ``fail``. If a route of a chain is committed already, only the blocks without room fail.
     """
     room = len(granted)
     for container in batch.containers:

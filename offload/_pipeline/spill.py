@@ -1,20 +1,22 @@
-"""Spilling: what a full tier evicts is copied to the next one first, and goes when its copy has settled.
+"""Spilling: a full tier's victims are copied to the next tier first.
+
+A victim is a block that the tier would evict. It goes when its copy has settled.
 
     store --reserve--> tier is full --victims--> Spilling --pipeline--> next tier
               ^                                     |
               `------------- their slots -----------'  over
 
-Rule 1. A victim is found all the while: in its tier until its copy is found below. It goes uncopied only where the next tier is
-        full, broken or late, where the store that needs its slot cannot wait, or at the end; then it is *dropped*, and counted
-        with the reason.
-Rule 2. No spill lasts for ever. For room below it waits half as long as a store waits for room here, and for its turn half as
-        long again; so the store that waits for its slot gets it in time, however many tiers are chained. Behind the commit its
-        copy is bounded by ``transfer_timeout``. What can then not be proven stays where it is, in quarantine, and no store
-        counts on its slot.
+Rule 1. A victim is found all the while: in its tier until its copy is found below. It goes uncopied only if the next
+        tier is full, broken or late, if the store that needs its slot cannot wait, or at the end; then it is *dropped*,
+        and counted with the reason.
+Rule 2. No spill lasts for ever. For room below it waits half as long as a store waits for room here, and for its turn
+        half as long again; so the store that waits for its slot gets it in time, however many tiers are chained. After
+        the commit its copy is bounded by ``transfer_timeout``. If the end of the copy cannot be proven by then, the
+        block stays where it is, in quarantine, and no store counts on its slot.
 Rule 3. A store that waits for room and is cancelled ends no spill: its slot is free when the next one comes.
-Rule 4. Nothing piles up. What is under way is held in its tier, so it is never more than that tier has. No more than the
-        share of the route (``route_share``) is on it at a time, what is in quarantine included. What has no room beside that is
-        dropped: a next tier that hangs leaves the rest of this one to new blocks.
+Rule 4. Nothing piles up. Blocks under way are held in their tier, so there are never more than that tier has. No more
+        than the share of the route (``route_share``) is on it at a time, blocks in quarantine included. A victim
+        without room in the share is dropped: a next tier that hangs leaves the rest of this one to new blocks.
 """
 
 from __future__ import annotations
@@ -45,40 +47,49 @@ from .page_hold import origin_of
 from .result import TransferResult
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
-"""Is told which blocks went without a copy below, and why, in a word. Must not block or raise."""
+"""Receives the blocks that went without a copy below, with the reason.
+
+The reason is a word. Must not block or raise.
+"""
 
 Claim: TypeAlias = Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]]
-"""Is told which victims are to be copied, and has the next tier know whose they are until what it returns is called.
-Says which are not to be copied, since it is not known whose they are. Must not block."""
+"""Registers the owners of victims at the next tier.
+
+It takes the keys of the victims to be copied, and returns those that must not be copied, since their owner is unknown,
+and a function that ends the registration. Must not block.
+"""
 
 _ASK_AGAIN: Final = 0.01
-"""Seconds between two looks at a block that another container brings below."""
+"""Seconds between two checks of a block that another container copies."""
 _PATIENCE: Final = 1.5
-"""How long a copy waits for its turn and for room together, as a multiple of how long it waits for room: see rule 2."""
+"""The limit of a copy's waits, relative to that for room.
+
+A copy waits for its turn and for room: see rule 2.
+"""
 _log = logging.getLogger("offload.spilling")
 
 
 class Route(Protocol):
-    """The pipeline to the next tier, as this sees it."""
+    """The pipeline to the next tier, as a spill sees it."""
 
     @property
     def name(self) -> str:
-        """What statistics call it."""
+        """The route's name in statistics."""
         ...
 
     @property
     def config(self) -> PipelineConfig:
-        """Its knobs."""
+        """The settings of the route."""
         ...
 
     @property
     def share(self) -> RouteShare:
-        """How much of the tier above may be stuck in it."""
+        """The room for blocks that it may hold in the tier above."""
         ...
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks whose copy has no proven end."""
+        """Number of blocks whose copy has no proven end."""
         ...
 
     def add_instrument(self, instrument: object) -> None:
@@ -86,7 +97,7 @@ class Route(Protocol):
         ...
 
     def remove_instrument(self, instrument: object) -> None:
-        """Stop calling it."""
+        """Stop calling an instrument."""
         ...
 
     async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
@@ -96,19 +107,34 @@ class Route(Protocol):
 
 @attrs.frozen
 class SpillStatistics:
-    """A snapshot of one chain on eviction, in blocks; counters count from its start."""
+    """A snapshot of one chain on eviction, in blocks.
+
+    Counters count from its start.
+    """
 
     under_way: int
-    """Victims that are still in their tier, as their copy has not settled, or its end is unproven."""
+    """Victims that are still in their tier.
+
+    Their copy has not settled, or its end is unproven.
+    """
     spilled: int
-    """Went and are below: copied, or stored there by another writer first."""
+    """Victims that left and are below.
+
+    They were copied, or stored there by another writer first.
+    """
     stayed: int
-    """Were used before their copy had settled, and stayed (their copy may be below all the same)."""
+    """Victims that were used before their copy had settled, and stayed.
+
+    Their copy may be below all the same.
+    """
     dropped: Mapping[str, int]
-    """Went without a copy, by reason: ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``,
-    ``late``, ``failed``, ``unproven``, ``pending`` (another container was bringing it, and did not), ``at once`` (a ``put`` or
-    ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know whose it is, and that is not known), ``closed``,
-    ``behind`` (the route is not required, and has its share under way), or a policy's word."""
+    """Victims that went without a copy, by reason.
+
+    The reasons are ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``, ``late``,
+    ``failed``, ``unproven``, ``pending`` (another container was copying it, and failed), ``at once`` (a ``put`` or
+    ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know the owner, and that is not known),
+    ``closed``, ``behind`` (the route is not required, and has its share under way), or a policy's word.
+    """
 
 
 # --- the chain --------------------------------------------------------------------------------------------------------
@@ -123,26 +149,27 @@ async def spill(
     claim: Claim | None = None,
     required: bool = True,
 ) -> AsyncIterator[Spilling]:
-    """Have what ``tier`` evicts copied along ``route``, for the length of an ``async with`` block.
+    """Have the victims of ``tier`` copied along ``route``.
 
-    The block is to be inside that of the pipeline ``route``, and around that of the pipelines that store into ``tier``.
-    Leaving it waits for what is under way, for ``drain_timeout`` at most; what has not settled then is dropped.
+    This lasts for the length of an ``async with`` block. The block is to be inside that of the pipeline ``route``, and
+    around that of the pipelines that store into ``tier``. Leaving it waits for blocks under way, for ``drain_timeout``
+    at most; those that have not settled by then are dropped.
 
     Args:
-        tier: what is full; the route's source.
-        route: the pipeline to the next tier, with the knobs that :func:`config_below` gives.
-        dropped: is told of blocks that went without a copy.
-        claim: tells the next tier whose the victims are, where that must know.
-        required: whether each victim has its time to be copied. Else it waits for ``route_patience`` at most, and is dropped
-            where the share of the route is under way.
+        tier: the tier that is full; the route's source.
+        route: the pipeline to the next tier, with the settings that :func:`config_below` returns.
+        dropped: called with the blocks that went without a copy.
+        claim: registers the owners of the victims at the next tier, if that must know them.
+        required: whether each victim has its time to be copied. Otherwise it waits for ``route_patience`` at most, and
+            is dropped if the share of the route is under way.
 
     Raises:
-        ValueError: what this tier evicts goes elsewhere already.
+        ValueError: the victims of this tier go elsewhere already.
     """
     spilling = Spilling(tier, route, dropped, claim, required=required)
     came: BaseException | None = None
     async with trio.open_nursery() as nursery:
-        with trio.CancelScope(shield=True):  # where a start is cancelled, its task must end; ours does not end by that
+        with trio.CancelScope(shield=True):  # if a start is cancelled, its task must end; ours does not end by that
             await nursery.start(spilling._run)
         try:
             end = tier.spill_to(spilling._take)
@@ -165,7 +192,7 @@ async def spill(
 
 
 class Spilling:
-    """Carries the victims of one tier to the next. Made by :func:`spill` only."""
+    """The copying of one tier's victims to the next. Made by :func:`spill`."""
 
     def __init__(
         self,
@@ -177,9 +204,9 @@ class Spilling:
         required: bool = True,
     ) -> None:
         self.tier: Tier = tier
-        """Whose victims they are."""
+        """The tier of the victims."""
         self.route: Route = route
-        """The way that they take."""
+        """The pipeline that copies them."""
         self.patience: float = _PATIENCE * route.config.destination_timeout if required else route.config.route_patience
         """Seconds that a victim may wait before its copy begins."""
         self._required = required
@@ -193,25 +220,26 @@ class Spilling:
         self._closed = trio.Event()
         self._under_way = self._spilled = self._stayed = 0
         self._dropped: dict[str, int] = {}
-        self._lingering: dict[Key, str] = {}  # over, and held elsewhere: why not below, or nothing
+        self._lingering: dict[Key, str] = {}  # over, and held elsewhere: the reason for no copy below, or an empty text
         self._deafen: Callable[[], None] | None = None
         self._complained = False
-        self._most = (
-            route.config.batch_config.max_batch_size
-        )  # blocks sent together; fewer where the next tier is small
+        self._most = route.config.batch_config.max_batch_size  # blocks sent together; fewer if the next tier is small
 
     def __repr__(self) -> str:
         return f"<Spilling to {self.route.name}: {self.statistics().under_way} blocks under way>"
 
     def statistics(self) -> SpillStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         under_way = self._under_way + len(self._lingering)
         return SpillStatistics(under_way, self._spilled, self._stayed, dict(self._dropped))
 
     # --- opening and closing --------------------------------------------------------------------------------------
 
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Be the parent of those who carry. Shielded, as the pipelines are that they need and that need them."""
+        """Run the parent of the tasks that carry victims.
+
+        Shielded, as are the pipelines that they need and that need them.
+        """
         try:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
@@ -232,7 +260,10 @@ class Spilling:
     # --- one spill --------------------------------------------------------------------------------------------------
 
     def _take(self, victims: Spill) -> None:
-        """What the tier calls. Plain: it is in the midst of a reservation."""
+        """Take over the victims of a reservation; called by the tier.
+
+        Plain: the tier is in the midst of the reservation.
+        """
         if not victims.held:
             self._drop(victims.keys, "at once")
             return
@@ -255,17 +286,20 @@ class Spilling:
 
     @property
     def _unstuck(self) -> int:
-        """How many blocks of the share are not in quarantine."""
+        """Number of blocks of the share that are not in quarantine."""
         return self.route.share.total - self.route.quarantined_blocks
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook of an instrument. Have what waits for room in the share look again, after a copy was quarantined."""
+        """Wake the tasks that wait for share, after a quarantine.
+
+        This is the hook of an instrument.
+        """
         if isinstance(container.error, DrainUnproven):
             for scope in self._waiting:
                 scope.cancel()
 
     async def _carry(self, victims: Spill) -> None:
-        why_not = dict.fromkeys(victims.keys, "late")  # why a block is not below, as far as that is known
+        why_not = dict.fromkeys(victims.keys, "late")  # the reason why a block is not below, as far as it is known
         unowned, end = _no_claim(victims.keys)
         try:
             unowned, end = self._claim(victims.keys)
@@ -283,9 +317,9 @@ class Spilling:
             give_back(end)
 
     async def _copy(self, keys: Sequence[Key], why_not: dict[Key, str], depths: Mapping[Key, int | None]) -> None:
-        """Have these blocks copied; what is below then is not in ``why_not`` any more.
+        """Copy these blocks, and remove the copied ones from ``why_not``.
 
-        Cancelled, what is not committed is not copied.
+        If cancelled, blocks that are not committed are not copied.
         """
         deadline = trio.current_time() + self.patience
         while keys:
@@ -295,7 +329,7 @@ class Spilling:
                     await self._send(keys, parts, depths, why_not)
                     for part in parts:
                         await part.wait()
-                _cancel(parts)  # what the deadline has caught; behind the commit this changes nothing
+                _cancel(parts)  # late ones; after the commit this changes nothing
                 for part in parts:
                     _note(part, await part.wait(), why_not)
             finally:
@@ -317,7 +351,10 @@ class Spilling:
         depths: Mapping[Key, int | None],
         why_not: dict[Key, str],
     ) -> None:
-        """Weak: this spill holds them already, and a copy takes a hold of its own, which outlasts whatever ends this."""
+        """Enqueue the blocks as weak ones on the route.
+
+        This spill holds them already, and a copy takes a hold of its own, which outlasts the end of this task.
+        """
         share = self.route.share
         while keys:
             n = min(self._most, len(keys), self._unstuck)
@@ -330,7 +367,7 @@ class Spilling:
             except PipelineClosed:
                 return
             some, keys = keys[:n], keys[n:]
-            # Victims come deepest first, which is not the order that stands for depths: they are said.
+            # Victims come deepest first, which is not the order that implies depths: they are passed.
             blocks = self._source.weak(some, list(map(depths.get, some)) if depths else None)
             try:
                 part = await self.route.enqueue(blocks, precondition=NO_WAIT)
@@ -346,7 +383,10 @@ class Spilling:
                 part._container.hold(partial(share.give_back, n))
 
     async def _take_share(self, n: int) -> bool:
-        """Wait for room in the share. Whether there was; not where so much of it is stuck that there may never be."""
+        """Wait for room in the share, and return whether there was.
+
+        There is none if so much of the share is stuck that there may never be.
+        """
         taken = False
         with trio.CancelScope() as scope:
             self._waiting[scope] = None
@@ -358,7 +398,7 @@ class Spilling:
         return taken
 
     def _end(self, victims: Spill, why_not: Mapping[Key, str]) -> None:
-        """Let the blocks go, and count what became of them."""
+        """Let the blocks go, and count their outcomes."""
         n = len(victims.keys)
         leave = victims.over()
         self._under_way -= n
@@ -371,7 +411,7 @@ class Spilling:
         self._count([(key, why_not.get(key, "")) for key in leave if key not in lingering])
 
     def _went(self, keys: Sequence[Key]) -> None:
-        """Evicted: among these may be what was held elsewhere when its spill was over."""
+        """Count evicted blocks that were held elsewhere when their spill ended."""
         self._count([(key, self._lingering.pop(key)) for key in keys if key in self._lingering])
         if not self._lingering and self._deafen is not None:
             self._deafen()
@@ -391,7 +431,7 @@ class Spilling:
 
     def _drop(self, keys: Sequence[Key], reason: str) -> None:
         self._dropped[reason] = self._dropped.get(reason, 0) + len(keys)
-        # Once for each time that it begins: a tier that is down for an hour is one line, not one for each batch.
+        # Once for each outage: a tier that is down for an hour is one line, not one for each batch.
         level = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
         _log.log(level, "%d blocks were dropped instead of copied to %s: %s", len(keys), self.route.name, reason)
@@ -405,7 +445,10 @@ def _cancel(parts: Sequence[TransferHandle]) -> None:
 
 
 def _note(part: TransferHandle, result: TransferResult, why_not: dict[Key, str]) -> None:
-    """What became of some blocks: below, or why not. Of one that was gone already nothing is said: it was damaged."""
+    """Record the outcome of some blocks: below, or the reason why not.
+
+    A block that was gone already is not recorded: it was damaged.
+    """
     for key in result.completed:
         why_not.pop(key, None)
     for key, reason in result.filtered.items():
@@ -415,12 +458,12 @@ def _note(part: TransferHandle, result: TransferResult, why_not: dict[Key, str])
             why_not[key] = reason
     for key, error in result.failed.items():
         why_not[key] = _word(error)
-    if result.status is not Status.COMPLETE:  # of what is left: cancelled or failed whole, before the copy
+    if result.status is not Status.COMPLETE:  # the remaining blocks: cancelled or failed as a whole, before the copy
         why_not.update(dict.fromkeys(part.remaining_blocks, "late" if result.error is None else _word(result.error)))
 
 
 def _no_claim(keys: Sequence[Key]) -> tuple[Collection[Key], Callable[[], None]]:
-    """Where the next tier need not know whose its blocks are."""
+    """Return no unowned keys: the next tier need not know the owners."""
     return (), lambda: None
 
 

@@ -1,4 +1,7 @@
-"""The pipeline that victims leave by: its knobs, and what is kept back from it. See :mod:`offload._pipeline.spill`."""
+"""The pipeline that copies victims: its settings and its policy.
+
+The policy keeps back the blocks that the next tier has. See :mod:`offload._pipeline.spill`.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,19 @@ from ..abc import AsyncPolicy, Policy, Reasons
 from ..policies import PresenceFilter
 
 _SHARE: Final = 0.5
-"""How long a copy waits for room below, as a share of how long a store waits for room here: see rule 2."""
+"""The wait for room below, relative to a store's wait here.
+
+See rule 2 of :mod:`offload._pipeline.spill`.
+"""
 _log = logging.getLogger("offload.spilling")
 
 
 def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> PipelineConfig:
-    """The knobs of a pipeline that victims leave by: those that were said for it, or of the pipeline that needs their room.
+    """Return the settings of a pipeline that copies victims.
 
-    In either case no block waits for company, and none waits for room for more than half as long as the store that needs its
-    own: see rule 2.
+    They are those configured for it (``said``), or else those of the pipeline that needs the room (``config``). In
+    either case no block waits for others to fill a batch, and none waits for room for more than half as long as the
+    store that needs its own: see rule 2.
     """
     knobs = config if said is None else said
     shorter = max(0.001, min(knobs.destination_timeout, _SHARE * config.destination_timeout))
@@ -38,7 +45,9 @@ def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> 
 
 
 def check_config(config: PipelineConfig) -> None:
-    """Nothing would ever leave by a chain on eviction if nothing were evicted.
+    """Check that the tier evicts at all.
+
+    Otherwise no block would ever leave by a chain on eviction.
 
     Raises:
         ConfigError: ``on_destination_full`` is not ``evict``.
@@ -52,7 +61,10 @@ def check_config(config: PipelineConfig) -> None:
 
 
 def what_is_new(tier: Tier, config: PipelineConfig) -> Policy | AsyncPolicy:
-    """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
+    """Return a policy that rejects blocks that the next tier has.
+
+    A block about which the next tier does not answer in time is copied, and its first writer wins.
+    """
     if tier.capabilities.answers_at_once:
         return PresenceFilter(tier)
     # Half of the policy's time, so that it is always this that answers, never the deadline: if both are over, too.
@@ -60,7 +72,10 @@ def what_is_new(tier: Tier, config: PipelineConfig) -> Policy | AsyncPolicy:
 
 
 class _AskInTime(AsyncPolicy):
-    """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
+    """A presence filter that rejects nothing if the tier does not answer.
+
+    A block that is filtered here would be lost.
+    """
 
     def __init__(self, place: Tier, patience: float) -> None:
         self._place = place
@@ -70,7 +85,7 @@ class _AskInTime(AsyncPolicy):
         return f"what is new in {self._place!r}"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        # Shielded: where the event loop stood still beyond both deadlines, the policy's would win, and filter the block. A
+        # Shielded: if the event loop stood still beyond both deadlines, the policy's would win, and filter the block. A
         # cancellation waits for the shorter one at most.
         with trio.move_on_after(self._patience, shield=True):
             try:

@@ -1,4 +1,4 @@
-"""A snapshot of one pipeline: a plain value, for people and for charts."""
+"""A snapshot of one pipeline, for people and for charts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class PipelineStatistics:
     blocks_evicted: int
     """Weak blocks that were gone at the upgrade."""
     blocks_dropped: int
-    """Of the filtered ones, those dropped because the pipeline was full, or as a route that is not required had no room in its
-    share in time."""
+    """Filtered blocks that were dropped.
+
+    The pipeline was full, or it is a route that is not required, and its share had no room in time.
+    """
     batches: int
     """Copies started."""
     copied_bytes: int
@@ -57,18 +59,27 @@ class PipelineStatistics:
     policy_timeouts: int
     """Containers whose policies overran their time."""
     policies_blocked: int
-    """Times that a plain policy held the loop for longer than ``policy_timeout``: see :func:`offload.in_thread`."""
+    """Times that a plain policy held the loop too long.
+
+    That is longer than ``policy_timeout``: see :func:`offload.in_thread`.
+    """
     blocking_policy: str
     """The last policy that did so; empty if none has."""
     swept_late: int
-    """Cancelled containers that the safety net found; anything but 0 is a bug."""
+    """Cancelled containers found by the safety net; 0 without a bug."""
     quarantined: int
     """Copies whose end is unknown, not yet released by an operator."""
     quarantined_total: int
-    """Such copies ever."""
+    """Copies ever quarantined."""
     offered_blocks: int = 0
-    """Blocks that wait for room in the share of this route, which is not required."""
+    """Blocks that wait for room in the share of this route.
+
+    The route is not required.
+    """
     held_blocks: int = 0
-    """Blocks that this route, which is not required, holds in the tier above, those in quarantine included."""
+    """Blocks that this route holds in the tier above.
+
+    The route is not required. Blocks in quarantine are included.
+    """
     share_blocks: int = 0
-    """So many it may hold there (``route_share``)."""
+    """Most blocks that it may hold there (``route_share``)."""

@@ -1,4 +1,7 @@
-"""The transfer stage: its slots (:mod:`offload._pipeline.slot`), what they share, and the one timer of their copies."""
+"""The transfer stage: its slots, and the one timer of their copies.
+
+:mod:`offload._pipeline.slot` has the steps of a copy.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ from .settlement import Settlement
 from .slot import Slot
 
 Sampling: TypeAlias = Callable[[Sequence[Key], Sequence[int]], Awaitable[None]]
-"""Reads blocks by key and ref. Like a copy, it is abandoned when its time is over."""
+"""Reads blocks by key and ref.
+
+Like a copy, it is abandoned when its time is over.
+"""
 
 
 @attrs.define(eq=False)
 class Transfer:
-    """The transfer stage: its slots, and what they share."""
+    """The transfer stage: its slots, and their shared state."""
 
     source: Source
     destination: TransferExecutor
@@ -34,25 +40,39 @@ class Transfer:
     settlement: Settlement
     hooks: Hooks
     inbound: BatchReceiver
-    """Batching's receiving end, from which a free slot takes a batch when one is due."""
+    """Batching's receiving end, from which a free slot takes batches."""
     chain: Chain | None = None
-    """The pipelines that lead on from the destination, where there are any. Containers settle when their copy is over, or else
-    when these have ended."""
+    """The pipelines that lead on from the destination, if any.
+
+    Containers settle when their copy is over, or, with a chain, when its required routes have ended.
+    """
     priority: PriorityReceiver | None = None
-    """How the slots yield to loads, where they do. It is ``inbound`` then."""
+    """The receiver that makes the slots yield to loads, if any.
+
+    It is ``inbound`` then.
+    """
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
-    """The time at which every wait of a slot ends: the end of a shutdown's drain."""
+    """The time at which every wait of a slot ends.
+
+    It is the end of a shutdown's drain.
+    """
     sampling: Sampling | None = None
-    """Reads some of the blocks at the source before each copy, if what is loaded is to be compared with them."""
+    """Reads some of the blocks at the source before each copy.
+
+    Loaded blocks are compared with them.
+    """
     batches: int = 0
     """Copies started."""
     copied_bytes: int = 0
     """Bytes of the blocks that were stored."""
     slots: list[Slot] = attrs.Factory(list)
     _expires_at: float = math.inf
-    """When the copies are looked at next: no later than the first of them is to be over."""
+    """The time of the next check of the copies.
+
+    It is no later than the first deadline of a copy.
+    """
     _timer: trio.CancelScope = attrs.Factory(trio.CancelScope)
 
     async def run(self) -> None:
@@ -64,8 +84,8 @@ class Transfer:
             await self._expire_copies()
 
     async def _expire_copies(self) -> None:
-        # One timer for all copies, which is hardly ever moved: each copy begun later is to be over later. A deadline of its own
-        # for each cost as much as a third of a checkpoint, twice.
+        # One timer for all copies, which is hardly ever moved: each copy begun later has a later deadline. A deadline
+        # of its own for each cost as much as a third of a checkpoint, twice.
         while True:
             with trio.CancelScope(deadline=self._expires_at) as self._timer:
                 await trio.sleep_forever()
@@ -73,12 +93,15 @@ class Transfer:
             self._expires_at = min(slot.expire(now) for slot in self.slots)
 
     def expire_at(self, deadline: float) -> None:
-        """A copy is to be over at ``deadline``: see to it that it is looked at then."""
+        """Have the copies checked at ``deadline``, when one must be over."""
         if deadline < self._expires_at:
             self._expires_at = self._timer.deadline = deadline
 
     def cut_off_at(self, deadline: float) -> None:
-        """Let nothing wait past ``deadline`` from now on; a copy that still runs then is quarantined."""
+        """Let nothing wait past ``deadline`` from now on.
+
+        A copy that still runs then is quarantined.
+        """
         self.cutoff = min(self.cutoff, deadline)
         for slot in self.slots:
             slot.cut_off_at(deadline)
