@@ -1,24 +1,27 @@
-"""The engine: stores, looks up and loads blocks over several tiers, which it joins by pipelines.
+"""The engine, which stores, looks up and loads blocks over several tiers.
+
+It joins the tiers by pipelines:
 
     source --pipeline--> tiers[0] --pipeline--> tiers[1] ...        store: from each tier to the next slower one
                             ^------ promotion -----'                after a load: back into a faster tier
     destination <------- load ------- hit <------- lookup           read: each tier, the fastest first
 
-It decides one thing: which tier each block of a prefix is read from. Pipelines move blocks, and tiers hold them.
+It decides one thing: the tier from which each block of a prefix is read. Pipelines move blocks, and tiers hold them.
+The rules:
 
-Rule 1. A hit pins what it found: until it is released none of its blocks is evicted or deleted, in any tier. The end of the
-        engine releases hits that are still held, and logs them.
-Rule 2. Only a prefix without gaps is of use. A missing or damaged block at position p makes everything behind p unusable,
-        unless a slower tier has it, and a load says so in one number.
+Rule 1. A hit pins the blocks that a lookup found: until it is released none of them is evicted or deleted, in any tier.
+        The end of the engine releases hits that are still held, and logs them.
+Rule 2. Only a prefix without gaps is of use. A missing or damaged block at position p makes all blocks after p
+        unusable, unless a slower tier has it; a load returns the usable length as one number.
 Rule 3. Pins are released on every path, also when the caller is cancelled at any await in this package.
-Rule 4. A failing tier is never an error of the engine: a lookup names it, a load ends before its blocks, a delete answers
-        ``UNAVAILABLE``.
-        ``UNAVAILABLE``.
+Rule 4. A failing tier is never an error of the engine: a lookup names it, a load ends before its blocks, a delete
+        answers ``UNAVAILABLE``.
 
-To read it: ``config`` says what can be set, ``opening`` puts an engine together (``factories`` and ``places`` for its tiers,
-``routes`` for its pipelines), ``engine`` is what is called, ``lookup``, ``loading`` and ``promotion`` are how blocks come back,
-``shadow`` and ``layout_check`` whether they are what was stored. ``rates``, ``load_or_recompute``, ``load_choice`` and
-``rate_probe`` are whether loading them is worth it.
+The modules, in the order in which to read them: ``config`` has the settings; ``opening`` puts an engine together
+(``factories`` and ``places`` make its tiers, ``routes`` its pipelines); ``engine`` has the public methods; ``lookup``,
+``loading`` and ``promotion`` bring blocks back; ``direct`` makes short reads in the calling thread; ``shadow`` and
+``layout_check`` compare loaded blocks with the stored ones; ``rates``, ``load_or_recompute``, ``load_choice`` and
+``rate_probe`` decide whether loading is faster than computing.
 """
 
 from .opening import open_engine as open_engine

@@ -1,7 +1,7 @@
-"""The configuration of an engine: its settings, its tiers by name, and the routes between them.
+"""The configuration of an engine: its settings, tiers, and routes.
 
-In a file an engine is one table. Each tier is a table in it, from the fastest to the slowest, and each route is a table of a
-list::
+In a file an engine is one table. Each tier is a table in it, from the fastest to the slowest, and each route is a table
+of a list::
 
     [engine]                                      [engine.tiers.host]
     on_load_failure = "retry"                     type = "memory"
@@ -29,43 +29,61 @@ from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
 
 OnLoadFailure: TypeAlias = Literal["miss", "fail", "retry"]
-"""What a load does about a block that was found and cannot be loaded: end the usable prefix there, raise, or look it up again
-in the slower tiers (and end the prefix there if they do not have it)."""
+"""The action of a load for a block that cannot be loaded.
+
+The load ends the usable prefix there, raises, or looks the block up again in the slower tiers (and ends the prefix
+there if they do not have it).
+"""
 
 OnEnterFailure: TypeAlias = Literal["fail", "miss"]
-"""What an engine does about a tier that cannot be entered: fail to open; or open with the tier counting as broken, so that
-lookups miss there, until it can be entered."""
+"""The action of an engine for a tier that cannot be entered.
+
+The engine fails to open; or it opens with the tier counting as broken, so that lookups miss there, until it can be
+entered.
+"""
 
 Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
-"""What is stored in the next tier: nothing, what is stored in the one before it, or what that one evicts."""
+"""The blocks stored in the next tier.
+
+None, those that are stored in the tier before it, or those that this tier evicts.
+"""
 
 ChoiceMode: TypeAlias = Literal["off", "advise", "enforce"]
-"""Whether loading is compared with recomputing: not, in what a lookup says, or in what is loaded."""
+"""The use of the comparison of loading with recomputing.
+
+There is no comparison, it is the advice of a lookup, or it limits the loaded blocks.
+"""
 
 TierLike: TypeAlias = "Tier | str | Mapping[str, Any]"
-"""A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may also have ``wrappers``: names such as
-``zstd`` and ``fp8``, a ``module:attribute`` that is or makes a wrapper, or tables of these with parameters."""
+"""A tier; or the name or table from which it is made.
+
+See :func:`backends.plugins.make_tier`. A table may also have ``wrappers``: names such as ``zstd`` and ``fp8``, a
+``module:attribute`` that is or makes a wrapper, or tables of these with parameters.
+"""
 
 PolicyLike: TypeAlias = "Policy | AsyncPolicy | str | Mapping[str, Any]"
-"""A policy; or how to make one: a name (``pass_all``, ``presence``, ``frequency``), a ``module:attribute`` that is one, or a
-table whose ``type`` is such a name, or a ``module:attribute`` that makes one of the other entries."""
+"""A policy; or the name or table from which it is made.
+
+A name is ``pass_all``, ``presence``, ``frequency``, or a ``module:attribute`` that is a policy. The ``type`` of a table
+is such a name, or a ``module:attribute`` that makes a policy of the other entries.
+"""
 
 SOURCE: Final = "source"
 """The name of the engine's source in routes."""
 
 DAEMON: Final = "daemon"
-"""The name of the tier that stands for a daemon."""
+"""The name of the tier that connects to a daemon."""
 DAEMON_TIER: Final = "offload.client:DaemonTier"
-"""Its type."""
+"""The type of that tier."""
 SHADOW_CHECK: Final = 1_000
-"""One in so many loads is compared, unless told otherwise."""
+"""The default of ``shadow_check``: one in so many loads is compared."""
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _NO_TABLES: Final[Mapping[str, Any]] = {}
 
 
 class TierTable(dict[str, Any]):
-    """A table that describes a tier in a file, with its position for error messages."""
+    """A tier's table in a file, with its position for errors."""
 
     def __init__(self, table: Mapping[str, Any], document: Document, section: str) -> None:
         super().__init__(table)
@@ -115,24 +133,36 @@ def _is_flag(instance: object, attribute: attrs.Attribute[Any], value: object) -
 
 @attrs.frozen
 class Route:
-    """A route by which blocks get into a tier. Routes that are not configured have the defaults."""
+    """A route by which blocks get into a tier.
+
+    Routes that are not configured have the defaults.
+    """
 
     to: str = attrs.field(validator=_check_name)
     """The tier that it leads to, by name."""
     source: str = attrs.field(default="", validator=_check_name)
-    """Where it starts: a faster tier by name, or ``source`` for the engine's. By default the tier before ``to`` if that can be
-    read as a source, else the engine's source."""
+    """The name of the faster tier at which it starts.
+
+    ``source`` is the engine's source. By default the tier before ``to`` if that can be read as a source, else the
+    engine's source.
+    """
     policies: Sequence[PolicyLike] | None = attrs.field(default=None, converter=_as_tuple, validator=_check_policies)
-    """Decide in this order which blocks may take it; by default those that the tier does not have yet."""
+    """Policies that decide in this order which blocks may take the route.
+
+    By default blocks that the tier does not have yet may take it.
+    """
     auto_chain: bool = attrs.field(default=True, validator=_is_flag)
-    """Whether what it has stored is passed on to the routes that start at ``to``."""
+    """Whether its stored blocks pass on to routes that start there."""
     required: bool | None = attrs.field(default=None, validator=attrs.validators.optional(_is_flag))
-    """Whether a store waits for this route from one tier to the next, and fails if it fails. By default with ``on_evict`` only,
-    where a block must not go before its copy is below. If it is not required, a store has ended when the tier before has its
-    blocks, ``await handle.wait_routes()`` has what became of them here, and the route drops what it has no room for
-    (``route_share``, ``route_patience``); with ``on_evict`` it then drops, and counts, victims beyond its share."""
+    """Whether a store waits for this route, and fails if it fails.
+
+    This is about a route from one tier to the next. By default true with ``on_evict`` only: a block must not go
+    before its copy is below. If it is not required, a store has ended when the tier before has its blocks, ``await
+    handle.wait_routes()`` has their outcomes on this route, and the route drops blocks for which it has no room
+    (``route_share``, ``route_patience``); with ``on_evict`` it then drops, and counts, victims beyond its share.
+    """
     pipeline: PipelineConfig | None = attrs.field(default=None, converter=_as_pipeline, validator=_check_pipeline)
-    """All settings of its pipeline; by default those of the engine's ``pipeline``."""
+    """All settings of its pipeline; by default the engine's ``pipeline``."""
 
 
 def _as_routes(value: Any) -> Any:
@@ -206,7 +236,10 @@ def _check_enter_failure(instance: object, attribute: attrs.Attribute[Any], valu
 
 
 def _as_enter_failure(value: Any) -> Any:
-    """Parse a text such as ``maru=miss,disk=miss`` into a table, for environment variables."""
+    """Parse a text such as ``maru=miss,disk=miss`` into a table.
+
+    It is for environment variables.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, str) and "=" in value:
@@ -221,7 +254,10 @@ def _as_chain(value: Any) -> Any:
 
 @attrs.frozen
 class LoadOrRecompute:
-    """Whether what was found is loaded, or computed once more where that is sooner. Reasons are in :func:`engine_knobs`."""
+    """The choice between loading found blocks and computing them.
+
+    Reasons are in :func:`engine_knobs`.
+    """
 
     mode: ChoiceMode = _knob.choice(
         "off",
@@ -253,7 +289,10 @@ class LoadOrRecompute:
 @_knob.checks_names
 @attrs.frozen
 class EngineConfig:
-    """The settings of an engine. The reason for each bound and default is in :func:`engine_knobs`."""
+    """The settings of an engine.
+
+    :func:`engine_knobs` has the reason for each bound and default.
+    """
 
     source: Source | str | Mapping[str, Any] | None = _knob.field(
         None,
@@ -376,13 +415,15 @@ class EngineConfig:
         return next((route.pipeline for route in self.routes if route.to == first), None) or self.pipeline
 
     def opens_without(self, tier: str) -> bool:
-        """Whether the engine opens although this tier is absent."""
+        """Return whether the engine opens even if this tier is absent."""
         actions = self.on_enter_failure
         return (actions.get(tier, "fail") if isinstance(actions, Mapping) else actions) == "miss"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, section: str = "") -> EngineConfig:
-        """Load from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
+        """Load from nested mappings, as a TOML or JSON parser returns them.
+
+        Missing names keep their defaults.
 
         Args:
             mapping: the fields of this class by name.
@@ -402,7 +443,9 @@ class EngineConfig:
         others: Collection[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> EngineConfig:
-        """Load from a TOML file and the environment, which takes precedence: ``OFFLOAD_ENGINE__PROMOTE=true``.
+        """Load from a TOML file and the environment.
+
+        The environment takes precedence: ``OFFLOAD_ENGINE__PROMOTE=true``.
 
         Args:
             source: a path (``pathlib.Path``), or TOML as a text.
@@ -436,5 +479,8 @@ class EngineConfig:
 
 
 def engine_knobs() -> tuple[Knob, ...]:
-    """Every setting of an engine and of its pipelines, in the order of declaration."""
+    """Return every setting of an engine and of its pipelines.
+
+    They are in the order of declaration.
+    """
     return tuple(_knob.of(EngineConfig, "engine"))

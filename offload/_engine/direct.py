@@ -1,28 +1,33 @@
-"""Reads that wait for nothing: a lookup and a load in the thread that asks, over all tiers that allow it.
+"""Direct reads: lookups and loads made in the calling thread.
+
+They wait for nothing, over all tiers that allow it.
 
     lookup: search, pin -> a hit                -> in the trio thread, later: count it
     load:   plan -> copy, sum, compare          -> in the trio thread, later: count it, promote
     release                                     -> in the trio thread, later: forget the hit
 
-The thread that asks may be the trio thread itself: what waits for nothing needs no scope, no share of the time and no task.
-There everything happens at once, and a load is made so if it is short (``PORTION_BYTES``) and reads no file.
+The calling thread may be the trio thread itself: a read that waits for nothing needs no scope, no share of the time and
+no task. There everything happens at once, and a load is made here if it is short (``PORTION_BYTES``) and reads no file.
 
-A tier allows it by being a :class:`~backends.base.direct.DirectTier`. What cannot be answered so is answered by ``None``, and
-goes the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), which then does all that is due:
+A tier allows it by being a :class:`~backends.base.direct.DirectTier`. The answer ``None`` means that a read cannot be
+made so. It then goes the ordinary way (:meth:`Engine.lookup`, :meth:`Engine.load`), with all steps from the start. The
+rules:
 
-Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is given up
-        where a tier would have to be asked that is not direct, or that may be probed: a probe has a deadline. A tier whose
-        breaker is open is left out, and named. What a tier raises is raised to the ordinary way once more, which counts it.
-Rule 2. A load is made here only if its precondition holds already, all of it goes to host memory, comes from direct tiers
-        whose breakers are closed, and is what was stored. A block that is not is loaded once more the ordinary way, which
-        finds the damage, forgets the block, counts the fault and looks in other tiers.
-Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to see goes the ordinary way, and so does every
+Rule 1. A lookup asks the questions of :func:`~offload._engine.lookup.search`, as one in the trio thread does. It is
+        abandoned if it would have to ask a tier that is not direct, or that may be probed: a probe has a deadline. A
+        tier whose breaker is open is left out, and named. If a tier raises, the ordinary way asks it again, and counts
+        the error.
+Rule 2. A load is made here only if its precondition holds already, all of it goes to host memory and comes from direct
+        tiers whose breakers are closed, and its blocks are the stored ones. A block that is not is loaded again the
+        ordinary way, which finds the damage, forgets the block, counts the fault and looks in other tiers.
+Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may draw goes the ordinary way, and so does every
         lookup while a key is withheld.
-Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``,
-        so it is over before one that yields would have noticed. One that waits for a disk is.
-Rule 5. With ``load_or_recompute``, each load is measured. Where that is enforced, a lookup leaves out what is not worth
-        loading, and a load that may have to be given up goes the ordinary way, since no thread can be stopped: all that waits
-        for a disk, and what may take longer than a request may be late.
+Rule 4. A load from memory is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most
+        ``MOST_BYTES``, so it is over before a yielding store would have noticed. A load that waits for a disk is
+        announced.
+Rule 5. With ``load_or_recompute``, each load is measured. If that is enforced, a lookup leaves out the blocks that are
+        not worth loading, and a load that may have to be given up goes the ordinary way, since no thread can be
+        stopped: all loads that wait for a disk, and those that may take longer than a request may be late.
 """
 
 from __future__ import annotations
@@ -60,7 +65,10 @@ if TYPE_CHECKING:
     from .tenants import TenantTags
 
 MOST_BYTES: Final = 32 << 20
-"""More is loaded the ordinary way: beside its copy, a change of thread costs nothing, and stores yield to it."""
+"""Most bytes of a direct load.
+
+A larger load goes the ordinary way: compared with its copy, a change of thread costs nothing, and stores yield to it.
+"""
 
 _LEASES: Final = (Lease, DirectLease)
 _NOTHING: Final = MappingProxyType[str, Exception]({})
@@ -80,20 +88,23 @@ class DirectReads:
     live: dict[Hit, None]
     """The hits of the engine."""
     tags: TenantTags | None
-    """``None`` where no tier must be told tenants."""
+    """The tags of tenants, or ``None`` if no tier needs them."""
     shadow: ShadowCheck | None
-    """``None`` where no load is compared."""
+    """The shadow check, or ``None`` if no load is compared."""
     promoter: Promoter
     load_priority: LoadPriority
     choice: LoadChoice | None
-    """``None`` where loading is not compared with recomputing."""
+    """The choice between loading and recomputing, or ``None`` if it is off."""
     conclusions: Conclusions
     clock: trio.abc.Clock = attrs.Factory(trio.lowlevel.current_clock)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[Key], tenant: str) -> DirectLookup | None:
-        """Look the longest prefix up, and pin it; or rule 1."""
+        """Look the longest prefix up, and pin it.
+
+        ``None`` if that cannot be done in this thread: rule 1.
+        """
         shadow = self.shadow
         since = 0 if shadow is None else shadow.withheld.total
         if shadow is not None and len(shadow.withheld):
@@ -125,7 +136,10 @@ class DirectReads:
     def plan(
         self, hit: Hit, destination: Destination, precondition: Precondition, promote: bool | str, deadline: float
     ) -> DirectLoad | None:
-        """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
+        """Plan how a hit is loaded in the calling thread.
+
+        ``None`` if that cannot be done in this thread: rule 2. The ordinary way reports wrong arguments.
+        """
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
         if self.shadow is not None and not self.shadow.may_pass(hit.keys, hit._since):
             return None
@@ -165,7 +179,10 @@ class DirectReads:
 
     @staticmethod
     def release_from_thread(hit: Hit) -> bool:
-        """Release what a hit holds, if any thread may. The trio thread still has to forget it: :meth:`release`."""
+        """Release the leases of a hit, if any thread may do so.
+
+        Returns whether it has released them. The trio thread still has to forget the hit: :meth:`release`.
+        """
         leases = [segment.lease.inner for segment in hit._segments]  # type: ignore[attr-defined]
         if not all([isinstance(lease, DirectLease) for lease in leases]):
             return False
@@ -175,7 +192,10 @@ class DirectReads:
 
     @staticmethod
     def is_waited_for(hit: Hit) -> bool:
-        """Whether a task waits for room where a hit has been released, so that it must be told."""
+        """Return whether a task waits for the room of a released hit.
+
+        If so, it must be woken.
+        """
         tiers = [segment.tier.direct for segment in hit._segments]
         return any([tier is not None and tier.is_waited_for for tier in tiers])
 
@@ -183,13 +203,16 @@ class DirectReads:
 
     @property
     def serves(self) -> bool:
-        """Whether all tiers are direct, so that it is worth while to look here first."""
+        """Whether all tiers are direct: then a direct lookup is tried."""
         return all([breaker_tier.direct is not None for _, breaker_tier in self.places])
 
     def load(
         self, hit: Hit, destination: Destination, precondition: Precondition, promote: bool | str
     ) -> LoadResult | None:
-        """Load a hit at once, if it is short and waits for no disk; or rule 2."""
+        """Load a hit at once, if short and on no disk.
+
+        Otherwise return ``None``: rule 2.
+        """
         if len(hit.keys) * destination.block_bytes > PORTION_BYTES:
             return None
         load = self.plan(hit, destination, precondition, promote, inf)
@@ -201,7 +224,10 @@ class DirectReads:
         return result
 
     def release(self, hit: Hit) -> bool:
-        """Release a hit at once, if that waits for nothing and no load reads through it."""
+        """Release a hit at once, if that waits for nothing.
+
+        No load may be reading through it. Returns whether it was released.
+        """
         leases: list[Any] = [segment.lease for segment in hit._segments]
         if hit._loads or not all([lease.is_released_at_once for lease in leases]):
             return False
@@ -218,7 +244,7 @@ class DirectReads:
 
 
 class _DirectQueries:
-    """Asks the tiers of one lookup in the thread that asks."""
+    """The questions of one lookup to the tiers, in the calling thread."""
 
     __slots__ = ("_now", "_places", "permits", "segments", "unavailable")
 
@@ -231,8 +257,8 @@ class _DirectQueries:
         self.unavailable: dict[str, Exception] = {}
 
     def find(self, keys: Sequence[Key]) -> None:
-        """Ask for the longest prefix of these, and pin it."""
-        if len(self._places) == 1:  # what the questions come to, without them
+        """Find the longest prefix of these keys, and pin it."""
+        if len(self._places) == 1:  # the result of the questions below, without them
             if keys:
                 [(name, breaker_tier)] = self._places
                 tier = self._allowed(0, name, breaker_tier)
@@ -254,7 +280,7 @@ class _DirectQueries:
             question = following(questions, answer)
 
     def _allowed(self, rank: int, name: str, breaker_tier: BreakerTier) -> DirectTier | None:
-        """The tier, to be asked; ``None`` where its breaker is open."""
+        """Return the tier to ask; ``None`` if its breaker is open."""
         if name in self.unavailable:
             return None
         tier = breaker_tier.direct
@@ -281,29 +307,35 @@ class _DirectQueries:
         return blocks
 
     def release(self) -> None:
-        """Release what was pinned."""
+        """Release the pinned blocks."""
         _release(self.segments)
 
 
 def _release(segments: Sequence[Segment]) -> None:
-    """Release these, in any thread. What a signal keeps from being released here, is with its lease."""
+    """Release these segments, in any thread.
+
+    A block that a signal keeps from being released here is released with its lease.
+    """
     for segment in segments:
         segment.lease.inner.release_from_thread()  # type: ignore[attr-defined]
 
 
 @attrs.frozen(eq=False)
 class DirectLookup:
-    """A lookup that the thread which asks has made itself."""
+    """A lookup that the calling thread has made itself."""
 
     hit: Hit
     _asked: Sequence[Key]
     _permits: dict[int, int]
     _reads: DirectReads
     left_out: tuple[int, Sequence[Key]] | None
-    """The position of the first tier from which nothing is worth loading, and what is in it."""
+    """The first tier not worth loading from: its rank and keys."""
 
     def count(self) -> None:
-        """Count it, in the trio thread; from now on the engine releases the hit at its end."""
+        """Count the lookup, in the trio thread.
+
+        From now on the engine releases the hit at its end.
+        """
         reads, hit = self._reads, self.hit
         for rank, permit in self._permits.items():
             _, breaker_tier = reads.places[rank]
@@ -314,7 +346,8 @@ class DirectLookup:
             try:
                 hit._end = reads.tags.carry(hit.keys, hit._tenant)
             except Exception:
-                # Its blocks are in tiers that need no tenant: only what a load would look for elsewhere is not found.
+                # Its blocks are in tiers that need no tenant; only blocks that a load would look for elsewhere are not
+                # found.
                 _log.exception("a hit of %d blocks goes without its tenant", len(hit.keys))
         reads.conclusions.conclude_lookup(self._asked, hit, self.left_out)
 
@@ -324,7 +357,7 @@ class DirectLookup:
 
 @attrs.frozen
 class _Part:
-    """Neighbouring blocks of one tier, and where they go."""
+    """Neighbouring blocks of one tier, and their destination."""
 
     rank: int
     breaker_tier: BreakerTier
@@ -336,38 +369,43 @@ class _Part:
 
 @attrs.define(eq=False)
 class DirectLoad:
-    """A load that the thread which asks makes itself."""
+    """A load that the calling thread makes itself."""
 
     _hit: Hit
     _parts: Sequence[_Part]
     _there: Pages
     promote: bool | str
-    """Where it is to be promoted to."""
+    """The tier that its blocks are promoted to, if any."""
     waits_for_disk: bool
     """Whether it waits for more than memory."""
     promotes: bool
-    """Whether a part of it may have to be promoted, which should not wait until the trio thread wakes by itself."""
+    """Whether a part of it may have to be promoted.
+
+    That should not wait until the trio thread wakes by itself.
+    """
     _deadline: float
     _reads: DirectReads
     _began: float
     _seconds: list[float] | None
-    """How long each part took; ``None`` where that is not measured."""
+    """The time of each part in seconds, or ``None`` if not measured."""
     _result: LoadResult | None = None
     _took: float = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """How much it copies."""
+        """The number of bytes that it copies."""
         return len(self._there) * self._there.page_bytes
 
     def copy(self) -> LoadResult | None:
-        """Copy all of it and compare it with what was stored. ``None`` if a block is not that: rule 2.
+        """Copy all blocks and compare them with the stored ones.
+
+        ``None`` if a block differs: rule 2.
 
         Raises:
             RepeatedPlaces: two places of the destination share memory.
         """
         check_apart(self._there)
-        clock = self._reads.clock  # as of a load that waits: virtual where that is
+        clock = self._reads.clock  # the clock of a load that waits: virtual if that is
         for part in self._parts:
             deadline = min(
                 self._deadline,
@@ -377,7 +415,7 @@ class DirectLoad:
             try:
                 if not part.tier.load_from_thread(part.lease, part.there, deadline):
                     return None
-            except Exception:  # it is raised once more, and counted: rule 2
+            except Exception:  # the ordinary way meets and counts the error: rule 2
                 return None
             if self._seconds is not None:
                 self._seconds.append(clock.current_time() - began)
@@ -386,7 +424,7 @@ class DirectLoad:
         return self._result
 
     def count(self) -> None:
-        """Count it, and begin to promote it, in the trio thread."""
+        """Count the load, and begin to promote it, in the trio thread."""
         reads, result = self._reads, self._result
         assert result is not None
         if reads.shadow is not None:

@@ -1,4 +1,7 @@
-"""The public engine: store, lookup, load, delete, explain. It checks arguments, counts, and calls the other modules."""
+"""The public engine: store, lookup, load, delete, explain.
+
+It checks arguments, counts, and calls the other modules.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +80,14 @@ class EngineParts:
     tiers: Mapping[str, Tier]
     """The tiers, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
-    """The same tiers behind their breakers."""
+    """The tiers behind their breakers."""
     routes: Sequence[OpenRoute]
-    """Upstream first."""
+    """The routes, upstream first."""
     spills: Mapping[str, Spilling]
-    """With a chain on eviction: what moves the victims along each route, by the route's name."""
+    """The spilling of each route, by the route's name.
+
+    Only with a chain on eviction.
+    """
     history: History
     tenant_tags: TenantTags
     promoter: Promoter
@@ -89,24 +95,26 @@ class EngineParts:
     counts: Counts
     inspector: BlockInspector
     shadow: ShadowCheck | None
-    """``None`` where no load is compared."""
+    """The shadow check, or ``None`` if no load is compared."""
     choice: LoadChoice | None
-    """``None`` where loading is not compared with recomputing."""
+    """The choice between loading and recomputing, or ``None`` if it is off."""
     probe: RateProbe | None
-    """``None`` where that is not enforced."""
+    """The probe of rates, or ``None`` if the choice is not enforced."""
 
 
 class Engine:
-    """Stores blocks of one source into tiers, and finds and loads them again. Made by :func:`open_engine` only.
+    """A cache that stores a source's blocks in tiers, and loads them.
+
+    Made by :func:`open_engine` only.
 
     Attributes:
-        source: where blocks are stored from.
-        tiers: where they are stored, by name, from the fastest to the slowest.
+        source: the place from which blocks are stored.
+        tiers: the tiers that store them, by name, from the fastest to the slowest.
         pipelines: between the source and the tiers; the first one leads from the source to the first tier.
-        on_load_failure: what a load does about a block that was found and cannot be loaded.
-        promote: where a load also writes what comes from slower tiers, unless it says so itself.
-        direct: reads that wait for nothing, in whichever thread asks.
-        onward: copies on what another process has stored in a tier.
+        on_load_failure: the action of a load for a block that was found and cannot be loaded.
+        promote: the tier into which a load also writes blocks of slower tiers, unless the call decides that itself.
+        direct: reads that wait for nothing, in any calling thread.
+        onward: copies on blocks that another process has stored in a tier.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
@@ -127,7 +135,7 @@ class Engine:
         self._shadow = parts.shadow
         self._choice = parts.choice
         self._probe = parts.probe
-        # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
+        # None if no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
         self._tags: TenantTags | None = parts.tenant_tags or None
         self.onward: OnwardRoutes = OnwardRoutes(parts.tiers, parts.routes, self._tags)
         self._promoter = parts.promoter
@@ -165,11 +173,11 @@ class Engine:
     ) -> TransferHandle:
         """Store blocks, after waiting for room; see :meth:`offload.Pipeline.enqueue`.
 
-        The handle settles when they are in the first tier and, with a chain, in the tiers behind it.
+        The handle settles when the blocks are in the first tier and, with a chain, in the tiers after it.
 
         Args:
             blocks: of the source; with ``to``, of the place where the route there starts.
-            precondition: what must hold before the bytes may be read.
+            precondition: the condition for reading the bytes.
             tenant: the tenant, for tiers that need it (the keys are salted with it already).
             to: the tier to store in, if it is not the first.
             cancel_token: cancels this store together with others, of this engine or of another one.
@@ -197,7 +205,11 @@ class Engine:
         to: str | None = None,
         cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
-        """Store blocks as :meth:`store` does, or raise :class:`offload.PipelineFull` if there is no room."""
+        """Store blocks as :meth:`store` does, without waiting for room.
+
+        Raises:
+            PipelineFull: there is no room.
+        """
         pipeline = self.pipelines[0] if to is None else self._pipeline_to(to, blocks)
         if self._tags is None:
             return pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token)
@@ -215,13 +227,16 @@ class Engine:
         return self._tags is None and self.pipelines[0].stores_at_once
 
     def store_at_once(self, blocks: Blocks) -> TransferHandle | None:
-        """Store blocks that may be read now in this call, if that waits for nothing: see :meth:`Pipeline.enqueue_at_once`."""
+        """Store blocks that may be read now, if that waits for nothing.
+
+        See :meth:`Pipeline.enqueue_at_once`.
+        """
         return self.pipelines[0].enqueue_at_once(blocks) if self._tags is None else None
 
     async def drain(self) -> None:
-        """Wait until everything stored before this call has settled in all of its tiers, and promotions under way have ended.
+        """Wait until the earlier stores have settled in all of their tiers.
 
-        Cancelled, it cancels nothing.
+        It also waits for the end of the promotions under way. If cancelled, it cancels nothing.
         """
         for (
             pipeline
@@ -232,19 +247,20 @@ class Engine:
     # --- loading --------------------------------------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[Key], *, tenant: str = "", within: float = inf, hurried: bool = False) -> Hit:
-        """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
+        """Find the longest prefix of ``keys`` over all tiers, and pin it.
 
-        The prefix may change between tiers any number of times. A tier that raises, or does not answer within
-        ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the result is the prefix that was found without
-        it, and its breaker counts a fault. Cancelled, nothing is pinned, and no breaker counts anything. The caller releases
-        the hit: ``async with await engine.lookup(keys) as hit``. With ``load_or_recompute``, :attr:`Hit.advice` says how much
-        of it is worth loading, and where that is enforced the hit ends there.
+        Each block is found in the fastest tier that has it. The prefix may change between tiers any number of times. A
+        tier that raises, or does not answer within ``lookup_timeout``, is left out and named in
+        :attr:`Hit.unavailable`: the result is the prefix that was found without it, and its breaker counts a fault. If
+        cancelled, nothing is pinned, and no breaker counts anything. The caller releases the hit: ``async with await
+        engine.lookup(keys) as hit``. With ``load_or_recompute``, :attr:`Hit.advice` has the number of blocks worth
+        loading, and if that is enforced the hit ends there.
 
         Args:
             keys: the keys, in order.
             tenant: the tenant, for tiers that need it, until the hit is released.
-            within: seconds for all tiers together; they share it, so it lowers ``lookup_timeout`` for each. Unlike a cancel
-                scope around the call, it ends with a result.
+            within: seconds for all tiers together; they share it, so it lowers ``lookup_timeout`` for each. Unlike a
+                cancel scope around the call, it ends with a result.
             hurried: a tier that does not answer in a time that ``within`` has shortened has no fault.
 
         Raises:
@@ -300,23 +316,24 @@ class Engine:
         precondition: PreconditionLike | None = None,
         promote: bool | str | None = None,
     ) -> LoadResult:
-        """Copy the blocks of a hit to ``destination``, position by position, and verify them.
+        """Copy the blocks of a hit to ``destination`` and verify them.
 
-        Segment by segment, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that
-        is looked for once more in the slower tiers. With ``shadow_check``, one load in so many is compared as well with
-        something else than checksums, and ends before a block that is not what its key stands for. With ``load_or_recompute``
-        enforced it also ends where computing the rest is sooner; what is left is missed as ``given up``, which is no failure.
-        Cancelled, it leaves only when no copy into ``destination`` is under way any more. A hit that is released meanwhile
-        stays pinned until this is over.
+        They are copied position by position, segment by segment, and no further than the first block that cannot be
+        loaded; with ``on_load_failure = "retry"`` that block is looked up again in the slower tiers. With
+        ``shadow_check``, one load in so many is compared as well with something else than checksums, and ends before a
+        block that differs from its key's content. With ``load_or_recompute`` enforced it also ends when computing the
+        rest is sooner; the outcome of the rest is ``given up``, which is no failure. If cancelled, it leaves only when
+        no copy into ``destination`` is under way any more. A hit that is released meanwhile stays pinned until this is
+        over.
 
         Args:
             hit: the result of a lookup.
             destination: addresses, numpy arrays or torch tensors, one for each block.
-            precondition: what must hold before the destination may be written. Required if that lies on a device, where queued
-                work may still write to the same blocks: an event recorded behind it, or ``NO_WAIT``. By default, in host
+            precondition: the condition for writing to the destination. Required if that lies on a device, where queued
+                work may still write to the same blocks: an event recorded after it, or ``NO_WAIT``. By default, in host
                 memory, ``NO_WAIT``.
-            promote: whether blocks from a slower tier are also written into a faster one, after the load has returned: into
-                the fastest, or the one named. By default the engine's ``promote``.
+            promote: whether blocks from a slower tier are also written into a faster one, after the load has returned:
+                into the fastest, or the one named. By default the engine's ``promote``.
 
         Raises:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
@@ -369,11 +386,13 @@ class Engine:
         return result
 
     def computed(self, blocks: int, seconds: float, *, after: int = 0) -> None:
-        """Tell how long computing blocks of a prompt took, for ``load_or_recompute``. Does nothing where that is off.
+        """Record how long computing blocks of a prompt took.
+
+        It is for ``load_or_recompute``; if that is off, this does nothing.
 
         Args:
-            blocks: how many were computed.
-            seconds: how long that took.
+            blocks: the number of blocks that were computed.
+            seconds: the time that this took.
             after: the position of the first of them, as in the keys of a lookup: those further back take longer.
 
         Raises:
@@ -384,7 +403,7 @@ class Engine:
             self._choice.note_computed(after, after + blocks, seconds)
 
     async def release(self, hit: Hit) -> None:
-        """Give back what a hit holds. Idempotent; it has given it back even when cancelled."""
+        """Release a hit. Idempotent; also released if this is cancelled."""
         await hit.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
@@ -399,18 +418,22 @@ class Engine:
     ) -> list[Deletion]:
         """Delete these keys in all tiers, the fastest first.
 
-        Returns one answer per key, for all tiers together: ``PINNED`` if one of them has the block pinned (it stays there, and
-        is deleted in the others), else ``UNAVAILABLE`` if one could not be asked, or cannot delete, and so may still have it,
-        else ``DELETED`` if one had it, else ``MISSING``. A tier that raises is logged, and the others go on. Cancelled, some
-        tiers may have deleted keys. A block that is on its way to a tier is not deleted, and will arrive.
+        A tier that raises is logged, and the others go on. If cancelled, some tiers may have deleted keys. A block that
+        is on its way to a tier is not deleted, and will arrive.
 
         Args:
             keys: the keys to delete.
-            within: seconds for all tiers together, which share it. A tier that does not answer within its share has a fault,
-                and its answer is ``UNAVAILABLE``.
+            within: seconds for all tiers together, which share it. A tier that does not answer within its share has a
+                fault, and its answer is ``UNAVAILABLE``.
             hurried: it has none if its share is below ``call_timeout``.
             why: the reason in a word or two, for :meth:`explain`.
-            together: ask the slowest tier first, and keep in the others what one keeps: ``PINNED`` or ``UNAVAILABLE``.
+            together: ask the slowest tier first, and keep in the others the blocks that one keeps: ``PINNED`` or
+                ``UNAVAILABLE``.
+
+        Returns:
+            One answer per key, for all tiers together: ``PINNED`` if one of them has the block pinned (it stays there,
+            and is deleted in the others), else ``UNAVAILABLE`` if one could not be asked, or cannot delete, and so may
+            still have it, else ``DELETED`` if one had it, else ``MISSING``.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
@@ -434,7 +457,7 @@ class Engine:
     async def _delete_in(
         self, name: str, tier: BreakerTier, keys: Sequence[Key], within: float, hurried: bool, why: str
     ) -> Sequence[Deletion]:
-        """Delete keys in one tier; ``UNAVAILABLE`` if it raises."""
+        """Delete keys in one tier; answer ``UNAVAILABLE`` if it raises."""
         try:
             told = await tier.delete(keys, within=within, hurried=hurried)
             if len(told) != len(keys):
@@ -451,21 +474,23 @@ class Engine:
             self._tags.forget(name, deleted)
         return told
 
-    # --- whether it is what was stored ------------------------------------------------------------------------------
+    # --- whether loaded blocks are the stored ones --------------------------------------------------------------------
 
     async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
-        """Send a pattern through a store and a load, before the first request, and see whether its planes come back.
+        """Store and load a pattern, and check that its planes come back.
 
-        Once under a key of its own, and once under the name of the layout, under which another process may have stored it in
-        another layout. Some milliseconds. Cancelled, it returns when nothing reads or writes the block any more; the pattern of
-        this check may stay in the tiers until it is evicted.
+        It is for the time before the first request. The check is made once under a key of its own, and once under the
+        name of the layout, under which another process may have stored the pattern in another layout. It takes some
+        milliseconds. If cancelled, it returns when nothing reads or writes the block any more; the pattern of this
+        check may stay in the tiers until it is evicted.
 
         Args:
             canary: owns a free block of the cache; :meth:`backends.device.DeviceTier.canary` makes one.
             layout: the name of the layout, as in the keys: processes with the same name must have the same planes.
 
         Raises:
-            LayoutCheckFailed: keys came back as values, or one head as another one: nothing that is loaded can be used.
+            LayoutCheckFailed: keys came back as values, or one head as another one: no block that is loaded can be
+                used.
             DrainUnproven: it was cancelled, and the block may still be read.
             Unproven: the block may still be written to.
         """
@@ -474,14 +499,17 @@ class Engine:
     # --- watching ---------------------------------------------------------------------------------------------------------
 
     def add_instrument(self, instrument: EngineInstrument | object) -> None:
-        """Call the engine's hooks of an instrument from now on; those of its pipelines are added to them."""
+        """Call the engine's hooks of an instrument from now on.
+
+        The hooks of its pipelines are added to the pipelines.
+        """
         self._hooks.add(instrument)
 
     def _announce(self, mismatch: Mismatch) -> None:
         if self._shadow is not None:
             self._shadow.announce(mismatch)
 
-    # --- what there is --------------------------------------------------------------------------------------------------
+    # --- the state of blocks ------------------------------------------------------------------------------------------
 
     async def explain(
         self,
@@ -492,17 +520,18 @@ class Engine:
         tenant: str = "",
         operator: bool = False,
     ) -> Explanation:
-        """Explain why blocks are, or are not, in the tiers: where they are, on their way, or when and why they were lost.
+        """Explain why blocks are, or are not, in the tiers.
 
-        Pins nothing, and does not count as a use of the blocks. It inspects everything inside the engine and its history, which
-        takes milliseconds: for people and tests, not for each request.
+        The explanation names the tiers that have them, the pipelines that have them on their way, or the time and
+        reason of their loss. It pins nothing, and does not count as a use of the blocks. It inspects everything inside
+        the engine and its history, which takes milliseconds: for people and tests, not for each request.
 
         Args:
-            what: a key, several keys, or the tokens of a prompt. For tokens it also says whether they are stored under another
-                key.
-            naming: how keys are made of these tokens.
-            others: other namings (layouts, ranks, tenants) of the same tokens to try. Those of other tenants are left out,
-                unless ``operator`` is true.
+            what: a key, several keys, or the tokens of a prompt. For tokens the result also names other keys under
+                which they are stored.
+            naming: makes the keys of these tokens.
+            others: other namings (layouts, ranks, tenants) of the same tokens to try. Those of other tenants are left
+                out, unless ``operator`` is true.
             tenant: the tenant of the caller.
             operator: whether the caller may see the blocks of all tenants.
 
@@ -515,22 +544,34 @@ class Engine:
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
-        """Copies of stores, loads and promotions without a proven end: see :attr:`offload.Pipeline.quarantine`."""
+        """Copies of stores, loads and promotions without a proven end.
+
+        See :attr:`offload.Pipeline.quarantine`.
+        """
         return list(self.quarantine_by_name().values())
 
     def quarantine_by_name(self) -> Mapping[str, Quarantined]:
-        """The same, each with a name for operators: its pipeline, and a number."""
+        """Return the quarantined copies, each with a name for operators.
+
+        The name is that of its pipeline, and a number.
+        """
         ways = [(pipeline.name, pipeline) for pipeline in self.pipelines]
         ways += [(f"promote-{tier}", pipeline) for tier, pipeline in self._promoter.pipelines]
         return {f"{name}/{entry.number}": entry for name, pipeline in ways for entry in pipeline.quarantine}
 
     @property
     def withheld(self) -> Sequence[Key]:
-        """Keys under which the shadow check has found something wrong, and that are not served until they are stored anew."""
+        """Keys under which the shadow check found a wrong block.
+
+        They are not served until they are stored again.
+        """
         return [] if self._shadow is None else list(self._shadow.withheld)
 
     def serve_again(self, keys: Sequence[Key]) -> int:
-        """Serve withheld keys again, when an operator knows that they are right. Returns how many were withheld."""
+        """Serve withheld keys again, and return how many were withheld.
+
+        An operator calls it who knows that their blocks are right.
+        """
         if self._shadow is None:
             return 0
         withheld = self._shadow.withheld.among(keys)
@@ -538,7 +579,7 @@ class Engine:
         return len(withheld)
 
     def statistics(self) -> EngineStatistics:
-        """An immutable snapshot of counters, tiers and pipelines."""
+        """Return an immutable snapshot of counters, tiers and pipelines."""
         counts = self._counts
         return EngineStatistics(
             pipelines={pipeline.name: pipeline.statistics() for pipeline in self.pipelines},
@@ -569,12 +610,15 @@ class Engine:
     def set_thresholds(
         self, *, lookup_timeout: float, breaker: BreakerConfig, load_or_recompute: LoadOrRecompute
     ) -> None:
-        """Change what an operator may want to change while this runs; what is under way keeps what it began with.
+        """Change the settings that an operator may change in a running engine.
+
+        Calls under way keep the settings with which they began.
 
         Args:
-            lookup_timeout: how long a tier may take for its part of a lookup.
-            breaker: when a tier counts as broken, and how it is tried again. A tier that came with a breaker keeps it.
-            load_or_recompute: of this ``max_loss`` and ``probe_interval``, where the choice is not off.
+            lookup_timeout: the time that a tier may take for its part of a lookup.
+            breaker: the conditions under which a tier counts as broken and is retried. A tier that came with a breaker
+                keeps it.
+            load_or_recompute: only ``max_loss`` and ``probe_interval`` are read, if the choice is not off.
         """
         self._lookup_timeout = lookup_timeout
         for tier in self._breaker_tiers.values():
@@ -589,7 +633,10 @@ class Engine:
 
     @staticmethod
     def _tag(tags: TenantTags, blocks: Blocks, tenant: str) -> Callable[[], None]:
-        """Tag blocks with their tenant. Returns a function that removes the tags."""
+        """Tag blocks with their tenant.
+
+        Returns a function that removes the tags.
+        """
         try:
             return tags.bring(blocks.keys, tenant)
         except BaseException:
@@ -597,7 +644,7 @@ class Engine:
             raise
 
     def _pipeline_to(self, to: str, blocks: Blocks) -> Pipeline:
-        """The pipeline of the route from the source of the blocks to that tier."""
+        """Return the pipeline from the source of the blocks to that tier."""
         for route in self._routes:
             if to in (route.plan.to, route.plan.name) and route.pipeline.starts_at(blocks.source):
                 return route.pipeline
@@ -610,7 +657,10 @@ class Engine:
 
 
 def _drop(blocks: Blocks) -> None:
-    """Release strong blocks that were not stored: they belong to the engine from the call on, also when it raises."""
+    """Release strong blocks that were not stored.
+
+    They belong to the engine from the call on, also when it raises.
+    """
     blocks.hand_over()
     give_back(blocks.release)
 
@@ -623,4 +673,4 @@ def _checked(within: float) -> float:
 
 _DELETED = Deletion.DELETED
 _WEIGHT = {Deletion.MISSING: 0, Deletion.DELETED: 1, Deletion.UNAVAILABLE: 2, Deletion.PINNED: 3}
-"""Of the answers of two tiers, the one that counts for both."""
+"""Weights of answers: the heavier of two tiers' answers counts."""

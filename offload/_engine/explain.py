@@ -1,17 +1,20 @@
-"""Explains why a block is, or is not, in the tiers.
+"""Explanations of why a block is, or is not, in the tiers.
 
-First part, pure: facts go in, an explanation comes out. Second part: collects the facts. The present state is read from the
-tiers and pipelines at the time of the question; the past is recorded as it happens (:mod:`offload._engine.history`). So blocks
-that are stored and found cost nothing, and the caller of an explanation pays for it.
+The first part is pure: facts go in, an explanation comes out. The second part collects the facts. The present state is
+read from the tiers and pipelines at the time of the question; the past is recorded as it happens
+(:mod:`offload._engine.history`). So blocks that are stored and found cost nothing, and the caller of an explanation
+pays for it.
 
 The explanation of a block is the first of these that is true:
 
-1. It was found wrong, and a tier may            5. It is there under another key: the same
-   still have it: it is not served.                 tokens in another layout, or under another salt.
-2. It is in a tier.                              6. It was evicted from a tier, or dropped on its way below, or
-3. It is on its way.                                deleted, kept back from a store, its store failed, or it was found
-4. A tier that may have it does not answer.         wrong: whatever came last.
-                                                 7. Nothing is known of it: never stored, or forgotten here.
+1. It was found wrong, and a tier may still have it: it is not served.
+2. It is in a tier.
+3. It is on its way.
+4. A tier that may have it does not answer.
+5. It is stored under another key: the same tokens in another layout, or under another salt.
+6. It was evicted from a tier or dropped on its way below, deleted, kept back from a store, found wrong, or its store
+   failed: the latest of these.
+7. Nothing is known of it: it was never stored, or is forgotten here.
 """
 
 from __future__ import annotations
@@ -50,13 +53,19 @@ class KeyMaker:
     make: Callable[[Sequence[int]], Sequence[Key]]
     """Makes the keys of all full blocks of these tokens."""
     differs: Differs = "nothing"
-    """How its keys differ from those of the lookup."""
+    """The difference of its keys from those of the lookup."""
     tenant: str = ""
-    """The tenant of its keys: only this tenant or an operator may have it tried."""
+    """The tenant of its keys.
+
+    Only this tenant or an operator may have it tried.
+    """
 
 
 def allowed(makers: Sequence[KeyMaker], tenant: str, *, operator: bool) -> list[KeyMaker]:
-    """The key makers that this caller may use: the tenant's own, and those without a tenant."""
+    """Return the key makers that this caller may use.
+
+    They are the tenant's own, and those without a tenant.
+    """
     return [maker for maker in makers if operator or maker.tenant in ("", tenant)]
 
 
@@ -67,7 +76,7 @@ class Elsewhere:
     name: str
     """The name of the key maker."""
     differs: Differs
-    """How its key differs from the one in question."""
+    """The difference of its key from the one in question."""
     tiers: Sequence[str]
     """The tiers that have it."""
 
@@ -79,7 +88,7 @@ class InFlight:
     pipeline: str
     """The tier that the pipeline leads to."""
     stage: str
-    """The stage it is in."""
+    """The stage that the block is in."""
 
 
 @attrs.frozen
@@ -93,9 +102,9 @@ class Facts:
     in_flight: Sequence[InFlight] = ()
     """The pipelines that have it in flight."""
     unavailable: Mapping[str, str] = attrs.field(factory=dict)
-    """Tiers that did not say whether they have it, with the error."""
+    """Tiers that did not answer whether they have it, with the error."""
     elsewhere: Sequence[Elsewhere] = ()
-    """The same tokens under other keys."""
+    """Blocks of the same tokens under other keys."""
     evicted: Sequence[Event] = ()
     """Its evictions, the latest first."""
     deleted: Sequence[Event] = ()
@@ -103,13 +112,22 @@ class Facts:
     refused: Sequence[Event] = ()
     """Stores that filtered it, the latest first."""
     failed: Sequence[Event] = ()
-    """When it could not be stored, where, and why; the latest first."""
+    """Its failed stores with place and reason, the latest first."""
     left_out: Sequence[Event] = ()
-    """When it was found and left to be computed, since loading it was slower or late; the latest first."""
+    """Events of leaving the found block out, the latest first.
+
+    Loading it was slower or late.
+    """
     mismatched: Sequence[Event] = ()
-    """When it was loaded and was not what its key stands for, from where, and what was different; the latest first."""
+    """Loads that found a wrong block, the latest first.
+
+    Each has the tier, and the difference from the key's content.
+    """
     withheld: bool = False
-    """Whether it is not served now, since a tier may still have what was found wrong."""
+    """Whether it is not served now.
+
+    A tier may still have the block that was found wrong.
+    """
 
 
 # --- the explanation --------------------------------------------------------------------------------------------------
@@ -136,23 +154,26 @@ class BlockExplanation:
     """The explanation for one block."""
 
     cause: Cause
-    """In a word."""
+    """The cause, in a word."""
     text: str
-    """In a sentence."""
+    """The explanation, in a sentence."""
     facts: Facts
     """Everything that is known about it."""
 
 
 @attrs.frozen
 class Explanation:
-    """Why blocks are, or are not, in the tiers. ``str()`` of it is for people, :meth:`as_json` for programs."""
+    """The reasons why blocks are, or are not, in the tiers.
+
+    ``str()`` of it is for people, :meth:`as_json` for programs.
+    """
 
     blocks: Sequence[BlockExplanation]
-    """One for each key, in order."""
+    """The explanation of each key, in order."""
 
     @property
     def usable(self) -> int:
-        """How many leading blocks a lookup would find."""
+        """The number of leading blocks that a lookup would find."""
         return next((at for at, block in enumerate(self.blocks) if block.cause is not Cause.FOUND), len(self.blocks))
 
     def __str__(self) -> str:
@@ -165,12 +186,15 @@ class Explanation:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """All facts as JSON; keys as hexadecimal digits."""
+        """Return all facts as JSON, with keys as hexadecimal digits."""
         return json.dumps({"usable": self.usable, "blocks": list(map(_plain, self.blocks))})
 
 
 def explain(facts: Sequence[Facts], now: float) -> Explanation:
-    """Explain each of these blocks; see the top of this module. ``now`` is on the clock of the events."""
+    """Explain each of these blocks; see the top of this module.
+
+    ``now`` is on the clock of the events.
+    """
     return Explanation([_explain(block, now) for block in facts])
 
 
@@ -212,7 +236,10 @@ def _withheld(facts: Facts, now: float) -> str:
 
 
 def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
-    """The latest event of a block, as a cause and in words; empty without a record."""
+    """Return the latest event of a block, with its cause.
+
+    The list is empty without a record.
+    """
     told = {
         Cause.EVICTED: facts.evicted,
         Cause.DELETED: facts.deleted,
@@ -281,7 +308,7 @@ class BlockInspector:
         there, unavailable = await self._where(keys, self.places)
         in_flight = self.in_flight(keys)
         missing = [at for at, key in enumerate(keys) if key not in there and key not in in_flight]
-        # A tier that was silent is not asked again for each naming: each time costs its timeout.
+        # A tier that did not answer is not asked again for each naming: each time costs its timeout.
         answering = [place for place in self.places if place[0] not in unavailable]
         elsewhere = await self._elsewhere(missing, others, answering)
         gone = [keys[at] for at in missing] + [key for key in keys if key in self.withheld]
@@ -309,7 +336,7 @@ class BlockInspector:
         return explain(facts, trio.current_time())
 
     async def _where(self, keys: Sequence[Key], places: Sequence[Place]) -> tuple[dict[Key, list[str]], dict[str, str]]:
-        """Find which tiers have which of these keys, and which tiers did not answer."""
+        """Find which tiers have these keys, and which did not answer."""
         there: dict[Key, list[str]] = {}
         found, silent = await ask_each(places, keys)
         for name, _ in places:
@@ -320,7 +347,7 @@ class BlockInspector:
     async def _elsewhere(
         self, missing: Sequence[int], others: Iterable[tuple[KeyMaker, Sequence[Key]]], places: Sequence[Place]
     ) -> dict[int, list[Elsewhere]]:
-        """Find the other keys under which the missing blocks are stored, by position."""
+        """Find other keys of the missing blocks that are stored, by position."""
         found: dict[int, list[Elsewhere]] = {}
         for maker, keys in others:
             there, _ = await self._where([keys[at] for at in missing if at < len(keys)], places)
@@ -330,7 +357,10 @@ class BlockInspector:
         return found
 
     def in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
-        """The pipelines that have these keys in flight. Looks at all containers, whose number is bounded."""
+        """Return the pipelines that have these keys in flight.
+
+        It reads all containers, whose number is bounded.
+        """
         wanted = set(keys)
         found: dict[Key, list[InFlight]] = {}
         for name, pipeline in self.ways:
@@ -341,7 +371,7 @@ class BlockInspector:
 
 
 def _stage_of(pipeline: Pipeline, container: OffloadContainer) -> str:
-    """The stage of a container."""
+    """Return the stage of a container."""
     if container.status is Status.EVALUATING:
         return "admission"
     if container.status is Status.TRANSFERRING:
@@ -362,7 +392,9 @@ def keys_in_question(
     *,
     operator: bool,
 ) -> tuple[Sequence[Key], list[tuple[KeyMaker, Sequence[Key]]]]:
-    """The keys in question; for tokens also the keys of those other namings that this caller may use.
+    """Return the keys in question, and the keys of other namings.
+
+    The others are only for tokens, and only of namings that this caller may use.
 
     Raises:
         TypeError: tokens without a naming.
@@ -383,14 +415,20 @@ def keys_in_question(
 
 
 def _aligned(other: BlockKey, naming: BlockKey, tokens: Sequence[int]) -> list[Key]:
-    """The other keys, position by position; with another block size, the key of the block in which ours ends."""
+    """Return the other keys, position by position.
+
+    With another block size, a position has the key of the block in which ours ends.
+    """
     keys = other.keys(tokens)
     ends = range(naming.block_size, len(tokens) + 1, naming.block_size)
     return [keys[at] for at in [(end - 1) // other.block_size for end in ends] if at < len(keys)]
 
 
 def _maker(other: BlockKey, naming: BlockKey) -> KeyMaker:
-    """A key maker of another naming, and how it differs: everything that the bytes of a block depend on is its layout."""
+    """Return a key maker of another naming, with its difference.
+
+    All fields on which the bytes of a block depend count as its layout.
+    """
     fields = [field.name for field in attrs.fields(BlockKey)]
     different = [name for name in fields if getattr(other, name) != getattr(naming, name)]
     name = ", ".join(f"{field} {getattr(other, field)!r}" for field in different)

@@ -1,6 +1,6 @@
-"""Makes what a configuration only names: tiers and their wrappers, and the policies of routes.
+"""Factories for the objects that a configuration only names.
 
-Only these functions import the named modules.
+They make tiers and their wrappers, and the policies of routes. Only these functions import the named modules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": P
 
 
 def make_source(config: EngineConfig) -> Source | Tier:
-    """Make or return the source of an engine, or a tier whose blocks are the source.
+    """Make or return the source of an engine.
+
+    It may be a tier, whose blocks are the source.
 
     Raises:
-        ConfigError: it is named without block_bytes, or what was made cannot be read as a source.
-        Exception: making it raised; a note names what was being made.
+        ConfigError: it is named without block_bytes, or the object made cannot be read as a source.
+        Exception: making it raised; a note names the object that was being made.
     """
     source: Any = config.source
     if not isinstance(source, str | Mapping):
@@ -46,11 +48,11 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier:
 
     Raises:
         ConfigError: its table is of a file, and has a wrong value.
-        Exception: making it raised; a note names what was being made.
+        Exception: making it raised; a note names the object that was being made.
     """
     if not isinstance(tier, str | Mapping):
         return tier
-    from backends.plugins import make_tier as make  # only needed where a tier is named
+    from backends.plugins import make_tier as make  # only needed if a tier is named
 
     try:
         if isinstance(tier, Mapping) and "wrappers" in tier:
@@ -64,7 +66,10 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier:
 
 
 def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None:
-    """An error of making a tier from a file, with its position in the file; ``None`` if the file is not the cause."""
+    """Return an error with the position of its entry in the file.
+
+    ``None`` if the file is not the cause.
+    """
     from backends.plugins import TierParameterError, UnknownTier
 
     knob, value, why = "", table.get("type"), str(error)
@@ -74,14 +79,17 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
         knob, value, why = error.knob.removeprefix(f"{name}."), error.value, error.bound
     elif isinstance(error, UnknownTier):
         knob = "type"
-    elif type(error) not in (ValueError, TypeError):  # a subclass says more than ConfigError could
+    elif type(error) not in (ValueError, TypeError):  # a subclass has more information than ConfigError could
         return None
     path = ".".join(filter(None, (table.section, knob)))
     return ConfigError(path, value, f"{why} {table.document.place(path)}")
 
 
 def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., Tier]) -> Tier:
-    """Make a tier whose blocks pass through wrappers. Its slots have the size that the wrappers make of a block."""
+    """Make a tier whose blocks pass through wrappers.
+
+    Its slots have the size that the wrappers make of a block.
+    """
     from backends.wrappers import slot_bytes, wrap
 
     specs = tier.pop("wrappers")
@@ -98,7 +106,10 @@ def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[.
 
 
 def needs_tenants(name: str, tier: TierLike) -> bool:
-    """Whether a tier that is only named needs tenants: it passes them to its plugin, or its wrappers encrypt."""
+    """Return whether a tier that is only named needs tenants.
+
+    It does if it passes them to its plugin, or if its wrappers encrypt.
+    """
     if isinstance(tier, Mapping) and tier.get("cache_salts"):
         return True
     specs = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
@@ -107,7 +118,10 @@ def needs_tenants(name: str, tier: TierLike) -> bool:
 
 
 def _wrapper(wrapper: Any, knob: str) -> Any:
-    """A wrapper, or its factory: a name, ``module:attribute``, or a table with parameters."""
+    """Return the wrapper of a configuration entry, made if need be.
+
+    The entry is a wrapper, a name, ``module:attribute``, or a table with parameters.
+    """
     if not isinstance(wrapper, str | Mapping):
         return wrapper
     from backends import wrappers
@@ -121,12 +135,17 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
 
 
 def leads_on(tier: Tier, chain: Chain) -> bool:
-    """Whether routes may start at this tier: it is a source, or a page store, which does not report its evictions."""
+    """Return whether routes may start at this tier.
+
+    It must be a source, or a page store, which does not report its evictions.
+    """
     return tier.source is not None or (chain != "on_evict" and tier.held_pages is not None)
 
 
 def make_policies(policies: Sequence[PolicyLike] | None, tier: Tier, route: str) -> list[Policy | AsyncPolicy]:
-    """Make the policies of a route into this tier; by default a filter for what it has already, unless it filters that itself.
+    """Make the policies of a route into this tier.
+
+    By default it is a filter for blocks that the tier already has, unless the tier filters these itself.
 
     Raises:
         ConfigError: an unknown name, or a parameter that the policy does not have.
@@ -160,7 +179,11 @@ def _policy(policy: PolicyLike, tier: Tier, knob: str) -> Policy | AsyncPolicy:
 
 
 def _check_parameters(what: str, knob: str, maker: Any, parameters: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless every entry of a table is a parameter of the factory."""
+    """Check that each entry of a table is a factory's parameter.
+
+    Raises:
+        ConfigError: it is not.
+    """
     from backends.plugins import TierParameterError
     from backends.plugins.finding import check_names, parameters_of
 
@@ -176,11 +199,11 @@ def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> An
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise ConfigError(knob, name, f"must be one of {', '.join(ready_made)}, or module:attribute")
-    from backends.plugins.finding import find_module, find_name  # its errors say what was looked for, and where
+    from backends.plugins.finding import find_module, find_name  # its errors name the object and the place
 
     return find_name(find_module(module), attribute, f"{what} for {knob}")
 
 
 def presence_filter(tier: Tier) -> Policy | AsyncPolicy:
-    """The filter for blocks that a tier has already."""
+    """Return the filter for blocks that a tier already has."""
     return PresenceFilter(tier)

@@ -1,9 +1,10 @@
-"""What has happened to blocks: the last that were evicted, deleted, kept back, not stored, found wrong, or left out.
+"""The history of blocks: records of the latest losses, refusals and failures.
 
-What there is now can be asked for; what was cannot. So six records are kept, each of the last 65,536 blocks: of those that were
-loaded and found wrong, and of those that were found and left to be computed, too. Keeping them costs one note for a whole
-batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is noted for a block that is
-stored and arrives, or found and loaded. An eviction is one note; a container of which something was kept back is one note.
+The present state of a block can be read; the past cannot. So six records are kept, each of the last 65,536 blocks:
+evicted, deleted, kept back from a store, not stored because of an error, loaded and found wrong, and found but left to
+be computed. Keeping them costs one note for a whole batch, whatever its size; only an explanation reads them
+(:mod:`offload._engine.explain`). Nothing is recorded for a block that is stored and arrives, or found and loaded. An
+eviction is one note; a container of which some blocks were kept back is one note.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from ..abc import Mismatch
 from .load_or_recompute import LeftOut
 
 MOST_REMEMBERED: Final = 65_536
-"""Blocks in each record: some minutes of a busy engine, and about 10 MB."""
+"""Most blocks in each record.
+
+That is some minutes of a busy engine, and about 10 MB.
+"""
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- the records ------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -37,9 +41,9 @@ class Event:
     """Something that happened to a block."""
 
     where: str
-    """The tier that lost it, or the pipeline that did not take it."""
+    """The tier that lost it, or the pipeline that refused it."""
     when: float
-    """On trio's clock, in seconds."""
+    """The time on trio's clock, in seconds."""
     why: str
     """The reason in a word or two."""
 
@@ -49,9 +53,9 @@ class _Entry:
     when: float
     where: str
     why: str
-    """The common reason, put before each block's own."""
+    """The common reason, if ``keys`` is no mapping."""
     keys: Collection[Key]
-    """With a mapping, each block's own reason."""
+    """The blocks; a mapping has each block's own reason."""
     skipped: int = 0
 
     def __iter__(self) -> Iterator[Key]:
@@ -63,7 +67,10 @@ class _Entry:
 
 
 class Record:
-    """The latest blocks that something happened to. Bounded in blocks; adding many costs as much as adding one."""
+    """The latest blocks to which one kind of thing happened.
+
+    Bounded in blocks; adding many costs as much as adding one.
+    """
 
     __slots__ = ("_entries", "_most", "_total")
 
@@ -79,7 +86,10 @@ class Record:
         return f"<{type(self).__name__} of {self._total} blocks>"
 
     def note(self, where: str, keys: Collection[Key], when: float, why: str = "") -> None:
-        """Add an entry for these blocks. The collection is kept, not copied; a mapping has each block's own reason."""
+        """Add an entry for these blocks.
+
+        The collection is kept, not copied; a mapping has each block's own reason.
+        """
         self._entries.append(_Entry(when, where, why, keys))
         self._total += len(keys)
         while self._total > self._most:
@@ -92,7 +102,10 @@ class Record:
             self._total -= min(there, excess)
 
     def of(self, keys: Collection[Key]) -> dict[Key, list[Event]]:
-        """The events of these blocks, the latest first, and one for each place. Reads the whole record."""
+        """Return the events of these blocks, the latest first.
+
+        There is one for each place. This reads the whole record.
+        """
         wanted = set(keys)
         found: dict[Key, dict[str, Event]] = {}
         for entry in reversed(self._entries):
@@ -103,7 +116,7 @@ class Record:
 
 
 class Tombstones(Record):
-    """The last blocks that were evicted from a tier, or dropped on their way to the next one."""
+    """The last blocks that were evicted, or dropped on their way below."""
 
     __slots__ = ()
 
@@ -115,19 +128,25 @@ class Deletions(Record):
 
 
 class Refusals(Record):
-    """The last blocks that were filtered from a store: by a policy, a pending mark, or an overflow."""
+    """The last blocks that were filtered from a store.
+
+    A policy, a pending mark, or an overflow filtered them.
+    """
 
     __slots__ = ()
 
 
 class Failures(Record):
-    """The last blocks whose store failed: a broken tier, a full one, a copy that went wrong."""
+    """The last blocks whose store failed.
+
+    The tier was broken or full, or the copy failed.
+    """
 
     __slots__ = ()
 
 
 class Mismatches(Record):
-    """The last blocks that were loaded and are not what their keys stand for."""
+    """The last loaded blocks that differ from their keys' content."""
 
     __slots__ = ()
 
@@ -139,10 +158,11 @@ class LeftOuts(Record):
 
 
 class History:
-    """What has happened to blocks, the last of each kind."""
+    """The history of blocks: the last ones of each kind."""
 
     def __init__(self) -> None:
-        # By the clock itself: what a thread stores in the place of the trio thread may evict, outside of any run.
+        # By the clock itself: a store that a thread makes in the place of the trio thread may evict, outside of any
+        # run.
         self._now = trio.lowlevel.current_clock().current_time
         self.tombstones: Tombstones = Tombstones()
         self.deletions: Deletions = Deletions()
@@ -152,17 +172,23 @@ class History:
         self.left_outs: LeftOuts = LeftOuts()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
-        """Record the evictions of this place, if it is a tier that reports them. Returns a function that ends this."""
+        """Record the evictions of this place, if it reports them.
+
+        Returns a function that ends this.
+        """
         if isinstance(tier, Tier) and tier.capabilities.reports_evictions:
             return tier.on_evicted(partial(self._evicted, name))
         return lambda: None
 
     def watch_pipeline(self, name: str, pipeline: Pipeline) -> None:
-        """Record what is filtered from this pipeline, and what fails in it."""
+        """Record the blocks that are filtered, or fail, in this pipeline."""
         pipeline._settlement.refused = partial(self._refused, name)
 
     def dropped(self, name: str, to: str) -> Callable[[Sequence[Key], str], None]:
-        """Returns a function that records blocks which left a tier without a copy in the next one."""
+        """Return a function that records blocks dropped by a tier.
+
+        They left it without a copy in the next one.
+        """
         return lambda keys, reason: self.tombstones.note(name, keys, self._now(), f"not copied to {to}: {reason}")
 
     def deleted(self, name: str, keys: Sequence[Key], why: str = "") -> None:
@@ -171,11 +197,14 @@ class History:
             self.deletions.note(name, keys, self._now(), why)
 
     def mismatched(self, mismatch: Mismatch) -> None:
-        """Note that this was loaded from a tier, and is not what its key stands for."""
+        """Record a loaded block that differs from its key's content."""
         self.mismatches.note(mismatch.tier, (mismatch.key,), self._now(), mismatch.what)
 
     def left_out(self, left: LeftOut, keys: Sequence[Key]) -> None:
-        """Note that these were left to be computed, by a lookup or by a load that was given up."""
+        """Record blocks that were left to be computed.
+
+        A lookup left them out, or a load was given up.
+        """
         self.left_outs.note(left.tier, keys, self._now(), str(left))
 
     def _evicted(self, name: str, keys: Sequence[Key]) -> None:
@@ -191,11 +220,14 @@ class History:
 
 @attrs.frozen
 class GoneWatch:
-    """An instrument of a pipeline that starts at a page store: records what was gone before it could be copied on."""
+    """An instrument that records blocks that were gone before their copy.
+
+    It is for a pipeline that starts at a page store.
+    """
 
     dropped: Callable[[Sequence[Key], str], None]
 
     def settled(self, container: OffloadContainer) -> None:
-        """A container has settled."""
+        """Record the evicted blocks of a container that has settled."""
         if container.evicted:
             self.dropped(container.evicted, "gone")

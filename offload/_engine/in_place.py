@@ -1,12 +1,15 @@
-"""The blocks of a hit where they lie: in memory of this process, pinned, read by any thread.
+"""The blocks of a hit in place: pinned in this process's memory.
 
-They are a destination of a load: "copied" into it, each page is summed where it lies, and the tier compares the sums as it
-does with any copy. So whoever can use the pages as they are makes no copy, and still uses none that was not verified.
+Any thread may read them. They are a destination of a load: "copied" into it, each page is summed in place, and the tier
+compares the sums as it does with any copy. So a caller who can use the pages as they are makes no copy, and still uses
+none that was not verified. The rules:
 
-Rule 1. They are of use as long as the hit is pinned, and its tiers say that the pages still are those of the blocks.
-Rule 2. A tier that lost touch with its pages, by a silence of its server, says so once for all. Then each page is summed again:
-        what has the sum that it had before and behind a copy was read as it was stored.
-Rule 3. Other pages than those of the hit, as a slower tier shows them instead of a damaged one, are summed, and not kept.
+Rule 1. The pages are of use as long as the hit is pinned, and its tiers confirm that the pages still are those of the
+        blocks.
+Rule 2. A tier that lost touch with its pages, by a silence of its server, reports that once for all pages. Then each
+        page is summed again: if its sum is the same before and after a copy, the copy is of the stored block.
+Rule 3. A slower tier may show a page of its own instead of a damaged one. Pages that are not those of the hit are
+        summed, and not kept.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from backends.base.threads import run_halves
 
 @attrs.define(eq=False)
 class BlocksInPlace(Destination):
-    """The blocks of a hit where they lie; a destination for the load of that hit. Made by ``Hit.in_place``."""
+    """The blocks of a hit in place; a destination for its load.
+
+    Made by ``Hit.in_place``.
+    """
 
     _leases: Sequence[PlacedLease]
     pages: Pages
-    """Where they lie. To be read only."""
-    _sums: dict[int, int] = attrs.Factory(dict)  # of those that a load has shown, by position
+    """The pages of the blocks. To be read only."""
+    _sums: dict[int, int] = attrs.Factory(dict)  # of the blocks that a load has shown, by position
 
     @property
     def block_bytes(self) -> int:
@@ -42,10 +48,13 @@ class BlocksInPlace(Destination):
     # --- a load ---------------------------------------------------------------------------------------------------
 
     def views(self) -> None:
-        """Nothing is to be written to these pages."""
+        """Return ``None``: nothing may be written to these pages."""
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Sum these pages where they lie. See :class:`backends.abc.Destination`."""
+        """Sum these pages in place.
+
+        See :class:`backends.abc.Destination`.
+        """
         self.copy_in_and_sum(start, pages)
 
     @property
@@ -54,7 +63,7 @@ class BlocksInPlace(Destination):
         return True
 
     def copy_in_and_sum(self, start: int, pages: Pages) -> list[int]:
-        """Sum these pages where they lie; where it is much, in two threads."""
+        """Sum these pages in place; many bytes in two threads."""
         if len(pages) < 2 or len(pages) * pages.page_bytes < BESIDE_BYTES:
             sums = checksums(pages)
         else:
@@ -74,20 +83,29 @@ class BlocksInPlace(Destination):
         copy_pages(pages, self.pages.at(positions))
 
     def leading(self, loaded: int) -> int:
-        """Of so many leading blocks that a load has brought, how many leading ones are here in place."""
+        """Return the number of leading blocks that are here in place.
+
+        ``loaded`` is the number of leading blocks that a load has brought.
+        """
         return next((at for at in range(loaded) if at not in self._sums), loaded)
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
-        """Whether the pages still are those of the blocks. In any thread."""
+        """Return whether the pages still are those of the blocks.
+
+        Any thread may call it.
+        """
         try:
             for lease in self._leases:
                 lease.check()
-        except Exception:  # whatever a tier has lost, they are not to be used any more
+        except Exception:  # whatever a tier has lost, the pages must not be used any more
             return False
         return True
 
     def unchanged(self, positions: Sequence[int]) -> bool:
-        """Whether these blocks, which a load has verified, are what they were until now: rule 2. In any thread."""
+        """Return whether these blocks have not changed since their load: rule 2.
+
+        A load has verified them. Any thread may call it.
+        """
         return self.holds() or checksums(self.pages.at(positions)) == [self._sums[at] for at in positions]

@@ -1,30 +1,32 @@
-"""Tiers that may be absent when an engine opens: a task enters each when it can; a placeholder replaces one not made yet.
+"""Tiers that may be absent when an engine opens.
 
-A :class:`Reconnector` keeps one tier entered:
+A task enters each such tier later, when it can; a placeholder replaces a tier that could not be made yet. A
+:class:`Reconnector` keeps one tier entered:
 
     wait --> enter, in bounded time --> entered, until the end, or until it ends by itself --.
       ^            | absent                                                                  |
       `------------+-------------------------------------------------------------------------'
 
-:mod:`offload._health.availability` decides when it is tried, and what a failed attempt means; this module has the clock and
-task.
+:mod:`offload._health.availability` decides when the tier is tried, and how a failed attempt counts; this module has the
+clock and the task.
 
-Rule 1. The task that enters a tier also leaves it, since the tier may open a nursery. So one task runs as long as it is
-        entered.
-Rule 2. One attempt at a time, cancelled after ``enter_timeout`` and at the end of the engine. Only the opening of the engine
-        waits for an attempt, the first.
-Rule 3. A cancel around the engine does not end the tier, since pipelines still drain into it. It is left when they are closed,
-        in its order among the tiers; a cancel of the closing then cancels the leaving.
-Rule 4. A tier that ends by itself counts as broken and is tried again: no error of the engine. An error while it is left is
-        raised, as for any other tier.
+Rule 1. The task that enters a tier also leaves it, since the tier may open a nursery. So one task runs as long as the
+        tier is entered.
+Rule 2. One attempt at a time, cancelled after ``enter_timeout`` and at the end of the engine. Only the opening of the
+        engine waits for an attempt, the first.
+Rule 3. A cancel around the engine does not end the tier, since pipelines still drain into it. It is left when they are
+        closed, in its order among the tiers; a cancel of the closing then cancels the leaving.
+Rule 4. A tier that ends by itself counts as broken and is tried again: no error of the engine. An error while it is
+        left is raised, as for any other tier.
 
-A :class:`PlaceholderTier` takes the place of a tier that could not be made, and stays when it has been: pipelines identify a
-tier by its object.
+A :class:`PlaceholderTier` takes the place of a tier that could not be made, and stays when the tier has been made:
+pipelines identify a tier by its object.
 
 Rule 5. It has none of the abilities that some tiers lack, whatever the tier will be.
-Rule 6. It is no :class:`~backends.abc.Source`. A tier that is read from, or spilled from, must be there when the engine opens.
-Rule 7. The tier is made in a thread, one at a time, so that a disk which hangs blocks no other call. A tier that is made too
-        late is closed.
+Rule 6. It is no :class:`~backends.abc.Source`. A tier that is read from, or spilled from, must be there when the engine
+        opens.
+Rule 7. The tier is made in a thread, one at a time, so that a disk which hangs blocks no other call. A tier that is
+        made too late is closed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from .._health.runner import BreakerRunner
 
 
 class Reconnector:
-    """Keeps one tier entered. Made and run by :func:`run_reconnector`.
+    """The keeper of one entered tier. Made and run by :func:`run_reconnector`.
 
     Args:
         runner: the breaker of the tier.
@@ -96,7 +98,10 @@ class Reconnector:
             self._closed.set()
 
     async def close(self) -> None:
-        """Leave the tier, or stop trying to enter it. Cancelled, it cancels the leaving too, and waits for the tier to obey."""
+        """Leave the tier, or stop trying to enter it.
+
+        If cancelled, it cancels the leaving too, and waits for the tier to obey.
+        """
         self._closing.set()
         if not self._runner.is_available:
             self._attempt.cancel()
@@ -110,7 +115,7 @@ class Reconnector:
                 await self._closed.wait()
 
     async def _try(self) -> None:
-        """Make one attempt, and stay for as long as the tier is entered if it succeeds."""
+        """Make one attempt, and stay while the tier is entered."""
         runner, there = self._runner, False
         error: Exception | None = None
         refusal: Exception | None = None
@@ -159,7 +164,9 @@ class Reconnector:
 
 @asynccontextmanager
 async def run_reconnector(reconnector: Reconnector) -> AsyncIterator[None]:
-    """Run a reconnector for the length of an ``async with`` block, which begins after the first attempt.
+    """Run a reconnector for the length of an ``async with`` block.
+
+    The block begins after the first attempt.
 
     Raises:
         Exception: the first attempt showed a wrong configuration; or leaving the tier at the end failed.
@@ -190,7 +197,9 @@ async def run_reconnector(reconnector: Reconnector) -> AsyncIterator[None]:
 
 
 class PlaceholderTier(ForwardingTier):
-    """Takes the place of a tier that could not be made: forwards to the tier once there is one.
+    """A tier in the place of one that could not be made.
+
+    It forwards to that tier once it is made.
 
     Args:
         make: makes the tier; called in a thread.
@@ -200,7 +209,7 @@ class PlaceholderTier(ForwardingTier):
     """
 
     def __init__(self, make: Callable[[], Any], block_bytes: int, error: Exception, *, seals: bool) -> None:
-        # `ForwardingTier.__init__` is not called: what it would set is decided at each call, see `inner`.
+        # `ForwardingTier.__init__` is not called: the attributes that it sets are computed at each call, see `inner`.
         self.why: str = describe(error)
         """The error of the first attempt to make the tier."""
         self.made: Any = None
@@ -217,7 +226,10 @@ class PlaceholderTier(ForwardingTier):
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[None]:
-        """Make the tier, enter it if it can be entered, and leave or close it. The first call raises the known error."""
+        """Make the tier, enter it if possible, and leave or close it.
+
+        The first call raises the known error.
+        """
         error, self._error = self._error, None
         if error is not None:
             await trio.lowlevel.checkpoint()
@@ -261,7 +273,10 @@ class PlaceholderTier(ForwardingTier):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the tier, or of any tier while it is absent, without its abilities, but for tenants: rules 5 and 6."""
+        """The capabilities of the tier, without most abilities: rules 5 and 6.
+
+        While it is absent, those of any tier. ``needs_tenants`` is kept, as configured.
+        """
         made: Tier | None = self.made
         known = Capabilities() if made is None else made.capabilities
         return attrs.evolve(
@@ -289,12 +304,12 @@ class PlaceholderTier(ForwardingTier):
         return
 
     def tell_when_back(self, listener: Callable[[], None]) -> None:
-        """Do nothing: the tier is made anew when it is back."""
+        """Do nothing: the tier is made again when it is back."""
 
     # --- tenants ------------------------------------------------------------------------------------------------------
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Keep the tags until the tier is there, and then pass them on."""
+        """Keep the tags until the tier is there, then pass on."""
         tag = _PendingTag(keys, tenant)
         if self.made is not None:
             tag.pass_on(self.made)
@@ -308,7 +323,10 @@ class PlaceholderTier(ForwardingTier):
 
 
 class _PendingTag:
-    """The tenant tag of some keys, and the function that removes it from the tier, if it was passed on."""
+    """The tenant tag of some keys.
+
+    It has the function that removes the tag from the tier, if it was passed on.
+    """
 
     def __init__(self, keys: Sequence[Key], tenant: str) -> None:
         self._keys = keys
@@ -326,7 +344,10 @@ class _PendingTag:
 
 
 async def _made_in_thread(make: Callable[[], Any], limiter: trio.CapacityLimiter) -> Any:
-    """Make a tier in a thread. Cancelled, it returns at once, and the tier is closed if it is made later."""
+    """Make a tier in a thread.
+
+    If cancelled, it returns at once, and the tier is closed if it is made later.
+    """
     made: list[Any] = []
     lock, left = threading.Lock(), False
 

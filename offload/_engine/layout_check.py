@@ -1,13 +1,13 @@
-"""The check of a layout: before the first request a pattern is stored and loaded, and its planes have to come back.
+"""The check of a layout: a pattern is stored and loaded again.
 
-Two layouts of one shape (keys before values or behind them, one order of heads or another) store the same bytes, and load
-them into each other's planes: no checksum differs, and no shape. So a pattern that is another one in each plane is written
-into a free block, stored, loaded into the cleared block, and read by the names of the planes (:mod:`backends.base.planes`).
-That is done twice:
+It is made before the first request, and the planes of the pattern have to come back. Two layouts of one shape (keys
+before or after values, one order of heads or another) store the same bytes, and load them into each other's planes: no
+checksum differs, and no shape. So a pattern that is different in each plane is written into a free block, stored,
+loaded into the cleared block, and read by the names of the planes (:mod:`backends.base.planes`). That is done twice:
 
 * under a key of this check alone. It finds a place that writes otherwise than it reads;
-* under the key of this layout's name, which is the same in all processes. The first one stores it; those that come later load
-  what another process has stored, and find out whether it means the same planes.
+* under the key of this layout's name, which is the same in all processes. The first process stores it; later ones load
+  the pattern of another process, and find out whether it means the same planes.
 """
 
 from __future__ import annotations
@@ -38,24 +38,36 @@ _NAME = b"layout check"
 
 @attrs.frozen
 class LayoutCheck:
-    """What the check of a layout has come to; a layout that is wrong raises :class:`offload.LayoutCheckFailed`."""
+    """The result of the check of a layout.
+
+    A layout that is wrong raises :class:`offload.LayoutCheckFailed`.
+    """
 
     round_trip: bool
-    """Whether what this engine has stored came back plane by plane."""
+    """Whether this engine's pattern came back plane by plane."""
     shared: bool
-    """Whether what is stored under the name of the layout, by this engine or another process, did."""
+    """Whether the pattern stored under the layout's name came back, too.
+
+    This engine or another process stored it.
+    """
     inconclusive: str = ""
-    """Why not, where one of them was not tried to the end: no tier answered, or none has taken the block."""
+    """The reason why one of them was not checked to the end.
+
+    No tier answered, or none has taken the block.
+    """
 
 
 @attrs.define(eq=False)
 class LayoutChecker:
-    """One check. ``canary`` owns a free block of the engine, which is overwritten, and holds zeros behind the check."""
+    """One check of a layout.
+
+    ``canary`` owns a free block of the engine, which is overwritten, and holds zeros after the check.
+    """
 
     engine: Engine
     canary: Canary
     layout: str
-    """What the layout is called."""
+    """The name of the layout."""
     reason: str = ""
 
     async def run(self) -> LayoutCheck:
@@ -76,11 +88,11 @@ class LayoutChecker:
         return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
 
     def _key(self, name: bytes) -> Key:
-        # Digits: a place may take keys for texts, and name its pages by them.
+        # Digits: a tier may take keys for texts, and name its pages by them.
         return block_key(name, salt=self.layout).hex().encode()
 
     async def _round_trip(self) -> bool:
-        """Store the pattern under a key of this check alone, load it, and have it forgotten."""
+        """Store, load and delete the pattern under a key of its own."""
         own = self._key(_NAME + os.urandom(16))
         try:
             return await self._store(own) and await self._comes_back(own)
@@ -88,7 +100,7 @@ class LayoutChecker:
             await self._forget(own)
 
     async def _store(self, key: Key) -> bool:
-        """Write the pattern and store it; whether it has arrived."""
+        """Write the pattern and store it; return whether it has arrived."""
         blocks, _ = await self._write(key)
         try:
             handle = await self.engine.store(blocks, NO_WAIT)
@@ -111,20 +123,26 @@ class LayoutChecker:
         return False
 
     async def _write(self, key: Key) -> tuple[Blocks, array[float]]:
-        """Write the pattern; returns the block, and the samples of the pattern. In a thread, since a device is waited for."""
+        """Write the pattern; return the block, and the pattern's samples.
+
+        In a thread, since it waits for a device.
+        """
         return await run_in_thread_to_the_end(self.canary.write, key, self.layout)
 
     async def _comes_back(self, key: Key) -> bool:
-        """Load the block, and compare its planes with the pattern; False where it is not there."""
+        """Load the block, and compare its planes with the pattern.
+
+        Returns False if the block is not there.
+        """
         _, expected = await self._write(key)
         destination = await run_in_thread_to_the_end(self.canary.clear)
         async with await self.engine.lookup([key]) as hit:
-            # What the canary writes is over when it returns.
+            # The canary's writes are over when it returns.
             result = await self.engine.load(hit, destination, precondition=NO_WAIT, promote=False)
             outcomes = result.outcomes
             tier = hit.runs[0][0] if len(hit) else ""
             silent = ", ".join(hit.unavailable)
-        # The shadow check may have been faster: what it found wrong has arrived all the same.
+        # The shadow check may have been faster: a block that it found wrong has arrived all the same.
         if not outcomes or outcomes[0] not in (LOADED, MISMATCH):
             self.reason = f"no answer from {silent}" if silent else self.reason or "not found after it was stored"
             return False

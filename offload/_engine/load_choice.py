@@ -1,7 +1,8 @@
-"""What an engine knows about loading and recomputing, and what it has decided: rates, advice, and counts.
+"""The measurements and decisions of one engine about loading or recomputing.
 
-:mod:`offload._engine.load_or_recompute` decides; this has the measurements of one engine. All of it is called in the engine's
-trio thread, except :meth:`LoadChoice.advise`, ``leave_out`` and ``fits_at_once``, which only read rates.
+They are rates, advice, and counts. :mod:`offload._engine.load_or_recompute` decides; this module keeps the
+measurements. All of it is called in the engine's trio thread, except :meth:`LoadChoice.advise`, ``leave_out`` and
+``fits_at_once``, which only read rates.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class LoadChoice:
     """The choice between loading and recomputing in one engine.
 
     Attributes:
-        config: as it is set now.
-        enforces: whether what is advised is done.
+        config: the present settings.
+        enforces: whether advice is followed.
     """
 
     def __init__(self, config: LoadOrRecompute) -> None:
@@ -43,11 +44,14 @@ class LoadChoice:
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def advise(self, segments: Sequence[Segment]) -> Advice:
-        """What is expected of these."""
+        """Return the advice for these segments."""
         return advise([(segment.blocks, self.rate_of(segment.name)) for segment in segments], self._compute.rate)
 
     def split(self, segments: list[Segment], advice: Advice) -> tuple[list[Segment], list[Segment]]:
-        """The segments that are worth loading, and the others: all are, where nothing is enforced."""
+        """Split segments into those worth loading and the others.
+
+        All are worth loading if nothing is enforced.
+        """
         if not self.enforces or advice.blocks == advice.found:
             return segments, []
         blocks = kept = 0
@@ -57,7 +61,10 @@ class LoadChoice:
         return segments[:kept], segments[kept:]
 
     def leave_out(self, rest: Sequence[Segment], start: int) -> LeftOut | None:
-        """Why a lookup leaves these out, the first of them at this position; ``None``: there are none."""
+        """Return the reason why a lookup leaves these segments out.
+
+        The first of them is at position ``start``. ``None`` if there are none.
+        """
         compute = self._compute.rate
         if not rest or compute is None:
             return None
@@ -65,7 +72,10 @@ class LoadChoice:
         return leave_out("recompute", rest[0].name, stretches, compute, start)
 
     def fits_at_once(self, segments: Sequence[Segment]) -> bool:
-        """Whether a load of these needs no deadline: it is over, as far as is known, before it can have cost too much."""
+        """Return whether a load of these segments needs no deadline.
+
+        By the known rates, it is over before it can have cost too much.
+        """
         compute = self._compute.rate
         if not self.has_deadlines or compute is None:
             return True
@@ -83,54 +93,60 @@ class LoadChoice:
         return self.enforces and self._compute.rate is not None
 
     def rate_of(self, tier: str) -> LoadRate | None:
-        """How long loads from this tier take; ``None`` before the first one."""
+        """Return the rate of loads from this tier; ``None`` before the first."""
         estimate = self._loads.get(tier)
         return None if estimate is None else estimate.rate
 
     # --- the trio thread ----------------------------------------------------------------------------------------------
 
     def budget(self, blocks: int, now: float) -> LoadBudget | None:
-        """How long a load of so many blocks may take that begins now; ``None``: as long as it takes."""
+        """Return the time budget of a load that begins now.
+
+        ``None`` if it may take as long as it needs.
+        """
         compute = self._compute.rate
         if not self.enforces or compute is None or not blocks:
             return None
         return LoadBudget(now, blocks, compute, self.config.max_loss)
 
     def stretches(self, segment: Segment, left: int, behind: Sequence[Segment]) -> list[Stretch]:
-        """What is left of a load: so many blocks of this segment, and those behind it."""
+        """Return the rest of a load: ``left`` blocks, and later segments."""
         first = (left, self.rate_of(segment.name))
         return [first, *[(one.blocks, self.rate_of(one.name)) for one in behind]]
 
     def note_computed(self, start: int, stop: int, seconds: float) -> None:
-        """These blocks of a prompt were computed."""
+        """Record that these blocks of a prompt were computed."""
         self._compute.observe(start, stop, seconds)
 
     def note_loaded(self, tier: str, blocks: int, seconds: float) -> None:
-        """So many blocks were loaded from this tier."""
+        """Record that so many blocks were loaded from this tier."""
         self._estimate(tier).observe(blocks, seconds)
 
     def note_late(self, tier: str, behind: float) -> None:
-        """A load from this tier was late; its copy ended so long behind its deadline."""
+        """Record that a load from this tier was late.
+
+        Its copy ended ``behind`` seconds after its deadline.
+        """
         self._estimate(tier).suspect()
         self._slowest_end = max(self._slowest_end, behind)
 
     def note_given_up(self, why: GiveUp) -> None:
-        """A load was given up."""
+        """Count a load that was given up."""
         count(self._given_up, why)
 
     def note_advised(self, advice: Advice) -> None:
-        """A lookup has returned this."""
+        """Count the advice that a lookup has returned."""
         if advice.found:
             count(self._advised, advice.verdict)
             if self.enforces:
                 self._cut_blocks += advice.found - advice.blocks
 
     def note_probe(self, ended: str) -> None:
-        """A probe has ended."""
+        """Count a probe that has ended."""
         count(self._probes, ended)
 
     def statistics(self) -> ChoiceStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         rates = {name: estimate.rate for name, estimate in self._loads.items() if estimate.rate is not None}
         return ChoiceStatistics(
             advised=dict(self._advised),

@@ -1,23 +1,25 @@
-"""Load or recompute: how much of what was found is worth loading, and until when a load may go on. Pure.
+"""The decision between loading and recomputing found blocks. Pure.
 
-*How much.* Blocks 0 to k are loaded and the others computed. Within a tier each block takes as long as the one before, and
-computing one takes as long or longer: so the time to the first token, as a function of k, has its least value where a tier
-ends, or at 0. :func:`advise` compares these.
+*How many blocks.* Blocks 0 to k are loaded and the others computed. Within a tier each block takes as long as the one
+before, and computing one takes as long or longer: so the time to the first token, as a function of k, is least at the
+end of a tier, or at 0. :func:`advise` compares these.
 
-*Until when.* Estimates may be wrong, and a tier may hang. A load has *gained* the time that computing what it has brought would
-have taken. :class:`LoadBudget` keeps the promise:
+*How long.* Estimates may be wrong, and a tier may hang. A load has *gained* the time that computing its loaded blocks
+would have taken. :class:`LoadBudget` keeps the promise:
 
-Rule 1. A request is never later than without a cache by more than ``max_loss``, a share of the time in which all that was found
-        is computed. At a time when it would be, the load is given up, and what is under way is cancelled.
-Rule 2. So a load goes in parts, since only the end of a part is a gain. A part is expected to take half of what is left until
-        then, so that it may take twice as long; what a load gains makes the next one larger. One that fits is one part.
-Rule 3. Parts cost a latency each. There are no more of them than add a hundredth to the load. Until a rate is settled, each is
-        at most twice the one before: so one load measures several sizes.
-Rule 4. Where no part can be so short, rule 1 forbids all loads, also those of a tier that has always been fast enough. So
-        there a tier whose rate is settled may use as long as its loads are not late (:meth:`LoadRate.late`), and never longer
-        than computing the rest takes. That is the one loss above rule 1: one part, once, since then the tier is suspect.
-Rule 5. At the end of each part it is compared again: what is left of the load, by what was measured until then, with
-        computing it.
+Rule 1. A request is never later than without a cache by more than ``max_loss``, a share of the time in which all found
+        blocks are computed. At the time when it would be, the load is given up, and the copy under way is cancelled.
+Rule 2. So a load goes in parts, since only the end of a part is a gain. A part is expected to take half of the time
+        left until then, so that it may take twice as long; each gain makes the next part larger. A load that fits is
+        one part.
+Rule 3. Parts cost a latency each. There are no more of them than add a hundredth to the load. Until a rate is settled,
+        each is at most twice the one before: so one load measures several sizes.
+Rule 4. If no part can be so short, rule 1 forbids all loads, also those of a tier that has always been fast enough. So
+        then a tier whose rate is settled may use the time in which its loads are not late (:meth:`LoadRate.late`), and
+        never longer than computing the rest takes. That is the one loss above rule 1: one part, once, since then the
+        tier is suspect.
+Rule 5. At the end of each part the choice is made again: the rest of the load, by the rates measured until then, is
+        compared with computing it.
 
 A tier of which nothing is known is tried, within rule 1. A suspect one is not, until a load of it has been measured.
 """
@@ -33,50 +35,65 @@ import attrs
 from .rates import ComputeRate, LoadRate
 
 Stretch: TypeAlias = tuple[int, "LoadRate | None"]
-"""Neighbouring blocks of one tier: how many, and what is known of the tier."""
+"""The number of neighbouring blocks of one tier, and the tier's rate."""
 
 Verdict: TypeAlias = Literal["load", "part", "recompute", "unknown"]
-"""Load all that was found, or a part, or nothing; or all, since it is not known how long computing it takes."""
+"""The advised action for the found blocks.
+
+Load all, a part, or none; or load all, since the time of computing them is not known.
+"""
 
 GiveUp: TypeAlias = Literal["late", "slower"]
-"""Why a load is given up: rule 1 or rule 4; or rule 5."""
+"""The reason for giving up a load.
+
+``late``: rule 1 or rule 4; ``slower``: rule 5.
+"""
 
 LeftBecause: TypeAlias = Literal["recompute"] | GiveUp
-"""Why blocks were left to be computed: by the advice of a lookup, or since their load was given up."""
+"""The reason why blocks were left to be computed.
+
+It is the advice of a lookup, or the end of their load, which was given up.
+"""
 
 _SPLITTING: Final = 0.01
-"""What parts may add to a load, as a share."""
+"""Most time that splitting adds to a load, as a share."""
 
 
 @attrs.frozen
 class Advice:
-    """What is expected of a hit."""
+    """The advice about a hit."""
 
     verdict: Verdict
     found: int
-    """The blocks that were found."""
+    """Number of blocks that were found."""
     blocks: int
-    """How many of them, from the first one, are worth loading."""
+    """Number of them, from the first one, that are worth loading."""
     load_seconds: float
-    """How long loading these takes, as far as it is known."""
+    """Seconds that loading these takes, as far as known."""
     recompute_seconds: float
-    """How long computing all that was found takes; 0 where that is not known."""
+    """Seconds that computing all found blocks takes; 0 if not known."""
 
 
 @attrs.frozen
 class LeftOut:
-    """Blocks that were found, and left to be computed. ``str()`` of it says why, in a sentence."""
+    """Blocks that were found, and left to be computed.
+
+    ``str()`` of it has the reason in a sentence.
+    """
 
     why: LeftBecause
     tier: str
-    """Where the first of them is."""
+    """The tier of the first of them."""
     start: int
-    """Its position in the keys of the lookup."""
+    """The position of the first in the keys of the lookup."""
     blocks: int
     load_seconds: float | None
-    """How long loading them was expected to take; ``None`` where that was not known, or not any more: a load was late."""
+    """Seconds that loading them was expected to take.
+
+    ``None`` if that was not known, or not any more: a load was late.
+    """
     recompute_seconds: float
-    """How long computing them was expected to take."""
+    """Seconds that computing them was expected to take."""
 
     def __str__(self) -> str:
         began = "" if self.why == "recompute" else f"given up as {self.why}: "
@@ -86,7 +103,10 @@ class LeftOut:
 
 
 def leave_out(why: LeftBecause, tier: str, stretches: Sequence[Stretch], compute: ComputeRate, start: int) -> LeftOut:
-    """Say what was estimated of these blocks, the first of which is at this position."""
+    """Return the estimates for blocks that are left out.
+
+    The first of them is at position ``start``.
+    """
     blocks = sum([n for n, _ in stretches])
     rates = [(n, rate) for n, rate in stretches if rate is not None and not rate.is_suspect]
     loading = sum([rate.seconds(n) for n, rate in rates]) if len(rates) == len(stretches) else None
@@ -94,11 +114,11 @@ def leave_out(why: LeftBecause, tier: str, stretches: Sequence[Stretch], compute
 
 
 def advise(stretches: Sequence[Stretch], compute: ComputeRate | None, start: int = 0) -> Advice:
-    """How many of these blocks are worth loading.
+    """Return how many of these blocks are worth loading.
 
     Args:
-        stretches: what was found, in order.
-        compute: how long computing takes.
+        stretches: the found blocks, in order.
+        compute: the rate of computing.
         start: the position of the first of them.
     """
     found = sum([blocks for blocks, _ in stretches])
@@ -112,7 +132,7 @@ def advise(stretches: Sequence[Stretch], compute: ComputeRate | None, start: int
     for blocks, rate in stretches:
         upto += blocks
         loading += math.inf if rate is not None and rate.is_suspect else _load_seconds(blocks, rate)
-        # Not `<=`: of two that take as long, computing occupies no tier.
+        # Not `<=`: if both take as long, computing occupies no tier.
         if loading + compute.seconds(start + upto, stop) < least:
             best, best_load, least = upto, loading, loading + compute.seconds(start + upto, stop)
     verdict: Verdict = "load" if best == found else "part" if best else "recompute"
@@ -120,7 +140,11 @@ def advise(stretches: Sequence[Stretch], compute: ComputeRate | None, start: int
 
 
 def check_computed(blocks: int, seconds: float, after: int) -> None:
-    """Raise :class:`ValueError` unless so many blocks behind so many others can have been computed in so many seconds."""
+    """Check a measured computation for impossible values.
+
+    Raises:
+        ValueError: less than one block, or a negative time or position.
+    """
     if not (blocks >= 1 and 0 <= seconds < math.inf and after >= 0):
         raise ValueError(f"{blocks!r} blocks behind {after!r} others in {seconds!r} s cannot have been computed")
 
@@ -131,27 +155,30 @@ def _load_seconds(blocks: int, rate: LoadRate | None) -> float:
 
 @attrs.frozen
 class LoadBudget:
-    """How long one load may take."""
+    """The time budget of one load."""
 
     began: float
-    """When it began, in seconds."""
+    """The time when it began, in seconds."""
     blocks: int
-    """How many blocks it is to bring."""
+    """Number of blocks to load."""
     compute: ComputeRate
     max_loss: float
-    """By how much a request may become later, as a share of the time in which its blocks are computed."""
+    """Most delay of a request, relative to computing its blocks."""
 
     def left(self, done: int, now: float) -> float:
-        """Seconds until rule 1 ends it, if so many blocks have come."""
+        """Return the seconds until rule 1 ends the load.
+
+        ``done`` blocks have been loaded.
+        """
         gained, whole = self.compute.seconds(0, done), self.compute.seconds(0, self.blocks)
         return self.began + gained + self.max_loss * whole - now
 
     def judge(self, done: int, stretches: Sequence[Stretch], now: float) -> GiveUp | None:
-        """Whether to give up at the end of a part; ``None``: go on.
+        """Return the reason to give up now, or ``None``: go on.
 
         Args:
-            done: the blocks that have come.
-            stretches: those that have not; at least one.
+            done: the number of loaded blocks.
+            stretches: the blocks not loaded yet; at least one.
             now: the time.
         """
         _, rate = stretches[0]
@@ -160,7 +187,10 @@ class LoadBudget:
         return None if advise(stretches, self.compute, done).blocks else "slower"
 
     def part(self, done: int, blocks: int, rate: LoadRate | None, now: float) -> int:
-        """How many of the next blocks of one tier are loaded at once: rules 2 and 3."""
+        """Return how many blocks of one tier to load at once.
+
+        Rules 2 and 3.
+        """
         if rate is None or not rate.observations:
             return 1
         if not rate.is_settled:
@@ -173,7 +203,10 @@ class LoadBudget:
         return min(blocks, max(1, math.ceil(blocks / at_most), prompt))
 
     def deadline(self, done: int, part: int, rate: LoadRate | None, now: float) -> float:
-        """When a part that begins now is given up: rules 1 and 4."""
+        """Return the deadline of a part that begins now.
+
+        Rules 1 and 4.
+        """
         left = self.left(done, now)
         if rate is not None and rate.is_settled and 2 * rate.seconds(part) > left:
             left = max(left, min(rate.late(part), self.compute.seconds(done, self.blocks)))

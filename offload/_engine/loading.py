@@ -1,14 +1,18 @@
-"""Loading: copies the segments of a hit to a destination, in order, up to the first block that fails. Rule 2.
+"""Loading: the copy of a hit's blocks to a destination. Rule 2.
 
-Before that it waits until the places may be written. On a device they mostly may not yet: work that was queued before would
-overwrite what is loaded, and no checksum sees it. vLLM zeroes new blocks; the request that had them may have a pass to go.
+It copies segment after segment, in order, up to the first block that fails.
 
-With ``retry``, a block that fails is looked up once more, within the same load, in the tiers behind the one that failed, and
-the prefix goes on from there. A search only moves to slower tiers, so each is asked for a block at most once.
+Before that it waits until the destination may be written. On a device it mostly may not yet: work that was queued
+before would overwrite the loaded bytes, and no checksum detects that. vLLM zeroes new blocks; the request that had them
+may have a pass to go.
 
-A load with a budget (:mod:`offload._engine.load_or_recompute`) goes in parts. At the end of each it may be given up, and at
-the deadline of one that part is cancelled, which returns when no copy is under way any more. What has not come by then is not
-looked for elsewhere: it is computed.
+With ``retry``, a block that fails is looked up again, within the same load, in the tiers slower than the one that
+failed, and the prefix goes on from there. A search only moves to slower tiers, so each is asked for a block at most
+once.
+
+A load with a budget (:mod:`offload._engine.load_or_recompute`) goes in parts. At the end of each it may be given up. At
+the deadline of a part that part is cancelled, which returns when no copy is under way any more. Blocks that have not
+arrived by then are not looked up elsewhere: they are computed.
 """
 
 from __future__ import annotations
@@ -45,14 +49,20 @@ from .lookup import Place, Segment, find, release_segments
 from .statistics import Counts, count
 
 BEHIND_A_GAP: Final = Missed("behind a gap")
-"""Marks a block that was not tried: an earlier one could not be loaded."""
+"""The outcome of a block that was not tried.
+
+An earlier one could not be loaded.
+"""
 GIVEN_UP: Final = Missed("given up")
-"""Marks a block that is computed sooner than its load would have brought it."""
+"""The outcome of a block that is computed sooner than loaded."""
 _GONE: Final = Missed("gone")
 
 
 class LoadFailed(OffloadError):
-    """A block that was found could not be loaded, and ``on_load_failure`` is ``fail``. The cause is the first error."""
+    """A block that was found could not be loaded.
+
+    Raised if ``on_load_failure`` is ``fail``. The cause is the first error.
+    """
 
     def __init__(self, result: LoadResult) -> None:
         super().__init__(f"{result.loaded} of {len(result.outcomes)} blocks loaded: {result.outcomes[result.loaded]!r}")
@@ -65,16 +75,25 @@ class LoadResult:
     """The result of a load."""
 
     loaded: int
-    """The number of leading blocks at the destination, verified if the tier keeps checksums. Use no others."""
+    """The number of leading blocks at the destination. Use no others.
+
+    They are verified if the tier keeps checksums.
+    """
     outcomes: Sequence[Outcome]
-    """One per key of the hit. A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``; one that is
-    computed sooner than it would have come is missed as ``given up``."""
+    """The outcome of each key of the hit.
+
+    A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``; one that is computed sooner than it
+    would have been loaded is missed as ``given up``.
+    """
     left_out: LeftOut | None = None
-    """Where and why it was given up, with ``load_or_recompute``; ``None``: it was not."""
+    """The position and reason of giving up, or ``None``.
+
+    Only with ``load_or_recompute``.
+    """
 
 
 def precondition_of(destination: Destination, given: PreconditionLike | None) -> Precondition:
-    """Return what must hold before a load may write to its destination.
+    """Return the condition for a load to write to its destination.
 
     Raises:
         TypeError: ``given`` is no precondition, or it is missing and the destination lies on a device.
@@ -92,8 +111,8 @@ def precondition_of(destination: Destination, given: PreconditionLike | None) ->
 async def wait_for(precondition: Precondition) -> None:
     """Wait until a destination may be written.
 
-    Here, and not by an event in the stream that copies: the seconds for which a device still computes would count as the
-    tier's, for its breaker, its time-out and its measured rate.
+    It is awaited here, and not by an event in the stream that copies: the seconds for which a device still computes
+    would count as the tier's, for its breaker, its timeout and its measured rate.
 
     Raises:
         PreconditionFailed: the precondition has failed.
@@ -117,25 +136,28 @@ class Loading:
     counts: Counts
     retry: bool
     lookup_timeout: float
-    """How long each tier may take when blocks are looked up again."""
+    """Seconds that each tier may take if blocks are looked up again."""
     choice: LoadChoice | None = None
-    """Measures each load; ``None`` where nothing is to be measured."""
+    """The measurements of loads, or ``None`` if they are not measured."""
     outcomes: list[Outcome] = attrs.Factory(list)
-    """One for each block that was tried."""
+    """The outcome of each block that was tried."""
     origins: list[int] = attrs.Factory(list)
-    """The position of the tier that each of them came from, or was last expected from by the hit."""
+    """The rank of the tier that each of these blocks came from.
+
+    For a block that failed, the tier that the hit expected it from.
+    """
     given_up_at: int | None = None
-    """The position of the tier whose load was given up."""
+    """The rank of the tier whose load was given up."""
     left_out: LeftOut | None = None
-    """What was left then, and why."""
+    """The blocks left when the load was given up, and the reason."""
     _budget: LoadBudget | None = None
     _behind: Sequence[Segment] = ()
-    """What the hit has behind the segment that is being loaded."""
+    """The segments of the hit after the one being loaded."""
 
     async def load(self, segments: Sequence[Segment]) -> None:
-        """Load segment after segment, each behind the one before; stop at the first that is not loaded completely.
+        """Load segment after segment, up to the first incomplete one.
 
-        Cancelled, it returns when no copy is under way any more, and has released its own pins.
+        If cancelled, it returns when no copy is under way any more, and has released its own pins.
         """
         if not segments:
             await trio.lowlevel.checkpoint()
@@ -153,12 +175,15 @@ class Loading:
                 break
 
     def leading(self) -> int:
-        """How many blocks have come before the first that has not."""
+        """Return the number of blocks loaded before the first gap."""
         outcomes, wanted = self.outcomes, len(self.keys)
         return wanted if outcomes.count(LOADED) == wanted else _leading(outcomes)
 
     def conclude(self) -> LoadResult:
-        """The result so far: the blocks before the first gap count as loaded."""
+        """Return the result so far.
+
+        The blocks before the first gap count as loaded.
+        """
         outcomes, wanted = self.outcomes, len(self.keys)
         loaded = self.leading()
         if loaded < wanted:
@@ -171,7 +196,10 @@ class Loading:
         return bool(self.outcomes) and self.outcomes[-1] == GIVEN_UP
 
     async def _read(self, segment: Segment, start: int) -> tuple[list[Outcome], list[int]]:
-        """Load one segment from position ``start`` on; with ``retry``, fill its gaps from slower tiers."""
+        """Load one segment from position ``start`` on.
+
+        With ``retry``, fill its gaps from slower tiers.
+        """
         if self.choice is None:
             answers = await self._load(segment.tier, segment.lease, start, segment.blocks)
         elif self._budget is None:
@@ -179,7 +207,7 @@ class Loading:
         else:
             answers = await self._load_in_parts(segment, start, self._budget)
         origins = [segment.rank] * len(answers)
-        # LOADED is found by identity, so this costs nothing where all came; a count of anything else compares each.
+        # LOADED is found by identity, so this costs nothing if all came; a count of any other outcome compares each.
         left = len(answers) - answers.count(LOADED)
         bad = left - answers.count(GIVEN_UP) if left else 0
         if bad:
@@ -198,7 +226,10 @@ class Loading:
         return answers
 
     async def _load(self, tier: Tier, lease: ReadLease, start: int, blocks: int) -> list[Outcome]:
-        """Load what a lease holds. An ``Exception`` of the tier becomes the outcome of every block."""
+        """Load the blocks of a lease.
+
+        An ``Exception`` of the tier becomes the outcome of every block.
+        """
         whole = start == 0 and blocks == len(self.destination)
         destination = self.destination if whole else _Part(self.destination, start, blocks)
         try:
@@ -216,7 +247,10 @@ class Loading:
     # --- in parts -------------------------------------------------------------------------------------------------
 
     async def _load_in_parts(self, segment: Segment, start: int, budget: LoadBudget) -> list[Outcome]:
-        """Load one segment part by part, until it is loaded, or given up, or of no use behind a block that did not come."""
+        """Load one segment part by part.
+
+        It ends when the segment is loaded, given up, or of no use after a block that failed.
+        """
         assert self.choice is not None
         answers: list[Outcome] = []
         while len(answers) < segment.blocks and (self.retry or answers.count(LOADED) == len(answers)):
@@ -240,7 +274,7 @@ class Loading:
         return answers
 
     async def _load_part(self, segment: Segment, start: int, at: int, blocks: int) -> list[Outcome]:
-        """Load a part of a segment, and measure it with what its pin takes."""
+        """Load a part of a segment; measure it with its pin."""
         assert self.choice is not None
         if blocks == segment.blocks:
             return await self._load_whole(segment, start)
@@ -259,7 +293,7 @@ class Loading:
     # --- in slower tiers ------------------------------------------------------------------------------------------
 
     async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
-        """Fill the gaps of a segment in order, up to the first that remains."""
+        """Fill a segment's gaps in order, up to the first that remains."""
         for gap in _gaps(answers):
             found, origin = await self._search(behind, start + gap.start, start + gap.stop)
             mended = next((at for at, outcome in enumerate(found) if outcome != LOADED), len(found))
@@ -269,7 +303,7 @@ class Loading:
                 return
 
     async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
-        """Look up neighbouring blocks in the slower tiers, and load as many as are found."""
+        """Look up blocks in the slower tiers, and load those found."""
         self.counts.retried += stop - start
         within = inf if self._budget is None else max(0.0, self._budget.left(start, trio.current_time()))
         segments, unavailable = await find(
@@ -292,14 +326,20 @@ class Loading:
 
 
 def _raise_unproven(answers: Sequence[Outcome]) -> None:
-    """Raise Unproven if the copy of a block may still be going on; a tier may say so in the outcome of a single block."""
+    """Raise Unproven if a block's copy may still be going on.
+
+    A tier may report that in the outcome of a single block.
+    """
     for answer in answers:
         if isinstance(answer, Failed) and holds(answer.error, Unproven):
             raise answer.error
 
 
 def _gaps(answers: Sequence[Outcome]) -> list[range]:
-    """Ranges of neighbouring blocks that failed, in order. What was given up is none: it is not looked for elsewhere."""
+    """Return the ranges of neighbouring blocks that failed, in order.
+
+    Blocks that were given up are no gap: they are not looked up elsewhere.
+    """
     gaps: list[range] = []
     for at, outcome in enumerate(answers):
         if outcome not in (LOADED, GIVEN_UP):
@@ -311,7 +351,7 @@ def _gaps(answers: Sequence[Outcome]) -> list[range]:
 
 
 def _leading(outcomes: Sequence[Outcome]) -> int:
-    """How many blocks are loaded before the first that is not."""
+    """Return the number of blocks that are loaded before the first gap."""
     return next(at for at, outcome in enumerate(outcomes) if outcome != LOADED)
 
 

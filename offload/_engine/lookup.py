@@ -1,17 +1,18 @@
-"""Lookup: finds the longest prefix over all tiers, each block in the fastest tier that has it, and pins it.
+"""Lookup: finds the longest prefix over all tiers, and pins it.
 
-A segment ends where its tier has no more, or where a faster tier has the next block; then every tier is asked again from that
-block on. The lookup ends when everything is found, or when every tier was asked for the same block without success.
+Each block is found in the fastest tier that has it. A segment ends when its tier has no more, or when a faster tier has
+the next block; then every tier is asked again from that block on. The lookup ends when everything is found, or when
+every tier was asked for the same block without success.
 
-Each tier has a share of the lookup's time (:class:`TimeShares`), and its breaker cancels a call that exceeds it. So a tier that
-does not answer has a fault, and does not end the lookup. Rules 1 and 3 of the package are kept here.
+Each tier has a share of the lookup's time (:class:`TimeShares`), and its breaker cancels a call that exceeds it. So a
+tier that does not answer has a fault, and does not end the lookup. Rules 1 and 3 of the package are kept here.
 
 Times of a lookup:
 
-Rule 1. All questions of one lookup to one tier are its part. A part has ``lookup_timeout``: a tier that does not answer costs a
-        lookup that much, and not the time of the tiers behind it.
-Rule 2. If the lookup has less time, the rest of it is shared evenly by the tiers that have not been asked yet. A tier that
-        answers at once leaves its share to those behind.
+Rule 1. All questions of one lookup to one tier are its part. A part has ``lookup_timeout``: a tier that does not answer
+        costs a lookup that much, and not the time of the tiers after it.
+Rule 2. If the lookup has less time, the rest of it is shared evenly by the tiers that have not been asked yet. A tier
+        that answers at once leaves its share to those after it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from .._health import BreakerLease, BreakerTier
 from .in_place import BlocksInPlace
 from .load_or_recompute import Advice, LeftOut
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- the found prefix -------------------------------------------------------------------------------------------------
 
 
 _LONGEST_RELEASE = 10.0
-"""Seconds that the end of an engine waits for slow tiers to release hits that the caller did not."""
+"""Seconds that an engine's end waits for tiers to release hits.
+
+These are hits that the caller did not release, in slow tiers.
+"""
 _log = logging.getLogger("offload.engine")
 
 
@@ -48,7 +52,7 @@ class Segment:
     """Neighbouring blocks of a hit that are in one tier."""
 
     rank: int
-    """The position of the tier among those of the engine: 0 is the fastest."""
+    """The position of the tier in the engine: 0 is the fastest."""
     name: str
     tier: Tier
     lease: ReadLease
@@ -56,9 +60,9 @@ class Segment:
 
 
 class Hit:
-    """The longest prefix that was found, pinned in its tiers. Made by :meth:`Engine.lookup` only.
+    """The longest prefix that was found, pinned in its tiers.
 
-    An async context manager: leaving it releases, also when cancelled.
+    Made by :meth:`Engine.lookup` only. An async context manager: leaving it releases, also when cancelled.
     """
 
     __slots__ = (
@@ -88,7 +92,7 @@ class Hit:
         left_out: LeftOut | None = None,
     ) -> None:
         self._segments = segments
-        self._since = since  # how many blocks had turned out wrong when it was looked for
+        self._since = since  # the number of wrong blocks known when it was looked up
         self._live = live
         self._tenant = tenant
         self._end = end
@@ -96,13 +100,25 @@ class Hit:
         self.released: bool = False
         """Whether it has been released."""
         self.keys: Sequence[Key] = keys
-        """The keys that were found: from the first one requested to the last before the first that no tier has."""
+        """The keys that were found.
+
+        They are the requested keys, from the first one up to the first that no tier has.
+        """
         self.unavailable: Mapping[str, Exception] = unavailable
-        """The tiers that raised or did not answer, by name. Not a miss: they may have more of the blocks."""
+        """The tiers that raised or did not answer, by name.
+
+        That is not a miss: they may have more of the blocks.
+        """
         self.advice: Advice | None = advice
-        """How much of what was found is worth loading; ``None`` where that is off (``load_or_recompute``)."""
+        """The advice how many of the blocks are worth loading.
+
+        ``None`` if that is off (``load_or_recompute``).
+        """
         self.left_out: LeftOut | None = left_out
-        """What was found behind its end and is computed sooner; ``None``: nothing, or nothing is enforced."""
+        """The blocks found after its end that are computed sooner.
+
+        ``None`` if there are none, or nothing is enforced.
+        """
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -113,15 +129,16 @@ class Hit:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """The tiers of the prefix, in order: the name of a tier, and how many blocks are read from it."""
+        """The tiers of the prefix, in order, with numbers of blocks."""
         return [(segment.name, segment.blocks) for segment in self._segments]
 
     def in_place(self) -> BlocksInPlace | None:
-        """Where its blocks lie, if all of them lie in memory of this process; ``None``: some do not.
+        """Return its blocks in place, if all are in this process's memory.
 
-        They are not verified: load the hit into what this returns. They are to be read only, while this is held.
+        ``None`` if some are not. They are not verified: load the hit into the returned object. They are to be read
+        only, while this hit is held.
         """
-        # Behind its breaker a tier is as it is: what a wrapper of it makes of its pages is not what lies there.
+        # Without the breaker a tier is itself: a wrapper's blocks are not the bytes of its tier's pages.
         leases = [segment.lease.inner for segment in self._segments if isinstance(segment.lease, BreakerLease)]
         placed = [lease for lease in leases if isinstance(lease, PlacedLease)]
         if not placed or len(placed) < len(self._segments):
@@ -131,21 +148,21 @@ class Hit:
         return BlocksInPlace(placed, Pages(addresses, parts[0].page_bytes, [part.owner for part in parts]))
 
     def hold(self) -> None:
-        """From now on the engine releases it at its end, if nothing else does."""
+        """Have the engine release the hit at its end if still held."""
         self._live[self] = None
 
     async def __aenter__(self) -> Hit:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Give the pins back, or leave that to the last load that still reads through them."""
+        """Release the pins, or leave that to the last load."""
         released, self.released = self.released, True
         self._live.pop(self, None)
         if not released and not self._loads:
             await self._let_go()
 
     def _begin_load(self) -> list[Segment]:
-        """Keep the pins until :meth:`_end_load`, also if the hit is released in between."""
+        """Keep the pins until :meth:`_end_load`, also after a release."""
         self._loads += 1
         return self._segments
 
@@ -163,7 +180,10 @@ class Hit:
 
 
 async def release_segments(segments: Sequence[Segment]) -> None:
-    """Release all leases, even if some raise. Leaving a lease releases it by contract, also when cancelled."""
+    """Release all leases, even if some raise.
+
+    Leaving a lease releases it by contract, also when cancelled.
+    """
     for at, segment in enumerate(segments):
         try:
             await segment.lease.__aexit__(None, None, None)
@@ -174,7 +194,10 @@ async def release_segments(segments: Sequence[Segment]) -> None:
 
 
 async def release_forgotten(live: Mapping[Hit, None]) -> None:
-    """Release the hits that are still held at the end of an engine. Shielded, and bounded in time."""
+    """Release the hits still held at the end of an engine.
+
+    Shielded, and bounded in time.
+    """
     forgotten = list(live)
     if forgotten:
         _log.warning("%d hits were never released, among them %r", len(forgotten), forgotten[0])
@@ -186,7 +209,7 @@ async def release_forgotten(live: Mapping[Hit, None]) -> None:
                 _log.exception("%r could not be released", hit)
 
 
-# --- finding it -------------------------------------------------------------------------------------------------------
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 Place: TypeAlias = tuple[str, BreakerTier]
@@ -195,7 +218,10 @@ Place: TypeAlias = tuple[str, BreakerTier]
 
 @attrs.frozen
 class PinQuestion:
-    """Pin the prefix of these keys that this tier has. The answer is how many blocks that is."""
+    """A request to pin the prefix that a tier has.
+
+    The answer is the number of its blocks.
+    """
 
     rank: int
     keys: Sequence[Key]
@@ -203,18 +229,27 @@ class PinQuestion:
 
 @attrs.frozen
 class ContainsQuestion:
-    """Which of these keys this tier has, without a pin. The answer is a set."""
+    """A question which of these keys a tier has, without a pin.
+
+    The answer is a set.
+    """
 
     rank: int
     keys: Sequence[Key]
 
 
 Questions: TypeAlias = Generator[PinQuestion | ContainsQuestion, Any, None]
-"""What a lookup asks the tiers, in order. Whoever drives it asks them, in trio or in another thread, and keeps the leases."""
+"""The questions of a lookup to the tiers, in order.
+
+The caller asks them, in trio or in another thread, and keeps the leases.
+"""
 
 
 def search(tiers: int, keys: Sequence[Key]) -> Questions:
-    """The questions that find the longest prefix of ``keys`` over so many tiers, the fastest first."""
+    """Yield the questions that find the longest prefix of ``keys``.
+
+    There are ``tiers`` tiers, the fastest first.
+    """
     found, wanted = 0, len(keys)
     asked_in_vain = 0  # tiers that do not have the block at `found`
     for rank in cycle(range(tiers)):
@@ -227,13 +262,16 @@ def search(tiers: int, keys: Sequence[Key]) -> Questions:
         blocks: int = yield PinQuestion(rank, keys[found:end] if end - found < wanted else keys)
         if blocks:
             found += blocks
-            # Ended by this tier: it has no more, so it counts as asked for the next block. Ended by a faster tier: every tier
-            # is asked again from the next block on.
+            # Ended by this tier: it has no more, so it counts as asked for the next block. Ended by a faster tier:
+            # every tier is asked again from the next block on.
             asked_in_vain = 0 if found == end else 1
 
 
 def _end_of_segment(rank: int, keys: Sequence[Key], found: int) -> Generator[PinQuestion | ContainsQuestion, Any, int]:
-    """The last possible end of a segment: the first block from ``found`` on that a faster tier has."""
+    """Return the last possible end of a segment.
+
+    It is the first block from ``found`` on that a faster tier has.
+    """
     rest = keys[found:]
     there: set[Key] = set()
     for faster in range(rank):
@@ -250,7 +288,9 @@ async def find(
     within: float = inf,
     hurried: bool = False,
 ) -> tuple[list[Segment], dict[str, Exception]]:
-    """Pin the longest prefix of ``keys`` over the tiers at position ``behind`` or later.
+    """Pin the longest prefix of ``keys`` over some tiers.
+
+    They are the tiers at position ``behind`` or later.
 
     Args:
         places: the tiers, the fastest first.
@@ -261,8 +301,8 @@ async def find(
         hurried: no answer within a part that this has shortened is no fault.
 
     Returns:
-        The segments, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled,
-        nothing is pinned.
+        The segments, in order; and the tiers that were left out because they raised or were too slow, by name. If
+        cancelled, nothing is pinned.
     """
     places = places[behind:]
     asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)), hurried)
@@ -291,7 +331,7 @@ async def find(
 
 
 def following(questions: Questions, answer: object) -> PinQuestion | ContainsQuestion | None:
-    """The next question; ``None`` where there is none."""
+    """Return the next question, or ``None`` after the last."""
     try:
         return questions.send(answer)
     except StopIteration:
@@ -300,7 +340,7 @@ def following(questions: Questions, answer: object) -> PinQuestion | ContainsQue
 
 @attrs.define(eq=False)
 class _TimedQueries:
-    """Asks the tiers of one lookup, each within the rest of its part."""
+    """The questions of one lookup, each within its tier's part."""
 
     time: TimeShares
     hurried: bool = False
@@ -309,7 +349,10 @@ class _TimedQueries:
     """Tiers that raised or were too slow. They are not asked again."""
 
     async def pin(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> ReadLease | None:
-        """Pin the prefix of these keys that the tier has; ``None`` if it has none, or did not answer."""
+        """Pin the prefix of these keys that the tier has.
+
+        ``None`` if it has none, or did not answer.
+        """
         began, seconds = self._begin(name)
         if name in self.unavailable:
             return None
@@ -326,7 +369,7 @@ class _TimedQueries:
         return None
 
     async def contained(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of these keys that a faster tier has."""
+        """Return the ones of these keys that a faster tier has."""
         began, seconds = self._begin(name)
         if name in self.unavailable:
             return frozenset()
@@ -341,7 +384,10 @@ class _TimedQueries:
             self.time.spend(name, trio.current_time() - began)
 
     def _begin(self, name: str) -> tuple[float, float]:
-        """The start of a question, and its time limit. A tier whose part is used up is not asked, and so has no fault."""
+        """Return the start of a question, and its time limit.
+
+        A tier whose part is used up is not asked, and so has no fault.
+        """
         now = trio.current_time()
         seconds = self.time.left(name, now)
         if not seconds and name not in self.unavailable:
@@ -354,7 +400,9 @@ class _TimedQueries:
 async def ask_each(
     places: Sequence[Place], keys: Sequence[Key], *, within: float = inf
 ) -> tuple[dict[str, AbstractSet[Key]], dict[str, Exception]]:
-    """Ask each tier for the keys that it has; those that have to be awaited side by side, without a pin.
+    """Ask each tier for the keys that it has, without a pin.
+
+    Tiers that have to be awaited are asked concurrently.
 
     Args:
         places: the tiers.
@@ -362,7 +410,7 @@ async def ask_each(
         within: seconds; lowers ``call_timeout`` for each tier.
 
     Returns:
-        What each tier has, and the errors of those that did not answer, by name. No answer is not a miss.
+        The keys of each tier, and the errors of those that did not answer, by name. No answer is not a miss.
     """
     found: dict[str, AbstractSet[Key]] = {}
     silent: dict[str, Exception] = {}
@@ -391,19 +439,22 @@ async def ask_each(
 
 @attrs.define(eq=False)
 class TimeShares:
-    """Shares the time of one lookup or delete among tiers. Times are on the caller's clock, in seconds."""
+    """The shares of tiers in the time of one lookup or delete.
+
+    Times are on the caller's clock, in seconds.
+    """
 
     each: float
-    """The longest part."""
+    """The longest part, in seconds."""
     ends: float
     """The end of the whole time."""
     tiers: int
-    """How many tiers will be asked."""
+    """Number of tiers that will be asked."""
     _left: dict[str, float] = attrs.Factory(dict)
     _short: set[str] = attrs.Factory(set)
 
     def left(self, tier: str, now: float) -> float:
-        """The rest of a tier's part. The first call fixes the part."""
+        """Return the rest of a tier's part, which the first call fixes."""
         if tier not in self._left:
             share = max(0.0, self.ends - now) / (self.tiers - len(self._left))
             self._left[tier] = min(self.each, share)
@@ -412,7 +463,7 @@ class TimeShares:
         return self._left[tier]
 
     def is_short(self, tier: str) -> bool:
-        """Whether the end of the whole time has shortened a tier's part."""
+        """Return whether the end of the whole time shortened a tier's part."""
         return tier in self._short
 
     def spend(self, tier: str, seconds: float) -> None:

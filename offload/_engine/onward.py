@@ -1,9 +1,11 @@
-"""Copying on what another process has stored in a tier: into the tiers behind it, as what a route has stored there.
+"""Copying on blocks that another process has stored in a tier.
 
-    engine of a daemon --commit--> page store --its daemon is told--> pass_on --> the routes of the chain that start there
+They go into the tiers after it, as blocks that a route has stored there.
 
-A route that stores into a tier feeds the next ones itself (:mod:`offload._pipeline.chain`). What comes into a page store from
-another process passes no route of this engine; so whoever is told of it calls :meth:`OnwardRoutes.pass_on`.
+    another process --stores--> page store --its daemon learns of it--> pass_on --> the routes that start there
+
+A route that stores into a tier feeds the next ones itself (:mod:`offload._pipeline.chain`). Blocks that another process
+stores in a page store pass no route of this engine; so the code that learns of them calls :meth:`OnwardRoutes.pass_on`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ if TYPE_CHECKING:
 
 
 class OnwardRoutes:
-    """The routes of an engine that lead on from what is stored in a tier. Made by the engine (:attr:`offload.Engine.onward`).
+    """The routes of an engine that lead on from a tier.
 
-    With ``chain = "on_store"`` there is one from each tier to the next that can be read, and those that were configured.
+    Made by the engine (:attr:`offload.Engine.onward`). With ``chain = "on_store"`` there is one from each tier to the
+    next that can be read, and those that were configured.
     """
 
     def __init__(self, tiers: Mapping[str, Tier], routes: Sequence[OpenRoute], tags: TenantTags | None) -> None:
-        """Not to be called: an engine makes it."""
+        """Use :attr:`offload.Engine.onward` instead."""
         named = {route.plan.name: route.pipeline for route in routes}
         self._required = [route.pipeline for route in routes if route.plan.required]
         fed: dict[str, dict[str, None]] = {}
@@ -50,25 +53,31 @@ class OnwardRoutes:
         return f"<OnwardRoutes from {', '.join(tier for tier, fed in self._pipelines.items() if fed) or 'no tier'}>"
 
     def of(self, tier: str) -> Sequence[Pipeline]:
-        """The pipelines that lead on from what is stored in this tier."""
+        """Return the pipelines that lead on from this tier."""
         return self._pipelines.get(tier, ())
 
     def waits(self, tier: str) -> bool:
-        """Whether a required route leads on from this tier: what is passed on waits for room there."""
+        """Return whether a required route leads on from this tier.
+
+        If so, :meth:`pass_on` waits for room there.
+        """
         return any(pipeline in self._required for pipeline in self.of(tier))
 
     async def pass_on(self, tier: str, keys: Sequence[Key], *, tenant: str = "") -> Sequence[TransferHandle]:
-        """Copy blocks on that another process has stored in a page store, along each route that leads on from there.
+        """Copy on blocks that another process has stored in a page store.
 
-        Waits for room in these routes, not for the copies; a route that is not required drops what has none within its
-        ``route_patience``. The handles, one for each route and portion of the keys, say what became of the blocks: one that is
-        not there counts as evicted. There is none where no route leads on. Cancelled while it waits, the portions that had room
-        go on.
+        They are copied along each route that leads on from there. Waits for room in these routes, not for the copies; a
+        route that is not required drops blocks without room within its ``route_patience``. If cancelled while it waits,
+        the portions that had room go on.
 
         Args:
             tier: the name of a tier with :attr:`held_pages <backends.abc.Tier.held_pages>`.
             keys: of the blocks, all different.
             tenant: of the blocks, for tiers that need it.
+
+        Returns:
+            The handles, one for each route and portion of the keys, with the outcomes of the blocks: one that is not
+            stored counts as evicted. There is none if no route leads on.
 
         Raises:
             ValueError: no page store has this name, or a key is longer than any tier accepts.

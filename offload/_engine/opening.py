@@ -1,8 +1,11 @@
-"""Opening an engine: its arguments become one configuration, its places are entered, and pipelines lead from one to the next.
+"""The opening of an engine: configuration, tiers, and pipelines.
 
-First in, last out: the tiers are entered first, then the routes between them are opened, the last one first, since a route
-opens before the one that feeds it, then the routes of promotions. At the end the hits are released before the pipelines close,
-and the pipelines close before the tiers. The Reconnector of a tier that may be absent takes the tier's position in this order.
+The arguments become one configuration, the tiers are entered, and pipelines lead from one to the next.
+
+First in, last out: the tiers are entered first, then the routes between them are opened, the last one first, since a
+route opens before the one that feeds it, then the routes of promotions. At the end the hits are released before the
+pipelines close, and the pipelines close before the tiers. The Reconnector of a tier that may be absent takes the tier's
+position in this order.
 """
 
 from __future__ import annotations
@@ -93,34 +96,36 @@ def open_engine(
 ) -> AbstractAsyncContextManager[Engine]:
     """Join tiers by pipelines, for the length of an ``async with`` block.
 
-    ``open_engine(source, [host, disk])`` joins two tiers; ``open_engine(source, config)`` and ``open_engine(config)`` take an
-    :class:`EngineConfig`, which then replaces all other arguments except the instruments.
+    ``open_engine(source, [host, disk])`` joins two tiers; ``open_engine(source, config)`` and ``open_engine(config)``
+    take an :class:`EngineConfig`, which then replaces all other arguments except the instruments.
 
     A pipeline leads from the source to the first tier and, with a chain, from each tier that can be read as a
-    :class:`~backends.abc.Source` to the next one, which stores everything that is stored in the tier before it. A tier that no
-    pipeline leads to is only read. Leaving the block closes all pipelines, the first one first, as
-    :func:`offload.open_pipeline` does; ``await engine.drain()`` before that has everything stored.
+    :class:`~backends.abc.Source` to the next one, which stores everything that is stored in the tier before it. A tier
+    that no pipeline leads to is only read. Leaving the block closes all pipelines, the first one first, as
+    :func:`offload.open_pipeline` does; ``await engine.drain()`` before that stores everything.
 
     Args:
-        source: where blocks are stored from, such as the device tier that an engine's forward pass writes.
+        source: the place from which blocks are stored, such as the device tier that an engine's forward pass writes.
         tiers: from the fastest to the slowest; all with the source's block size. A tier that is only named
-            (:func:`backends.plugins.make_tier`) is made when the block is entered, and closed when it is left; one that is an
-            async context manager, as :class:`backends.maru.MaruTier`, is entered for as long.
-        policies: what may leave the source for the first tier; by default what that does not have yet. Behind it, a tier is
-            offered what it does not have.
-        config: the knobs of every pipeline.
-        chain: feed what one tier has stored to the next (``on_store``, or true), or only what it evicts, before it goes
-            (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given), or nothing (``none``, or false).
-        instruments: observers of every pipeline between the source and the tiers; one with a method ``mismatch`` is told of
-            what the shadow check finds (:class:`offload.abc.EngineInstrument`).
-        on_load_failure: what a load does about a block that was found and cannot be loaded.
+            (:func:`backends.plugins.make_tier`) is made when the block is entered, and closed when it is left; one that
+            is an async context manager, as :class:`backends.maru.MaruTier`, is entered for as long.
+        policies: decide which blocks may leave the source for the first tier; by default those that it does not have
+            yet. Each later tier is offered the blocks that it does not have.
+        config: the settings of every pipeline.
+        chain: feed the blocks that one tier has stored to the next (``on_store``, or true), or only those that it
+            evicts, before they go (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given),
+            or none (``none``, or false).
+        instruments: observers of every pipeline between the source and the tiers; the method ``mismatch`` of one is
+            called with the results of the shadow check (:class:`offload.abc.EngineInstrument`).
+        on_load_failure: the action of a load for a block that was found and cannot be loaded.
         routes: routes besides the default ones, or with other settings.
-        promote: whether a load also writes what comes from a slower tier into the fastest one, or into the one named.
-        breaker: when a tier counts as broken, and is left alone for a while.
-        on_enter_failure: what to do about a tier that cannot be entered, since it is absent: ``fail``, or ``miss``: go on,
-            with the tier as a broken one until it can be; or that by the names of tiers. One that is not named fails.
+        promote: whether a load also writes blocks of a slower tier into the fastest one, or into the one named.
+        breaker: the conditions under which a tier counts as broken, and is left alone for a while.
+        on_enter_failure: the action for a tier that cannot be entered, since it is absent: ``fail``, or ``miss``: go
+            on, with the tier as a broken one until it can be; or that by the names of tiers. One that is not named
+            fails.
         shadow_check: one in so many loads is read again, or recomputed, and compared; 0: none is.
-        recompute: computes blocks once more, for the shadow check.
+        recompute: computes blocks again, for the shadow check.
 
     Raises:
         TierNotEntered: a tier cannot be entered; see ``on_enter_failure``.
@@ -188,7 +193,10 @@ class _EngineBuilder:
         self.load_priority = LoadPriority(patience=self.config.store_patience)
 
     async def enter_routes(self) -> tuple[list[OpenRoute], dict[str, Spilling]]:
-        """Open the routes, each before the one that feeds it, and the spilling of their tiers."""
+        """Open the routes, and the spilling of their tiers.
+
+        Each route is opened before the one that feeds it.
+        """
         config, tiers = self.config, self.tiers
         for name, place in [(SOURCE, self.source), *tiers.items()]:
             self.stack.callback(self.history.watch_tier(name, place))
@@ -203,7 +211,7 @@ class _EngineBuilder:
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
             above = self._start_of(route)
-            leaving = below.get(route.name)  # set if this route stores what its tier evicts
+            leaving = below.get(route.name)  # set if this route stores its tier's evicted blocks
             pipeline = await self.stack.enter_async_context(self._route(route, above, pipelines, planned, leaving))
             pipelines[route.name] = pipeline
             self.history.watch_pipeline(route.to, pipeline)
@@ -218,11 +226,11 @@ class _EngineBuilder:
         return [OpenRoute(route, pipelines[route.name]) for route in planned], spills
 
     def _start_of(self, route: PlannedRoute) -> Any:
-        """The place that a route starts at."""
+        """Return the place that a route starts at."""
         if route.above == SOURCE:
             return self.source
-        # Without the breaker: that is for calls to the tier, and copies out of it prove nothing about its answers. A page store
-        # is called: it is asked for what is copied out of it.
+        # Without the breaker: that is for calls to the tier, and copies out of it prove nothing about its answers. A
+        # page store is called: it is asked for the pages that are copied out of it.
         tier = self.tiers[route.above]
         return tier if held_pages_of(tier) is None else self.breaker_tiers[route.above]
 
@@ -254,7 +262,10 @@ class _EngineBuilder:
         )
 
     def _sharing(self, route: PlannedRoute, planned: Sequence[PlannedRoute], knobs: PipelineConfig) -> PipelineConfig:
-        """Divide the share of a tier among the routes that start there, and let no batch need more than there may be."""
+        """Return a route's settings with its share of the tier above.
+
+        That share is divided among the routes that start there, and no batch may need more than there may be.
+        """
         batches = knobs.batch_config
         most = batches.max_batch_size
         if route.above != SOURCE:
@@ -269,7 +280,7 @@ class _EngineBuilder:
             for one in planned
             if one.above == route.to and (self.config.chain == "on_evict" or not one.required)
         ]
-        if blocks and stuck:  # the routes that lead on from there may have so much of it for as long as they hang
+        if blocks and stuck:  # the routes that lead on from there may hold so much of it for as long as they hang
             most = min(most, max(1, blocks - max(stuck)))
         if most == batches.max_batch_size:
             return knobs
@@ -278,7 +289,10 @@ class _EngineBuilder:
 
     @property
     def _watching_pipelines(self) -> list[Instrument | object]:
-        """The instruments without those that watch the engine alone, or add themselves."""
+        """The instruments of pipelines.
+
+        They are all but those that observe the engine alone, or add themselves.
+        """
         return [
             one
             for one in self.instruments
@@ -300,7 +314,10 @@ class _EngineBuilder:
         return routes_up
 
     async def enter_choice(self) -> tuple[LoadChoice | None, RateProbe | None]:
-        """The choice between loading and recomputing, and what measures for it, where they are wanted."""
+        """Return the choice between loading and recomputing, and its probe.
+
+        ``None`` for each that is not configured.
+        """
         settings = self.config.load_or_recompute
         if settings.mode == "off":
             return None, None
@@ -320,7 +337,7 @@ class _EngineBuilder:
         choice: LoadChoice | None,
         probe: RateProbe | None,
     ) -> EngineParts:
-        """All of it, for the engine."""
+        """Return all parts of the engine."""
         places, withheld = list(self.breaker_tiers.items()), WithheldKeys()
         ways = [(route.plan.to, route.pipeline) for route in routes] + promoter.pipelines
         inspector = BlockInspector(places, ways, self.history, withheld)
@@ -382,7 +399,9 @@ def configuration_of(
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
     shadow_check: int = SHADOW_CHECK,
 ) -> EngineConfig:
-    """The arguments of :func:`open_engine`, without the instruments, as one configuration with a source.
+    """Return the arguments of :func:`open_engine` as one configuration.
+
+    It has a source, and no instruments.
 
     Raises:
         ValueError: as :func:`open_engine`.
@@ -431,7 +450,7 @@ def _with_source(config: EngineConfig, source: Source) -> EngineConfig:
 def _first_route(
     tiers: Mapping[str, object], routes: Sequence[Route], policies: Sequence[Policy | AsyncPolicy]
 ) -> list[Route]:
-    """The routes with ``policies`` on the one to the first tier."""
+    """Return the routes with ``policies`` on the one to the first tier."""
     first = next(iter(tiers), "")
     if any(route.to == first for route in routes):
         raise TypeError(f"policies = {policies!r}: the route to {first} has its own; give them there")
@@ -439,7 +458,7 @@ def _first_route(
 
 
 def _named(tiers: Sequence[TierLike]) -> dict[str, TierLike]:
-    """A distinct name for each tier: its ``name``, or its type's."""
+    """Return a distinct name for each tier: its ``name``, or its type's."""
     named: dict[str, TierLike] = {}
     for tier in tiers:
         name = stem = _name_of(tier)

@@ -1,10 +1,12 @@
-"""Makes and enters the source and the tiers of an engine. An absent tier may come later.
+"""Making and entering the source and the tiers of an engine.
 
-Rule 1. A tier that the engine may open without (``on_enter_failure``) is entered by its own task (:mod:`.late_tiers`), whether
-        it is there at first or not; the task that opens the engine enters the others.
-Rule 2. The properties of a tier that routes depend on are decided before it is entered: whether it must be awaited, can be read
-        as a source, reports its evictions, needs tenants. A tier that has other properties once it is entered, or another block
-        size, is refused.
+An absent tier may come later. The rules:
+
+Rule 1. A tier that the engine may open without (``on_enter_failure``) is entered by its own task (:mod:`.late_tiers`),
+        whether it is there at first or not; the task that opens the engine enters the others.
+Rule 2. The properties of a tier that routes depend on are decided before it is entered: whether it must be awaited, can
+        be read as a source, reports its evictions, needs tenants. A tier that has other properties once it is entered,
+        or another block size, is refused.
 Rule 3. A tier that could not be made has a placeholder, which cannot be read as a source.
 Rule 4. A tier that was made here is closed here, last of all, whether it was entered or not.
 """
@@ -37,13 +39,15 @@ class Places:
 
     source: Source
     tiers: Mapping[str, Tier]
-    """By name, the fastest first."""
+    """The tiers by name, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
-    """The same tiers behind their breakers."""
+    """The tiers behind their breakers, by name."""
 
 
 async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: History) -> Places:
-    """Enter the source and the tiers of an engine in order; closing ``stack`` leaves them.
+    """Enter the source and the tiers of an engine in order.
+
+    Closing ``stack`` leaves them.
 
     Raises:
         TierNotEntered: a tier is absent, and the engine does not open without it.
@@ -72,7 +76,14 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
 
 
 def check_places(source: object, tiers: Mapping[str, object]) -> None:
-    """Raise unless these places can be joined. An absent tier is checked when it is entered."""
+    """Check that these places can be joined.
+
+    An absent tier is checked when it is entered.
+
+    Raises:
+        ValueError: there is no tier, or one place is given twice.
+        BlockSizeError: a tier has another block size than the source.
+    """
     if not tiers:
         raise ValueError("an engine needs at least one tier")
     there = [place for place in (source, *tiers.values()) if place is not None and not isinstance(place, str | Mapping)]
@@ -86,7 +97,7 @@ def check_places(source: object, tiers: Mapping[str, object]) -> None:
 
 
 def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> None:
-    """Raise if a route starts at a tier that could not be made.
+    """Check that no route starts at a tier not made yet.
 
     Raises:
         ConfigError: one does, or would if the tier can be read from.
@@ -105,7 +116,7 @@ def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> Non
 
 
 def _made(name: str, configured: TierLike, block_bytes: int, config: EngineConfig) -> Tier:
-    """Make a tier; or its placeholder, if it is absent and may be."""
+    """Make a tier, or a placeholder for a permitted absent tier."""
     knob = f"tiers.{name}"
     make = partial(make_tier, knob, configured, block_bytes)
     try:
@@ -121,7 +132,10 @@ def _made(name: str, configured: TierLike, block_bytes: int, config: EngineConfi
 async def _enter_by_reconnector(
     stack: AsyncExitStack, name: str, tier: Any, source: Source, config: EngineConfig, history: History
 ) -> BreakerTier:
-    """Start the reconnector of a tier, and wait for its first attempt. Returns the tier behind its breaker."""
+    """Start a tier's reconnector, and wait for its first attempt.
+
+    Returns the tier behind its breaker.
+    """
     kind = _kind_of(name, tier)
     breaker_tier = _breaker_tier(name, tier, config)
     runner = breaker_tier._runner
@@ -176,7 +190,7 @@ def _kind_of(name: str, tier: Tier) -> _Kind:
 
 
 def _breaker_tier(name: str, tier: Tier, config: EngineConfig) -> BreakerTier:
-    """Put a breaker in front of this tier; a tier that has one keeps it."""
+    """Return this tier with its breaker, or with a new one."""
     return with_breaker(tier, name, breaker=config.breaker)
 
 
@@ -195,7 +209,7 @@ async def _enter_or_raise(stack: AsyncExitStack, name: str, tier: object) -> Non
 
 
 async def _enter(stack: AsyncExitStack, place: Any) -> None:
-    """Enter a place until the stack is closed, if it can be entered."""
+    """Enter a place, if possible, until the stack is closed."""
     if _can_be_entered(place):
         await stack.enter_async_context(place)
 

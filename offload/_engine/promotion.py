@@ -1,18 +1,20 @@
-"""Promotion: writes blocks that were loaded from a slower tier into a faster one, after the load has returned.
+"""Promotion: writes blocks of a slower tier into a faster one.
+
+The blocks were loaded from the slower tier; they are written after the load has returned.
 
     load -------------------------------> answer
       '--> faster tier's own pipeline: is it there already? --> read it again, verified, into host memory --> copy in
 
-A promotion is a store whose precondition is that its bytes have been read. So every promise of a store holds for it: blocks
-that are present are filtered, blocks that another pipeline brings are not copied twice, its reading can be cancelled and its
-copy drains, and the end of the engine waits for it no longer than for any other store.
+A promotion is a store whose precondition is that its bytes have been read. So every promise of a store holds for it:
+blocks that are present are filtered, blocks that another pipeline brings are not copied twice, its reading can be
+cancelled and its copy drains, and the end of the engine waits for it no longer than for any other store.
 
-Rule 1. A load never waits for it, and the caller's cancel does not reach it: it begins once the result of the load is known, by
-        a call that does not wait, and runs in a pipeline of the engine.
-Rule 2. It uses no memory of the caller, who may reuse the destination once the load is over. So the bytes are read from the
-        slower tier once more, under their own lease, and only bytes that this tier has verified are written.
-Rule 3. It waits for room only if everything in the faster tier is pinned: that tier evicts if its route does; otherwise blocks
-        that do not fit are refused, and counted.
+Rule 1. A load never waits for it, and the caller's cancel does not reach it: it begins once the result of the load is
+        known, by a call that does not wait, and runs in a pipeline of the engine.
+Rule 2. It uses no memory of the caller, who may reuse the destination once the load is over. So the bytes are read from
+        the slower tier again, under their own lease, and only bytes that this tier has verified are written.
+Rule 3. It waits for room only if everything in the faster tier is pinned: that tier evicts if its route does; otherwise
+        blocks that do not fit are refused, and counted.
 """
 
 from __future__ import annotations
@@ -41,12 +43,18 @@ from .statistics import Counts, count
 from .tenants import TenantTags, nothing
 
 _LONGEST_WAIT = 1.0
-"""Seconds that a promotion waits for room if everything is pinned: long enough for a load to release its hit."""
+"""Seconds that a promotion waits for room if everything is pinned.
+
+That is long enough for a load to release its hit.
+"""
 _log = logging.getLogger("offload.engine")
 
 
 def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
-    """The settings of the pipeline that promotes into a tier, from those of the tier's route, for a budget of ``blocks``."""
+    """Return the settings of the pipeline that promotes into a tier.
+
+    They are derived from those of the tier's route, for a budget of ``blocks``.
+    """
     batches = config.batch_config
     most = min(batches.max_batch_size, blocks)
     return attrs.evolve(
@@ -63,7 +71,10 @@ def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
 
 
 class StagingBuffer(Destination):
-    """New host memory to read blocks into. Checksums are computed as blocks arrive, in the copy thread."""
+    """New host memory into which blocks are read.
+
+    Checksums are computed as blocks arrive, in the copy thread.
+    """
 
     def __init__(self, n: int, block_bytes: int) -> None:
         self._pages = new_pages(n, block_bytes)
@@ -81,7 +92,10 @@ class StagingBuffer(Destination):
         return self._pages.page_bytes
 
     def views(self) -> None:
-        """Not given, so that the tier calls :meth:`copy_in`, which computes checksums."""
+        """Return ``None``, so that the tier calls :meth:`copy_in`.
+
+        That method computes checksums.
+        """
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -100,9 +114,10 @@ class StagedBlock:
 
 
 class Staging(Source):
-    """Host memory with blocks that have been read and wait to be written, as a source. A missing block was gone.
+    """A source of blocks that were read into host memory.
 
-    It knows their checksums: a block that changes while it waits is not written.
+    They wait to be written. A missing block was gone. The source has their checksums: a block that changes while it
+    waits is not written.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -124,7 +139,10 @@ class Staging(Source):
         self._there[key] = block
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Remove blocks that were written, or will not be. Memory that a copy still reads is kept until the copy ends."""
+        """Remove blocks that were written, or will not be.
+
+        Memory that a copy still reads is kept until the copy ends.
+        """
         for key in keys:
             self._there.pop(key, None)
 
@@ -147,7 +165,7 @@ class Staging(Source):
             self._held.pop(ref, None)
 
     def views(self, refs: Sequence[int]) -> Pages:
-        """The memory of these blocks."""
+        """Return the memory of these blocks."""
         pages = [self._held[ref].page for ref in refs]
         return Pages([page.addresses[0] for page in pages], self._block_bytes, pages)
 
@@ -156,7 +174,7 @@ class Staging(Source):
         copy_pages(pages, self.views(refs))
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """The checksum of each block from when it was read."""
+        """Return the checksum of each block from when it was read."""
         return [self._held[ref].checksum for ref in refs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
@@ -166,17 +184,26 @@ class Staging(Source):
 
 @attrs.define(eq=False)
 class PromotionRoute:
-    """The route of promotions into one tier. As an instrument of its pipeline it counts what becomes of each."""
+    """The route of promotions into one tier.
+
+    As an instrument of its pipeline it counts the outcome of each.
+    """
 
     pipeline: Pipeline
     staging: Staging
     counts: Counts
     turns: trio.Semaphore = attrs.Factory(lambda: trio.Semaphore(1))
-    """One promotion reads at a time, since loads take precedence and use the slower tiers too."""
+    """Lets one promotion read at a time.
+
+    Loads take precedence, and use the slower tiers too.
+    """
     _ends: dict[OffloadContainer, Callable[[], None]] = attrs.Factory(dict)
 
     def begin(self, tier: Tier, keys: Sequence[Key], end: Callable[[], None]) -> None:
-        """Promote as many of these blocks as there is room for; ``end`` is called when that is over. Never waits."""
+        """Promote as many of these blocks as there is room for.
+
+        ``end`` is called when that is over. Never waits.
+        """
         statistics = self.pipeline.statistics()
         room = max(0, statistics.budget_blocks - statistics.used_blocks)
         if len(keys) > room:
@@ -196,7 +223,10 @@ class PromotionRoute:
             self._ends[reading.handle._container] = end
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook of an instrument: a promotion has settled. Counts it, and frees its memory."""
+        """Count a promotion that has settled, and free its memory.
+
+        This is the hook of an instrument.
+        """
         keys = container.blocks.keys
         self.staging.forget([key for key in keys if key not in container.filtered])
         self.counts.promoted += len(container.completed)
@@ -214,7 +244,10 @@ class PromotionRoute:
 
 
 def _depths_of(tier: Tier, keys: Sequence[Key]) -> Sequence[int | None] | None:
-    """The depths of these blocks in their prefixes, if their tier knows them. An error of the tier is logged."""
+    """Return the depths of these blocks in their prefixes, if known.
+
+    The tier may know them. An error of the tier is logged.
+    """
     try:
         depths = tier.depths_of(keys)
         if depths is not None and len(depths) != len(keys):
@@ -226,7 +259,7 @@ def _depths_of(tier: Tier, keys: Sequence[Key]) -> Sequence[int | None] | None:
 
 
 def _word(error: BaseException | None) -> str:
-    """The reason for which blocks did not arrive, in a word."""
+    """Return the reason for which blocks did not arrive, in a word."""
     if isinstance(error, PreconditionFailed):
         error = error.__cause__
     words: tuple[tuple[type[Exception], str], ...] = (
@@ -246,7 +279,7 @@ async def open_promotion_route(
     counts: Counts,
     load_priority: LoadPriority,
 ) -> AsyncIterator[PromotionRoute]:
-    """Open the route of promotions into this tier, for the length of an ``async with`` block."""
+    """Open the route of promotions into this tier, until the block ends."""
     staging = Staging(block_bytes)
     async with open_pipeline(
         staging,
@@ -263,16 +296,17 @@ async def open_promotion_route(
 
 @attrs.define(eq=False)
 class _ReadFromSlowerTier:
-    """The precondition of a promotion: its bytes have been read and verified."""
+    """The precondition of a promotion: its bytes were read and verified."""
 
     route_up: PromotionRoute
     tier: Tier
     handle: TransferHandle | None = None
 
     async def __call__(self) -> None:
-        """Read the blocks into host memory. Cancelled, nothing is pinned, and no copy is under way any more.
+        """Read the blocks into host memory.
 
-        Except for a copy from a disk that hangs: this returns after ``drain_timeout``, and the memory it reads into is kept.
+        If cancelled, nothing is pinned, and no copy is under way any more, except for a copy from a disk that hangs:
+        this returns after ``drain_timeout``, and the memory into which it reads is kept.
         """
         assert self.handle is not None
         keys, staging = self.handle.passed_blocks, self.route_up.staging
@@ -302,7 +336,9 @@ class Promoter:
             raise ValueError(f"promote = {promote!r}: must be true, false, or one of {names}")
 
     def promote(self, keys: Sequence[Key], origins: Sequence[int], to: bool | str, tenant: str) -> None:
-        """Begin to write these blocks into the fastest tier, or the one named, if they come from slower ones.
+        """Begin to write these blocks into a faster tier.
+
+        It is the fastest tier, or the one named. Blocks that come from it, or from a faster one, are left out.
 
         Args:
             keys: blocks that were loaded.

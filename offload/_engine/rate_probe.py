@@ -1,8 +1,9 @@
-"""Measures tiers that requests do not load from, so that none stays decided against for ever.
+"""Measurements of tiers from which requests do not load.
 
-A lookup that leaves blocks out, and a load that is given up, hand a few of their keys in. A task for each tier loads these into
-memory of its own, and no request waits for it. One at a time, and not again within ``probe_interval``: what comes meanwhile
-is dropped.
+Without them, a tier once decided against would stay so for ever. A lookup that leaves blocks out, and a load that is
+given up, pass a few of their keys to the probe. A task for each tier loads these into memory of its own, and no request
+waits for it. There is one probe at a time, and none within ``probe_interval`` after one: requests for one meanwhile are
+dropped.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ from .rates import SETTLED
 from .tenants import TenantTags, nothing
 
 MOST_BLOCKS: Final = 12
-"""Blocks that a probe loads."""
+"""Most blocks that a probe loads."""
 LONGEST: Final = 10.0
-"""Seconds that a probe may take. A tier for which that is not enough is slower than any computation."""
+"""Most seconds that a probe takes.
+
+A tier that needs longer is slower than any computation.
+"""
 _LEAVE_AFTER: Final = 10.0
-"""Seconds for the end of a copy that was cancelled, behind which its memory is kept."""
+"""Seconds to wait for the end of a cancelled copy.
+
+After that its memory is kept.
+"""
 _log = logging.getLogger("offload.engine")
 
 
 def parts_of(blocks: int) -> Sequence[int]:
-    """Where the loads of a probe begin and end: as many as settle a rate.
+    """Return the bounds of a probe's loads, enough to settle a rate.
 
-    Of different sizes where there are enough blocks, so that latency and bandwidth can be told apart; and of different blocks,
-    since a cache below the tier might have those that were just read. Of fewer blocks than loads, each load is of all.
+    The loads have different sizes if there are enough blocks, so that latency and bandwidth can be distinguished; and
+    they are of different blocks, since a cache below the tier might have blocks that were just read. If there are fewer
+    blocks than loads, each load is of all blocks.
     """
     if blocks < SETTLED:
         return [0] * (SETTLED + 1)
@@ -58,16 +66,19 @@ class RateProbe:
     interval: float
     """Seconds between two probes of a tier."""
     tags: TenantTags | None
-    """``None`` where no tier must know tenants."""
+    """The tags of tenants, or ``None`` if no tier must know them."""
     _wanted: dict[int, trio.MemorySendChannel[tuple[Sequence[Key], str]]] = attrs.Factory(dict)
 
     def request(self, rank: int, keys: Sequence[Key], tenant: str) -> None:
-        """Measure the tier at this position by these blocks, if it is due. Never waits."""
+        """Measure a tier by these blocks, if that is due.
+
+        Never waits.
+        """
         wanted = self._wanted.get(rank)
         if wanted is not None and keys:
             try:
                 wanted.send_nowait((keys[:MOST_BLOCKS], tenant))
-            except trio.WouldBlock:  # its task does not wait for work: a probe is under way, or was, a short time ago
+            except trio.WouldBlock:  # its task does not wait for work: a probe is under way, or was a short time ago
                 return
 
     async def run(self) -> None:
@@ -91,7 +102,7 @@ class RateProbe:
             await trio.sleep(self.interval)
 
     async def _probe(self, rank: int, keys: Sequence[Key], tenant: str) -> str:
-        """Load these blocks, part by part. Returns how it ended."""
+        """Load these blocks, part by part, and return the outcome."""
         end = nothing if self.tags is None else self.tags.carry(keys, tenant)
         try:
             for start, stop in pairwise(parts_of(len(keys))):
@@ -102,7 +113,10 @@ class RateProbe:
             end()
 
     async def _measure(self, rank: int, keys: Sequence[Key]) -> bool:
-        """Load these blocks at once, and time it. Returns whether all of them came."""
+        """Load these blocks at once, and measure the time.
+
+        Returns whether all of them were loaded.
+        """
         name, tier = self.places[rank]
         memory = new_pages(len(keys), self.block_bytes)
         began = trio.current_time()

@@ -1,16 +1,18 @@
-"""Plans the routes between the tiers of an engine, which route feeds which, and which store evicted blocks. Pure.
+"""The plan of the routes between the tiers of an engine. Pure.
 
-Rule 1. A route leads down: from the source, or from a tier to a slower one. So there is no cycle, and routes sorted by their
-        destination are upstream first.
+It decides which routes there are, which route feeds which, and which ones store evicted blocks. The rules:
+
+Rule 1. A route leads down: from the source, or from a tier to a slower one. So there is no cycle, and routes sorted by
+        their destination are upstream first.
 Rule 2. The first route leads from the source to the first tier, whatever else is configured.
-Rule 3. With a chain there is a route from each tier to the next, as long as each tier can be read as a source. A page store
-        can, but not with ``on_evict``: it does not report what it evicts.
-Rule 4. With ``chain = "on_evict"`` a route that starts at a tier stores what that tier evicts, and nothing else by itself. So
-        only one route may start at a tier, and the tier must report its evictions.
-Rule 5. A tier that feeds others by eviction must evict: the routes into it have ``on_destination_full = "evict"``. If there are
-        several, the one with the shortest wait sets the pace.
-Rule 6. A tier that needs the tenants of its blocks may be below or above: then the tenants are indexed in every tier whose
-        victims come there, directly or not, so that victims keep theirs.
+Rule 3. With a chain there is a route from each tier to the next, as long as each tier can be read as a source. A page
+        store can, but not with ``on_evict``: it does not report its evictions.
+Rule 4. With ``chain = "on_evict"`` a route that starts at a tier stores the blocks which that tier evicts, and nothing
+        else by itself. So only one route may start at a tier, and the tier must report its evictions.
+Rule 5. A tier that feeds others by eviction must evict: the routes into it have ``on_destination_full = "evict"``. If
+        there are several, the one with the shortest wait sets the pace.
+Rule 6. A tier that needs the tenants of its blocks may be below or above: then the tenants are indexed in every tier
+        whose victims come there, directly or not, so that victims keep theirs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class PlannedRoute:
     """One route of an engine."""
 
     name: str
-    """The name of its pipeline: the tier that it leads to, if it starts where a route there starts by default."""
+    """The name of its pipeline.
+
+    It is the name of the tier that it leads to, if it starts at the default place for that tier.
+    """
     to: str
     """The tier that it leads to."""
     above: str
@@ -42,9 +47,9 @@ class PlannedRoute:
     route: Route
     """Its configuration."""
     feeds: tuple[str, ...]
-    """The names of the routes that go on from what it has stored."""
+    """The names of the routes that pass on its stored blocks."""
     required: bool = False
-    """Whether what feeds it waits for it."""
+    """Whether the routes that feed it wait for it."""
 
 
 def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route], chain: Chain) -> list[PlannedRoute]:
@@ -52,12 +57,13 @@ def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]
 
     Args:
         tiers: the names, from the fastest to the slowest; at least one.
-        sources: those of them that can be read as a source.
+        sources: the ones of them that can be read as a source.
         routes: the configured routes; their tiers exist.
-        chain: what is stored in the next tier.
+        chain: the blocks that are stored in the next tier.
 
     Raises:
-        ConfigError: a route leads up, starts at a tier that cannot be read from, is given twice, or has the name of a tier.
+        ConfigError: a route leads up, starts at a tier that cannot be read from, is given twice, or has the name of a
+            tier.
     """
     configured = _by_ends(tiers, sources, routes)
     wanted = {(SOURCE, tiers[0]): Route(tiers[0])}
@@ -82,7 +88,13 @@ def _is_required(route: Route, chain: Chain) -> bool:
 
 
 def _check_distinct(names: Mapping[tuple[str, str], str]) -> None:
-    """A route that does not start at its default is named after both ends; raise if a tier has that name."""
+    """Check that no route has the name of another route.
+
+    A route that does not start at its default is named after both ends, which may be the name of a tier.
+
+    Raises:
+        ConfigError: two routes have one name.
+    """
     called: dict[str, tuple[str, str]] = {}
     for end, name in names.items():
         other = called.setdefault(name, end)
@@ -98,7 +110,7 @@ def _fed(end: tuple[str, str], route: Route, names: Mapping[tuple[str, str], str
 
 
 def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]) -> dict[tuple[str, str], Route]:
-    """The configured routes, by start and destination."""
+    """Return the configured routes, by start and destination."""
     configured: dict[tuple[str, str], Route] = {}
     for at, route in enumerate(routes):
         above = route.source or _above(tiers, sources, route.to)
@@ -116,18 +128,20 @@ def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Ro
 
 
 def _above(tiers: Sequence[str], sources: Collection[str], to: str) -> str:
-    """Where a route to this tier starts by default."""
+    """Return the default start of a route to this tier."""
     at = tiers.index(to)
     return tiers[at - 1] if at and tiers[at - 1] in sources else SOURCE
 
 
-# --- what carries victims ---------------------------------------------------------------------------------------------
+# --- the routes of victims --------------------------------------------------------------------------------------------
 
 
 def spill_configs(
     planned: Sequence[PlannedRoute], tiers: Mapping[str, Any], config: EngineConfig
 ) -> dict[str, PipelineConfig]:
-    """The routes that store what their tier evicts, by name, each with its pipeline's settings; only with ``on_evict``.
+    """Return the settings of the routes that store evicted blocks, by name.
+
+    There are such routes only with ``on_evict``.
 
     Args:
         planned: all routes, upstream first.
@@ -168,7 +182,9 @@ def _check(route: PlannedRoute, tiers: Mapping[str, Tier]) -> None:
 
 
 def tiers_to_index(planned: Sequence[PlannedRoute], spilling: Collection[str], of_tenants: Collection[str]) -> set[str]:
-    """The tiers whose blocks' tenants must be indexed: their victims go to a tier that needs tenants, or come from one.
+    """Return the tiers that need an index of their blocks' tenants.
+
+    Their victims go to a tier that needs tenants, or come from one.
 
     Args:
         planned: all routes, upstream first.

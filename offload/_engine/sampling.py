@@ -1,7 +1,8 @@
-"""Which of many events are looked at: one in so many, at places that a seed decides. Pure.
+"""The sampling of events: one in so many, by a seed. Pure.
 
-Events fall into windows of ``every``. In each window one is drawn, so that of any so many loads some are checked, however the
-seed falls; and where in its window it stands follows from the seed, so that no rhythm of the caller's hides from it.
+Events fall into windows of ``every``. In each window one is drawn, so that of any so many loads some are checked,
+whatever the seed; and its position in the window follows from the seed, so that no rhythm of the caller's hides from
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 SEED: Final = 0
-"""Of every engine, so that a run that is repeated checks the same loads."""
+"""The seed of every engine; a repeated run checks the same loads."""
 
 
 class Sampler:
@@ -29,12 +30,15 @@ class Sampler:
             raise ValueError(f"every = {every!r}: must be at least 1")
         self._every = every
         self._rng = random.Random(seed)
-        self._before = 0  # events until the next that is drawn
-        self._behind = 0  # events of its window that come behind it
+        self._before = 0  # events until the next drawn one
+        self._behind = 0  # events of its window that come after it
         self._open_window()
 
     def draw(self, n: int = 1) -> Sequence[int]:
-        """``n`` events happen: the positions, among them, of those that are drawn. Costs as much for many as for one."""
+        """Return the positions of the drawn ones among the next ``n`` events.
+
+        Costs as much for many as for one.
+        """
         if n <= self._before:
             self._before -= n
             return ()
@@ -51,7 +55,10 @@ class Sampler:
         return drawn
 
     def choose(self, n: int, most: int) -> Sequence[int]:
-        """At most so many of ``n`` positions, ascending, each as likely as any other."""
+        """Return at most ``most`` of ``n`` positions, ascending.
+
+        Each is as likely as any other.
+        """
         return range(n) if n <= most else sorted(self._rng.sample(range(n), most))
 
     def _open_window(self) -> None:

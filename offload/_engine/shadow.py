@@ -1,18 +1,20 @@
-"""The shadow check: some of what is loaded is compared once more, with something that is not its checksum.
+"""The shadow check: some loaded blocks are compared with other data.
 
-A checksum says that the bytes of a block are those that a tier was given. It does not say that they are those of this key (a
-page of another request, or of yesterday, has a checksum, too), that they were put where they belong, or that the planes of
-the block lie where the engine reads them. So a block that stands at its destination is compared
+A checksum proves that the bytes of a block are those that a tier was given. It does not prove that they are those of
+this key (a page of another request, or of yesterday, has a checksum, too), that they were put at the right place, or
+that the planes of the block lie where the engine reads them. So a block at its destination is compared
 
-* with *what was stored*: the samples of its planes, taken at the source when it was copied from there. Of one block in
+* with the *stored* samples: those of its planes, taken at the source when it was copied from there. Of one block in
   ``every``;
-* with what the engine has *recomputed*, where it handed in how (:class:`offload.abc.Recompute`). In one load of ``every``;
-* with what its tier gives when it is *read again*, into other memory, byte for byte. In one load of ``every``.
+* with the samples that the engine has *recomputed*, if it provided a function (:class:`offload.abc.Recompute`). In one
+  load of ``every``;
+* with the bytes of its tier, *read again* into other memory. In one load of ``every``.
 
-Rule 1. The load waits for it, and what it finds is this load's answer: the prefix ends before a block that is wrong.
-Rule 2. What could not be compared is counted, with the reason, and says nothing about a block. No error in here is the load's.
-Rule 3. A key under which something wrong was found is withheld until no tier has it (:mod:`offload._engine.withheld`):
-        wherever a copy of it lies, it may be wrong as well, so it is deleted everywhere.
+Rule 1. The load waits for the check, whose finding is this load's answer: the prefix ends before a block that is wrong.
+Rule 2. A comparison that could not be made is counted, with the reason, and proves nothing about a block. No error in
+        here is the load's.
+Rule 3. A key whose block was found wrong is withheld until no tier has it (:mod:`offload._engine.withheld`): any copy
+        of it may be wrong as well, so it is deleted everywhere.
 Rule 4. A load that is not checked pays for a truth test or two, however many blocks it has; see :class:`Sampler`.
 """
 
@@ -43,24 +45,36 @@ from .statistics import Counts, ShadowStatistics, count
 from .withheld import WithheldKeys
 
 MISMATCH: Final = Missed("mismatch")
-"""What was loaded is not what its key stands for."""
+"""The outcome of a loaded block that differs from its key's content."""
 WITHHELD: Final = Missed("withheld")
-"""The hit is older than the mismatch that was found under this key."""
+"""The outcome of a block whose key mismatched after its lookup."""
 
 MOST_BLOCKS: Final = 16
-"""Blocks of one load that are read again or recomputed: what is wrong with a load is mostly wrong with many of its blocks."""
+"""Most blocks of one load that are read again or recomputed.
+
+A fault of a load mostly concerns many of its blocks.
+"""
 MOST_STORED: Final = 1_024
-"""Blocks whose samples are remembered: those of the last million that were stored, at one in a thousand. At most 12 MB."""
+"""Most blocks whose samples are kept.
+
+They are of the last million stored blocks, at one in a thousand, and take at most 12 MB.
+"""
 LONGEST_CHECK: Final = 1.0
-"""Seconds that a load waits for a tier, or for the deletion of what is wrong. Behind that nothing is concluded."""
+"""Seconds that a load waits for a tier, or for a deletion.
+
+The deletion is of wrong blocks. After that time nothing is concluded.
+"""
 _PASSES: Final = 3
-"""How often a tier is asked to delete what is wrong: the first time it may have it, and then it says that it has not."""
+"""Most times that a tier is asked to delete a wrong block.
+
+The first time it may have the block; then it answers that it does not.
+"""
 
 _FoundBy = Literal["stored", "recomputed", "read again"]
 _log = logging.getLogger("offload.shadow")
 
 
-# --- what was stored --------------------------------------------------------------------------------------------------
+# --- the stored samples -----------------------------------------------------------------------------------------------
 
 
 @attrs.define(eq=False)
@@ -69,16 +83,20 @@ class _StoredBlock:
     loads: int = 0
 
     def is_due(self, every: int) -> bool:
-        """Whether this load of it is compared: its first, second, fourth, ... and each ``every``-th.
+        """Return whether this load of the block is compared.
 
-        A block that is loaded often, such as that of a system prompt, would else be compared in every load there is.
+        It is for the block's first, second, fourth, ... and each ``every``-th load. A block that is loaded often, such
+        as that of a system prompt, would otherwise be compared in every load.
         """
         self.loads += 1
         return self.loads % every == 0 or (self.loads < every and self.loads & (self.loads - 1) == 0)
 
 
 class StoredSamples:
-    """The samples of some of the blocks that were stored, read by the pipelines that lead from the source."""
+    """The samples of some stored blocks.
+
+    The pipelines that lead from the source read them.
+    """
 
     def __init__(self, source: Source, every: int) -> None:
         place: Any = source
@@ -90,9 +108,10 @@ class StoredSamples:
         self.plane_names: Sequence[str] = place.plane_names
 
     async def note(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Read some of these blocks, which are copied next, so that they are complete, and stay as they are for as long.
+        """Read some of these blocks, which are copied next.
 
-        Blocks that are no runs of host memory are read in a thread, since a device may be long about it.
+        So they are complete, and do not change meanwhile. Blocks that are no runs of host memory are read in a thread,
+        since a device may take long.
         """
         drawn = list(self._sampler.draw(len(keys)))
         if not drawn:
@@ -116,12 +135,12 @@ class StoredSamples:
             del self.blocks[next(iter(self.blocks))]
 
     def due(self, keys: Sequence[Key]) -> Mapping[int, array[float]]:
-        """The blocks of a load that are to be compared with what was stored, by position."""
+        """Return the stored samples of a load's blocks to compare, by position."""
         known = [(at, self.blocks[key]) for at, key in enumerate(keys) if key in self.blocks]
         return {at: block.samples for at, block in known if block.is_due(self._every)}
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These were wrong: whatever was sampled of them, they will be stored anew."""
+        """Forget the samples of wrong blocks, which will be stored again."""
         for key in keys:
             self.blocks.pop(key, None)
 
@@ -131,30 +150,36 @@ class StoredSamples:
 
 @attrs.define(eq=False)
 class ShadowCheck:
-    """The shadow check of one engine. Opened with it; see :func:`offload.open_engine`."""
+    """The shadow check of one engine.
+
+    Opened with it; see :func:`offload.open_engine`.
+    """
 
     every: int
-    """One in so many loads, and stored blocks."""
+    """One in so many loads, and stored blocks, is checked."""
     places: Sequence[Place]
     """The tiers, the fastest first."""
     history: History
     counts: Counts
     withheld: WithheldKeys
     in_flight: Callable[[Sequence[Key]], Mapping[Key, object]]
-    """Which of these keys a pipeline has, so that a copy may arrive somewhere later."""
+    """Returns the ones of some keys that a pipeline has.
+
+    A copy of these may arrive somewhere later.
+    """
     stored: StoredSamples | None
-    """What was stored, where the source has planes."""
+    """The stored samples, or ``None`` if the source has no planes."""
     recompute: Recompute | None
     observers: list[EngineInstrument]
     _loads: Sampler = attrs.field(init=False)
     _owed: int = attrs.field(init=False, default=0)
-    """Loads that were drawn and went unchecked."""
+    """Number of loads that were drawn and went unchecked."""
 
     def __attrs_post_init__(self) -> None:
         self._loads = Sampler(self.every)
 
     def statistics(self) -> ShadowStatistics:
-        """An immutable snapshot."""
+        """Return an immutable snapshot."""
         counts = self.counts
         return ShadowStatistics(
             checked_loads=counts.checked_loads,
@@ -165,11 +190,13 @@ class ShadowCheck:
         )
 
     def draw(self, keys: Sequence[Key], since: int) -> bool | None:
-        """Whether a load of these was drawn, to be compared whole; ``None`` where nothing of it is to be checked: rule 4.
+        """Return whether a load was drawn, to be compared whole.
+
+        ``None`` if nothing of it is to be checked: rule 4.
 
         Args:
-            keys: what is loaded.
-            since: ``withheld.total`` when its hit was looked for.
+            keys: the keys of the load.
+            since: ``withheld.total`` when its hit was looked up.
         """
         if keys and self._loads.draw():
             return True
@@ -180,21 +207,27 @@ class ShadowCheck:
         return False if known or since != self.withheld.total else None
 
     def may_pass(self, keys: Sequence[Key], since: int) -> bool:
-        """Whether a load of these may go unchecked: a load in the calling thread, which is not compared. Changes nothing."""
+        """Return whether a load of these keys may go unchecked.
+
+        It is a load in the calling thread, which is not compared. This changes nothing.
+        """
         known = self.stored is not None and not self.stored.blocks.keys().isdisjoint(keys)
         return not (known or self._owed or since != self.withheld.total)
 
     def note_passed(self) -> None:
-        """A load went unchecked. If it was drawn, a later one is compared in its place."""
+        """Record that a load went unchecked.
+
+        If it was drawn, a later one is compared in its place.
+        """
         self._owed += len(self._loads.draw())
 
     async def check(self, loading: Loading, segments: Sequence[Segment], since: int, *, drawn: bool) -> None:
-        """Compare what a load has brought, and correct its outcomes.
+        """Compare the blocks of a load, and correct its outcomes.
 
         Args:
             loading: the load, whose copies are over, and whose hit is held.
-            segments: what it was loaded from.
-            since: ``withheld.total`` when its hit was looked for.
+            segments: the segments of the hit.
+            since: ``withheld.total`` when its hit was looked up.
             drawn: the answer of :meth:`draw`.
         """
         keys = loading.keys[: loading.leading()]
@@ -219,7 +252,10 @@ class ShadowCheck:
         *,
         drawn: bool,
     ) -> dict[int, tuple[_FoundBy, str]]:
-        """What is wrong with the blocks of a load, by position: what they were compared with, and how they differ."""
+        """Return the wrong blocks of a load, by position.
+
+        Each has the reference that it was compared with, and the difference.
+        """
         self.counts.checked_loads += 1
         wrong: dict[int, tuple[_FoundBy, str]] = {}
         chosen = self._loads.choose(len(keys), MOST_BLOCKS) if drawn else ()
@@ -241,7 +277,7 @@ class ShadowCheck:
         found_by: _FoundBy,
         wrong: dict[int, tuple[_FoundBy, str]],
     ) -> None:
-        """Compare planes at the destination with what they should hold."""
+        """Compare planes at the destination with the expected samples."""
         if not expected:
             return
         names = destination.plane_names
@@ -285,7 +321,10 @@ class ShadowCheck:
         speed: int,
         wrong: dict[int, tuple[_FoundBy, str]],
     ) -> None:
-        """Read blocks of one tier into other memory, and compare what stands at the destination with that."""
+        """Read blocks of one tier into other memory, and compare them.
+
+        They are compared with the blocks at the destination.
+        """
         if not positions:
             return
         if destination.views() is None and not destination.is_readable:
@@ -317,12 +356,15 @@ class ShadowCheck:
         if error is not None:
             _log.warning("%d loaded blocks could not be compared, %s: %s", n, reason, describe(error))
 
-    # --- what is wrong --------------------------------------------------------------------------------------------
+    # --- wrong blocks ---------------------------------------------------------------------------------------------
 
     def _withhold(
         self, wrong: Mapping[int, tuple[_FoundBy, str]], loading: Loading, segments: Sequence[Segment]
     ) -> None:
-        """Name what is wrong, and have it found no more. The load has not brought it."""
+        """Announce the wrong blocks, and withhold them.
+
+        The load counts them as missed.
+        """
         for at, (found_by, what) in wrong.items():
             key, name = loading.keys[at], self.places[loading.origins[at]][0]
             self.announce(Mismatch(key, name, found_by, what))
@@ -341,7 +383,7 @@ class ShadowCheck:
             start += segment.blocks
 
     def announce(self, mismatch: Mismatch) -> None:
-        """Count a mismatch, write it into the log, and tell the observers."""
+        """Count a mismatch, log it, and call the observers."""
         count(self.counts.mismatches, mismatch.found_by)
         _log.error(
             "block %s from %s is not what its key stands for (%s): %s",
@@ -358,10 +400,13 @@ class ShadowCheck:
                 _log.exception("mismatch of instrument %r raised; it is not told any more", observer)
 
     async def purge(self, keys: Sequence[Key], within: float = LONGEST_CHECK) -> None:
-        """Delete these withheld keys in all tiers, and withhold them no longer once no tier has them."""
+        """Delete these withheld keys in all tiers.
+
+        They are withheld no longer once no tier has them.
+        """
         with trio.move_on_after(min(within, LONGEST_CHECK)):
             for _ in range(_PASSES):
-                # On its way when it was asked for, it may have arrived behind the tier's answer.
+                # A block on its way at the time of the question may have arrived after the tier's answer.
                 before = self.in_flight(keys)
                 gone = await self._delete(keys)
                 after = self.in_flight(keys)
@@ -371,7 +416,10 @@ class ShadowCheck:
                     return
 
     async def _delete(self, keys: Sequence[Key]) -> set[Key]:
-        """Have every tier delete these. Returns those of which every tier says that it does not have them."""
+        """Have every tier delete these keys.
+
+        Returns the ones of which every tier answers that it does not have them.
+        """
         gone = set(keys)
         for name, tier in self.places:
             try:
@@ -384,11 +432,17 @@ class ShadowCheck:
 
 
 _INLINE_BYTES: Final = 512 * 1024
-"""Host memory up to here is compared at once: waking a thread costs more."""
+"""Most bytes of host memory that are compared in the trio thread.
+
+Waking a thread costs more.
+"""
 
 
 async def _compare_bytes(destination: Destination, positions: Sequence[int], pages: Pages) -> list[bool | str]:
-    """Whether each of these places holds the bytes of the page at the same position; why that is not known, in words."""
+    """Return whether each place holds the bytes of its page.
+
+    Instead of the answer there is the reason, in words, if it is not known.
+    """
     places = destination.views()
     if places is not None and len(pages) * pages.page_bytes <= _INLINE_BYTES:
         return _equal(places.at(positions), pages)
@@ -407,7 +461,7 @@ def _compare_in_thread(destination: Destination, positions: Sequence[int], pages
         if len(positions) == 1:
             _log.warning("a destination could not be read back: %s", describe(error))
             return ["destination not read"]
-        # One that cannot be read, since a part of it was not loaded, is no reason to leave out the others.
+        # A block that cannot be read, since a part of it was not loaded, is no reason to leave out the others.
         return [_compare_in_thread(destination, [at], pages.part(row, row + 1))[0] for row, at in enumerate(positions)]
     return _equal(here, pages)
 

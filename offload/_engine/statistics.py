@@ -1,4 +1,4 @@
-"""Statistics of an engine: an immutable snapshot, and the counters behind it."""
+"""Statistics of an engine: an immutable snapshot, and its counters."""
 
 from __future__ import annotations
 
@@ -17,40 +17,71 @@ from .rates import ComputeRate, LoadRate
 
 @attrs.frozen
 class ShadowStatistics:
-    """What the shadow check of an engine has compared. Counters count from its start."""
+    """The comparisons of an engine's shadow check.
+
+    Counters count from its start.
+    """
 
     checked_loads: int = 0
     """Loads of which some blocks were compared."""
     compared: Mapping[str, int] = attrs.field(factory=dict)
-    """Comparisons of a block, by what it was compared with: ``stored``, ``recomputed``, ``read again``."""
+    """Comparisons of a block, by reference.
+
+    The references are ``stored``, ``recomputed`` and ``read again``.
+    """
     mismatches: Mapping[str, int] = attrs.field(factory=dict)
-    """Those of them that found another block, or other planes; and ``layout``, by :meth:`offload.Engine.check_layout`."""
+    """Comparisons that found another block, or other planes.
+
+    The reference ``layout`` is that of :meth:`offload.Engine.check_layout`.
+    """
     inconclusive: Mapping[str, int] = attrs.field(factory=dict)
-    """Checks that came to no answer, by reason. They say nothing about a block."""
+    """Checks that had no result, by reason.
+
+    They prove nothing about a block.
+    """
     withheld: int = 0
-    """Keys that are not served now: a tier may still have what was found wrong under them."""
+    """Keys that are not served now.
+
+    A tier may still have the block that was found wrong.
+    """
 
 
 @attrs.frozen
 class ChoiceStatistics:
-    """Loading beside recomputing, as an engine sees it. Counters count from its start; see :class:`offload.LoadOrRecompute`."""
+    """The choice between loading and recomputing, in one engine.
+
+    Counters count from its start; see :class:`offload.LoadOrRecompute`.
+    """
 
     advised: Mapping[str, int] = attrs.field(factory=dict)
-    """Lookups that found something, by what was advised: ``load`` all, ``part``, ``recompute``, and ``unknown``: load, since it
-    is not known how long computing takes."""
+    """Lookups that found blocks, by advice.
+
+    ``load`` all, ``part``, ``recompute``, and ``unknown``: load, since the time of computing is not known.
+    """
     cut_blocks: int = 0
-    """Blocks that were found and left where they are, as was advised; only with ``enforce``."""
+    """Blocks that were found and, as advised, not loaded.
+
+    Only with ``enforce``.
+    """
     given_up: Mapping[str, int] = attrs.field(factory=dict)
-    """Loads that were given up, by why: ``late``, since they fell behind; ``slower``, since the rest is computed sooner."""
+    """Loads that were given up, by reason.
+
+    ``late``: they fell behind; ``slower``: the rest is computed sooner.
+    """
     slowest_end: float = 0.0
-    """The longest that a copy went on behind the deadline of its load, in seconds: what giving up has cost beyond it."""
+    """The longest time of a copy after its load's deadline, in seconds.
+
+    That is the cost of giving up beyond the deadline.
+    """
     probes: Mapping[str, int] = attrs.field(factory=dict)
-    """Loads that no request waited for, to measure a tier, by how they ended: ``measured``, ``gone``, ``failed``, ``too
-    slow``."""
+    """Probes, which are loads to measure a tier, by outcome.
+
+    No request waits for them. The outcomes are ``measured``, ``gone``, ``failed`` and ``too slow``.
+    """
     load_rates: Mapping[str, LoadRate] = attrs.field(factory=dict)
-    """How long loads take, by the name of the tier; of those that were measured."""
+    """The rate of loads, by the name of the tier, if measured."""
     compute_rate: ComputeRate | None = None
-    """How long computing takes."""
+    """The rate of computing."""
 
 
 @attrs.frozen
@@ -60,13 +91,19 @@ class EngineStatistics:
     pipelines: Mapping[str, PipelineStatistics]
     """The statistics of each pipeline, by the name of its route."""
     tiers: Mapping[str, TierStatistics]
-    """The statistics of each tier, by name, from the fastest to the slowest."""
+    """The statistics of each tier, by name.
+
+    They are in order from the fastest to the slowest.
+    """
     health: Mapping[str, Health]
-    """The state of each tier's breaker: a tier that has broken is left alone for a while."""
+    """The state of each tier's breaker.
+
+    A tier that has broken is left alone for a while.
+    """
     lookups: int
     """Lookups that returned."""
     asked_blocks: int
-    """Keys that they were called with."""
+    """Keys with which these lookups were called."""
     hit_blocks: int
     """Keys that they found: the sum of the prefixes' lengths."""
     loads: int
@@ -74,39 +111,61 @@ class EngineStatistics:
     loaded_blocks: int
     """Blocks that they loaded, up to the first gap of each."""
     load_failures: Mapping[str, int]
-    """Blocks that were found and could not be loaded, by reason; those behind them are not counted."""
+    """Blocks that were found and could not be loaded, by reason.
+
+    The blocks after them are not counted.
+    """
     lookup_failures: Mapping[str, int]
-    """Lookups that had to leave out a tier because it raised, by its name; those of a retry included."""
+    """Lookups that left out a tier because it raised, by its name.
+
+    Lookups of a retry are included.
+    """
     load_faults: Mapping[str, int]
-    """Blocks that a tier had found and did not deliver, by its name; also those that a retry recovered."""
+    """Blocks found but not delivered by a tier, by its name.
+
+    Blocks that a retry recovered are included.
+    """
     retried_blocks: int
-    """Blocks that were looked up once more, in the tiers behind the one that failed."""
+    """Blocks that were looked up again in slower tiers.
+
+    The tier of their hit had failed.
+    """
     recovered_blocks: int
-    """Blocks of these that were loaded."""
+    """Number of these blocks that were loaded."""
     promoted_blocks: int
-    """Blocks that were loaded from a slower tier and then written into a faster one."""
+    """Blocks that promotions wrote into a faster tier."""
     promotions_refused: Mapping[str, int]
-    """Blocks that were not promoted, by reason: ``duplicate`` (present already, or on the way), ``full`` (no room there),
-    ``busy`` (``promotion_blocks`` were being promoted), ``gone`` (the slower tier had lost them by then), ``failed``,
-    ``closed`` (the engine ended)."""
+    """Blocks that were not promoted, by reason.
+
+    The reasons are ``duplicate`` (present already, or on the way), ``full`` (no room there), ``busy``
+    (``promotion_blocks`` were being promoted), ``gone`` (the slower tier had lost them by then), ``failed``, ``closed``
+    (the engine ended).
+    """
     promoting_blocks: int
     """Blocks that are being promoted now."""
     spills: Mapping[str, SpillStatistics]
-    """What became of blocks that a tier evicted, by the name of the route that stores them; empty but with ``chain =
-    "on_evict"``."""
+    """The statistics of evicted blocks, by the route that stores them.
+
+    Empty but with ``chain = "on_evict"``.
+    """
     open_hits: int
     """Hits that have not been released; their blocks are pinned."""
     quarantined: int
-    """Copies without a proven end, promotions included: what they touched stays taken (``engine.quarantine``)."""
+    """Copies without a proven end, promotions included.
+
+    The memory that they touched stays taken (``engine.quarantine``).
+    """
     shadow: ShadowStatistics
-    """What was loaded and compared once more; see ``shadow_check``."""
+    """The comparisons of the shadow check; see ``shadow_check``."""
     load_or_recompute: ChoiceStatistics
-    """Loading beside recomputing; nothing where that is off."""
+    """The choice between loading and recomputing; empty if it is off."""
     hits_by_tier: Mapping[str, int] = attrs.field(factory=dict)
-    """Keys that lookups found, by the name of the tier that they are read from: ``hit_blocks``, apart, less what is computed
-    instead."""
+    """Keys that lookups found, by the name of their tier.
+
+    Together they are ``hit_blocks``, less the blocks that are computed instead.
+    """
     block_tokens: int = 0
-    """Tokens that a block stands for, as the configuration says; 0: it does not."""
+    """Tokens that a block stands for; 0 if not configured."""
 
 
 @attrs.define(eq=False)

@@ -1,21 +1,23 @@
-"""The tenants of blocks, for tiers that need them: tags while blocks move, an index while they are in a tier. Pure.
+"""The tenants of blocks, for tiers that need them. Pure.
 
-A tenant cannot be read from a key. So keys are tagged with a tenant (:meth:`backends.abc.Tier.carry`) from a store until
-its handle has settled, from a lookup until its hit is released, during a promotion, and from an eviction until the block is in
-the tier below (:class:`TenantTags`).
+Keys have tags while their blocks move, and an index has their tenants while they are in a tier. A tenant cannot be read
+from a key. So keys are tagged with a tenant (:meth:`backends.abc.Tier.carry`) from a store until its handle has
+settled, from a lookup until its hit is released, during a promotion, and from an eviction until the block is in the
+tier below (:class:`TenantTags`).
 
-An evicted block was stored long ago. If victims move into a tier that needs tenants, or out of one, a :class:`TenantIndex`
-remembers the tenant of each block of the tier above, as long as the block is there. It learns it from the stores:
+An evicted block was stored long ago. If victims move into a tier that needs tenants, or out of one, a
+:class:`TenantIndex` remembers the tenant of each block of the tier above, as long as the block is there. It learns the
+tenant from the stores:
 
     on its way --arrived--> a tenant's --evicted, deleted--> forgotten
 
 Rule 1. A block that one tenant brought belongs to that tenant. The first one wins, as its bytes do: a later one changes
         nothing.
 Rule 2. A block that several tenants bring at the same time has no tenant, since it is unknown whose bytes arrived.
-Rule 3. Neither has a block that was brought without a tag. The empty tenant is a tenant like all others: its blocks must not
-        count as untagged, so they are remembered too.
-Rule 4. Blocks that are neither in the tier nor on their way there are forgotten. The tier reports its evictions; other losses
-        are found by asking the tier before the index has grown to twice its size.
+Rule 3. Neither has a block that was brought without a tag. The empty tenant is a tenant like all others: its blocks
+        must not count as untagged, so they are remembered too.
+Rule 4. Blocks that are neither in the tier nor on their way there are forgotten. The tier reports its evictions; other
+        losses are found by asking the tier before the index has grown to twice its size.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
 
 
 def nothing() -> None:
-    """The end function of no tag: does nothing."""
+    """Do nothing: the end of a tag that was never set."""
 
 
 class TenantTags:
-    """Tags keys with their tenants in all tiers that need them. An instrument of every pipeline into a tier."""
+    """The tags of keys with their tenants, in tiers that need them.
+
+    An instrument of every pipeline into a tier.
+    """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._tiers = [tier for tier in tiers if tier.capabilities.needs_tenants]
@@ -48,9 +53,9 @@ class TenantTags:
         return bool(self._tiers)
 
     def remember(self, name: str, tier: Tier) -> Callable[[], None]:
-        """Keep an index of the tenants of this tier's blocks. Returns a function that ends this.
+        """Keep an index of the tenants of this tier's blocks.
 
-        The tier is asked without its breaker: a broken tier, too, knows what it has.
+        Returns a function that ends this. The tier is asked without its breaker: a broken tier, too, knows its blocks.
         """
         index = self._indexes[name] = TenantIndex(tier.contains_nowait)
         return tier.on_evicted(index.forget)
@@ -58,31 +63,36 @@ class TenantTags:
     # --- tags of blocks that move ------------------------------------------------------------------------------------------
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with their tenant until the returned function is called: in all tiers or, if one raises, in none.
+        """Tag these keys with their tenant until the returned function is called.
 
-        The empty tenant is tagged like any other: it must not be taken for another tenant with the same keys under way.
-        Calling the returned function again does nothing.
+        They are tagged in all tiers or, if one raises, in none. The empty tenant is tagged like any other: it must not
+        be taken for another tenant with the same keys under way. Calling the returned function again does nothing.
         """
         if not self._tiers:
             return nothing
         return _all([(tier.carry, keys, tenant) for tier in self._tiers])
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Like :meth:`carry`, for blocks that are about to arrive in a tier: the indexes record them too."""
+        """Tag keys of blocks that are about to arrive in a tier.
+
+        Like :meth:`carry`, but the indexes record them too.
+        """
         if not self._indexes:
             return self.carry(keys, tenant)
         carriers = [self.carry, *[index.bring for index in self._indexes.values()]]
         return _all([(carry, keys, tenant) for carry in carriers])
 
     def bring_up(self, keys: Sequence[Key], tenant: str, name: str, *, verified: bool) -> Callable[[], None]:
-        """Like :meth:`bring`, for blocks that this tenant has loaded from a tier and that are promoted.
+        """Tag keys of blocks that this tenant has loaded, for promotion.
+
+        Like :meth:`bring` otherwise.
 
         Args:
             keys: the blocks.
             tenant: the tenant that loaded them.
             name: the tier they were loaded from.
-            verified: whether that tier uses tenants itself, and so has verified this one. Otherwise a block that the index has
-                under another tenant, or as untagged, is promoted as untagged.
+            verified: whether that tier uses tenants itself, and so has verified this one. Otherwise a block that the
+                index has under another tenant, or as untagged, is promoted as untagged.
         """
         index = self._indexes.get(name)
         if index is None or verified:
@@ -93,7 +103,10 @@ class TenantTags:
     def victims(
         self, name: str, to: Tier
     ) -> Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]] | None:
-        """Returns a function that tags victims of a tier on their way to another one (:mod:`offload._pipeline.spill`)."""
+        """Return a function that tags victims on their way to another tier.
+
+        See :mod:`offload._pipeline.spill`. ``None`` if the tier has no index.
+        """
         index = self._indexes.get(name)
         if index is None:
             return None
@@ -117,7 +130,10 @@ class TenantTags:
     # --- lifetimes --------------------------------------------------------------------------------------------------
 
     def until_settled(self, handle: TransferHandle, end: Callable[[], None]) -> TransferHandle:
-        """Call ``end`` once this handle has settled, and the routes that its blocks go on to, which may be now."""
+        """Call ``end`` once this handle and its later routes have settled.
+
+        These are the routes that its blocks go on to. The call may be made now.
+        """
         if end is not nothing:
             if handle.status.terminal:
                 handle._container.after_offers(end)
@@ -126,7 +142,10 @@ class TenantTags:
         return handle
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook of an instrument: a store has settled, so its tags end, once its blocks are on no route any more."""
+        """End a settled store's tags, once no route has its blocks.
+
+        This is the hook of an instrument.
+        """
         end = self._ends.pop(container, None)
         if end is not None:
             container.after_offers(end)
@@ -136,7 +155,10 @@ _Carry: TypeAlias = Callable[[Sequence[Key], str], Callable[[], None]]
 
 
 def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None]:
-    """Tag in all of them or, if one raises, in none. Returns a function that ends it once."""
+    """Tag in all carriers or, if one raises, in none.
+
+    Returns a function that ends the tags once.
+    """
     ends: list[Callable[[], None]] = []
 
     def end() -> None:
@@ -159,7 +181,10 @@ def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None
 
 
 _FIRST_CHECK: Final = 64
-"""The size at which the index asks the tier for the first time which of its blocks are still there."""
+"""The size of the index at its first check.
+
+Then it asks the tier which of its blocks are still there.
+"""
 _log = logging.getLogger("offload.engine")
 
 
@@ -180,13 +205,16 @@ class TenantIndex:
         return len(self._there) + len(self._coming)
 
     def of(self, key: Key) -> str | None:
-        """The tenant of a block; ``None`` if it is untagged or unknown."""
+        """Return the tenant of a block; ``None`` if untagged or unknown."""
         if key in self._there:
             return self._there[key]
         return _only(self._coming.get(key, ()))
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Record that this tenant brings these blocks, until the returned function is called. That one is idempotent."""
+        """Record that this tenant brings these blocks.
+
+        That lasts until the returned function is called, which is idempotent.
+        """
         there = self._ask(keys, otherwise=keys)
         for key in keys:
             if key in there and key not in self._coming:
@@ -223,7 +251,10 @@ class TenantIndex:
             self._most = max(_FIRST_CHECK, 2 * len(self._there))
 
     def _ask(self, keys: Sequence[Key], otherwise: Collection[Key]) -> Collection[Key]:
-        """Those of these keys that the tier has; ``otherwise`` if it fails, which is no error of the store or the promotion."""
+        """Return the ones of these keys that the tier has.
+
+        ``otherwise`` if the tier fails, which is no error of the store or the promotion.
+        """
         try:
             return self._contains(keys)
         except Exception as error:
@@ -232,5 +263,5 @@ class TenantIndex:
 
 
 def _only(tenants: Sequence[str]) -> str | None:
-    """The tenant, if these are all the same."""
+    """Return the tenant, if these are all the same."""
     return tenants[0] if tenants and tenants.count(tenants[0]) == len(tenants) else None
